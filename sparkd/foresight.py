@@ -1,5 +1,7 @@
-"""Owns asking vLLM about the configured models in quiet moments, so that loads and plans find its answers: the vLLM of this node, or of one
-that has it where this one has none. Never delays a load: nothing is asked while a model starts or ends, or memory is short.
+"""Owns asking vLLM about the configured models in quiet moments, so that loads and plans find its answers.
+
+It asks the vLLM of this node, or that of another node where this one has none. Never delays a load: it asks nothing while a model starts or
+ends, or while memory is short.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -31,15 +33,15 @@ from sparkd.state import ModelState
 log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-# So long has to be quiet. A first load that somebody waits for goes before.
+# No model may start or end for this long before the first question.
 QUIET_S = 60.0
-# A model's files, the release or the nodes may be others by then. Answers that are kept cost a look.
+# After this time the model's files, the release or the nodes may have changed. An answer that is on the disk costs one read.
 AGAIN_S = 600.0
-# The node has too little memory free just now.
+# When to look again for a node that had too little free memory.
 NO_ROOM_S = 60.0
-# While a question is open, how soon it gives way to a load.
+# How often an open question looks whether a load has begun, to which it gives way.
 YIELD_S = 0.5
-# A child that is being asked ends within this time; that of another node too, where its agent answers.
+# A child that answers ends within this time; that of another node too, where its agent answers.
 END_S = 5.0
 # A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.model_answers.
 LEAST_FREE_BYTES = 12 << 30
@@ -53,29 +55,39 @@ class Nodes(Agents, Protocol):
 
 
 class Foresight:
-    """config, snapshot: of now. nodes: of the daemon. An entry is asked about every AGAIN_S."""
+    """Asks about each entry every AGAIN_S. config, snapshot: return the present ones. nodes: of the daemon. rest: waits for some seconds;
+    clock: monotonic seconds."""
 
-    def __init__(self, config: Callable[[], Config], snapshot: Callable[[], Snapshot], nodes: Nodes, *, quiet_s: float = QUIET_S) -> None:
+    def __init__(
+        self,
+        config: Callable[[], Config],
+        snapshot: Callable[[], Snapshot],
+        nodes: Nodes,
+        *,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._snapshot = snapshot
         self._nodes = nodes
-        self._quiet_s = quiet_s
-        # When each entry may be asked about again.
+        self._rest = rest
+        self._clock = clock
+        # When each entry may be asked about again, by the clock.
         self._after_s: dict[str, float] = {}
         # The question that is open now: the model, the runtime that is asked, and since when (wall clock).
         self.open: Mapping[str, Any] | None = None
 
     async def run(self) -> None:
-        """Until it is cancelled. A child that is being asked has ended by then."""
+        """Run until it is cancelled. A child that answers has ended by then."""
         quiet_s = 0.0
         while True:
-            await asyncio.sleep(min(LOOK_S, self._quiet_s))
+            await self._rest(LOOK_S)
             quiet_s = quiet_s + LOOK_S if self._is_quiet() else 0.0
-            if quiet_s >= self._quiet_s and (spec := self._next()) is not None:
+            if quiet_s >= QUIET_S and (spec := self._next()) is not None:
                 await self._ask(spec)
 
     async def _ask(self, spec: ModelConfig) -> None:
-        """It is given up as soon as a model starts or ends, and when the entry is removed or changed."""
+        """Give up as soon as a model starts or ends, and when the entry is removed or changed."""
         cancel = threading.Event()
         again_s = AGAIN_S
         try:
@@ -88,10 +100,10 @@ class Foresight:
             log.info("vLLM was not asked about %s: %s", spec.name, error)
         finally:
             cancel.set()
-        self._after_s[_identity(spec)] = time.monotonic() + again_s
+        self._after_s[_identity(spec)] = self._clock() + again_s
 
     async def _answered(self, spec: ModelConfig, runtime: NodeRuntime, cancel: threading.Event) -> bool:
-        """cancel: is set as soon as it is no quiet moment any more."""
+        """Whether the runtime answered every question. cancel: gets set as soon as a model starts or ends."""
         loop, config = asyncio.get_running_loop(), self._config()
         away = None
         if runtime.only is not None:
@@ -100,20 +112,20 @@ class Foresight:
         vllm = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
         nodes = max(1, len(self._snapshot().nodes if runtime.only is None else runtime.only))
         self.open = {"model": spec.name, "runtime": vllm.place, "since_s": time.time()}
-        asking = loop.run_in_executor(None, answers_about, spec, config, vllm, platform_of(runtime.facts, config), nodes, cancel)
+        answering = loop.run_in_executor(None, answers_about, spec, config, vllm, platform_of(runtime.facts, config), nodes, cancel)
         try:
-            while not asking.done():
-                await asyncio.wait([asking], timeout=YIELD_S)
+            while not answering.done():
+                await asyncio.wait([answering], timeout=YIELD_S)
                 if not self._is_quiet() or self._config().models.get(spec.name) != spec:
                     cancel.set()
         except asyncio.CancelledError:
             cancel.set()
             with suppress(SparkdError, OSError, TimeoutError):
-                await asyncio.wait_for(asking, END_S)
+                await asyncio.wait_for(answering, END_S)
             raise
         finally:
             self.open = None
-        return bool(asking.result()) and not cancel.is_set()
+        return bool(answering.result()) and not cancel.is_set()
 
     def _is_quiet(self) -> bool:
         snapshot = self._snapshot()
@@ -124,7 +136,7 @@ class Foresight:
         return reading is not None and reading.mem_available_bytes >= LEAST_FREE_BYTES
 
     def _next(self) -> ModelConfig | None:
-        config, now_s = self._config(), time.monotonic()
+        config, now_s = self._config(), self._clock()
         specs = (spec for spec in config.models.values() if spec.runs_vllm(config.engine))
         return next((spec for spec in specs if self._after_s.get(_identity(spec), 0.0) <= now_s), None)
 
@@ -133,7 +145,7 @@ def answers_about(
     spec: ModelConfig, config: Config, runtime: Runtime, platform: str, nodes: int, cancel: threading.Event
 ) -> Sequence[Answer | None]:
     """vLLM's answers about an entry as it is stored and in its own format, over the ranks that it may have; none where its files are not on
-    this node. platform: of the nodes that have the runtime. Blocks. Raises SparkdError where it cannot be asked."""
+    this node. platform: of the nodes that have the runtime. Blocks. Raises SparkdError where vLLM cannot be asked."""
     env = spec.environment(config.engine)
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
@@ -143,13 +155,13 @@ def answers_about(
     def progress(step: str, question: int) -> None:
         log.info("%s: the vLLM of %s: %s", spec.name, runtime.place, step if question < 0 else f"{step}, question {question + 1}")
 
-    def kept_by_asking(questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def collect(questions: Sequence[Question]) -> Sequence[Answer | None]:
         answers.extend(ask(questions, runtime, progress=progress, cancel=cancel))
         return answers[-len(questions) :]
 
-    consultation = Consultation(kept_by_asking, read_checkpoint(folder), flags_of(spec), env, this_node(platform))
+    consultation = Consultation(collect, read_checkpoint(folder), flags_of(spec), env, this_node(platform))
     formats = [UNCHANGED] if spec.quantize == AUTO else list(dict.fromkeys([UNCHANGED, recipe_of(spec, env)]))
-    consultation.ask((each, *split) for each in formats for split in _splits(spec, nodes))
+    consultation.ask((recipe, *split) for recipe in formats for split in _splits(spec, nodes))
     return answers
 
 

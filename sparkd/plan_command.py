@@ -224,8 +224,10 @@ def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unh
                 from sparkd import show
 
                 lines.append(shown.enter_context(show.progress(show.terminal(stderr=True))))
-            count = f" ({number + 1} of {len(questions)})" if number >= 0 else ""
-            lines[0](f"{'asking vLLM about the model' if number >= 0 else 'starting vLLM to ask it about the model'}{count}", step)
+            if number >= 0:
+                lines[0](f"asking vLLM about the model ({number + 1} of {len(questions)})", step)
+            elif step == "importing":
+                lines[0]("starting vLLM to ask it about the model", step)
 
         try:
             return ask(questions, runtime, progress=progress)

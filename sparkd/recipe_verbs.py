@@ -134,6 +134,8 @@ def check(
             problems += result.problems
             choices += result.resolved
     if parser is not None:
+        sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
+        sys.stderr.flush()
         problems += parsed(choices, str(parser))
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):

@@ -38,7 +38,7 @@ def refused(
     args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool, aloud: bool = False
 ) -> tuple[str, ...]:
     """The arguments that the parser of this environment's vLLM will refuse, a sentence for each; see vllm_known. Translated as the start
-    translates them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
+    translates them. ask: see flag_table. aloud: a line on stderr says that it takes a while."""
     table = flag_table(runtime, places(state_dir), ask=ask, first=announce if aloud else None)
     if table is None:
         return ()
@@ -89,9 +89,9 @@ def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | 
 
 
 def announce() -> None:
-    """Tell somebody at a terminal that the first reading takes a while."""
-    if sys.stderr.isatty():
-        sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
+    """Write to stderr that the first reading takes a while."""
+    sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
+    sys.stderr.flush()
 
 
 def flag_table(runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None) -> FlagTable | None:

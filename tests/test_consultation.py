@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,6 +365,19 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["footprint"]["sureness"] == "known" and any("gave no answer" in note for note in plan["notes"])
+
+
+def test_a_plan_says_once_that_it_starts_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(questions: Sequence[Question], _runtime: Any, progress: Callable[[str, int], None]) -> list[Answer]:
+        for step, number in (("importing", -1), ("ready", -1), ("asking", 0), ("asking", 1)):
+            progress(step, number)
+        return [answer(FULL, blocks=1) for _ in questions]
+
+    monkeypatch.setattr("sparkd.plan_command.ask", ask)
+    monkeypatch.setattr("sparkd.plan_command.full_version_in", lambda _: "0.32.0")
+    assert exit_code(["--json", "plan", str(folder)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "starting vLLM" in lines[0] and "asking vLLM" in lines[1]
 
 
 @pytest.mark.parametrize(

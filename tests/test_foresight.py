@@ -16,7 +16,7 @@ import pytest
 from sparkd import foresight
 from sparkd.config import Config, load_config
 from sparkd.errors import AgentLost, EngineError
-from sparkd.foresight import Foresight, answers_about
+from sparkd.foresight import AGAIN_S, NO_ROOM_S, QUIET_S, Foresight, answers_about
 from sparkd.model_answers import Answer, Question, Runtime
 from sparkd.node_runtime import NodeRuntime
 from sparkd.snapshot import Snapshot
@@ -62,6 +62,26 @@ class Nodes:
         raise AgentLost(f"The agent of node {node_ip} did not answer.")
 
 
+class Over(Exception):
+    """The clock has run down."""
+
+
+class Clock:
+    """Seconds pass only while the foresight rests, until there are none left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now_s = 0.0
+        self._end_s = seconds
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def rest(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.now_s > self._end_s:
+            raise Over
+
+
 async def looked(
     config: Config,
     now: Snapshot,
@@ -69,9 +89,10 @@ async def looked(
     answer: Exception | Sequence[Answer | None],
     then: Snapshot | None = None,
     able: str = HERE,
+    seconds: float = QUIET_S + NO_ROOM_S - 1,
 ) -> list[str]:
-    """The names of those that it asked about within half a second. then: the snapshot while it asks. able: the nodes that have vLLM, each
-    of its own release."""
+    """The names of the models that it asked about within so many seconds. then: the snapshot while it asks. able: the nodes that have vLLM,
+    each of its own release."""
     names: list[str] = []
     shown = [now]
     cancelled: list[bool] = []
@@ -88,10 +109,9 @@ async def looked(
 
     monkeypatch.setattr(foresight, "answers_about", ask)
     monkeypatch.setattr(foresight, "YIELD_S", 0.01)
-    task = asyncio.create_task(Foresight(lambda: config, lambda: shown[0], Nodes(able), quiet_s=0.001).run())
-    await asyncio.sleep(0.5)
-    assert not task.done()
-    task.cancel()
+    clock = Clock(seconds)
+    with pytest.raises(Over):
+        await Foresight(lambda: config, lambda: shown[0], Nodes(able), rest=clock.rest, clock=clock).run()
     return [*names, *("cancelled" for each in cancelled if each)]
 
 
@@ -104,9 +124,10 @@ def test_each_model_is_asked_about_once_in_a_quiet_moment(config: Config, monkey
 
 
 @pytest.mark.parametrize("answer", [GIVEN, [], EngineError("no")])
-def test_one_is_asked_about_again_after_a_while(config: Config, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(foresight, "AGAIN_S", 0.0)
-    assert asyncio.run(looked(config, snapshot(ModelState.READY), monkeypatch, answer)).count("a") > 1
+def test_each_is_asked_about_again_after_a_while(config: Config, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    for seconds, times in ((QUIET_S - 1, 0), (QUIET_S + AGAIN_S - 1, 1), (QUIET_S + 2 * AGAIN_S - 1, 2)):
+        names = asyncio.run(looked(config, snapshot(ModelState.READY), monkeypatch, answer, seconds=seconds))
+        assert names.count("a") == times
 
 
 @pytest.mark.parametrize(
@@ -149,10 +170,9 @@ def test_a_node_without_room_keeps_no_other_from_being_asked(config: Config, mon
 
 
 async def test_an_agent_that_does_not_answer_is_asked_again_later(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(THERE)
-    task = asyncio.create_task(Foresight(lambda: config, lambda: snapshot(ModelState.READY), nodes, quiet_s=0.001).run())
-    await asyncio.sleep(0.5)
-    task.cancel()
+    nodes, clock = Nodes(THERE), Clock(QUIET_S + NO_ROOM_S - 1)
+    with pytest.raises(Over):
+        await Foresight(lambda: config, lambda: snapshot(ModelState.READY), nodes, rest=clock.rest, clock=clock).run()
     assert nodes.asked == [(THERE, "inquire")] * 2
 
 

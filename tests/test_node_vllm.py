@@ -122,12 +122,15 @@ async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, confi
     readings = [SimpleNamespace(node_id=node, reading=SimpleNamespace(mem_available_bytes=64 << 30)) for node in (HERE, THERE)]
     resting = {"m": SimpleNamespace(state=ModelState.STOPPED)}
     snapshot = replace(Snapshot(0.0, True, False, 0.0, {}, (), {}), models=resting, nodes=tuple(readings))  # type: ignore[arg-type]
-    foresight = asyncio.create_task(Foresight(lambda: config, lambda: snapshot, nodes, quiet_s=0.01).run())
-    while "end_inquiry" not in nodes.methods:
-        assert not foresight.done()
-        await asyncio.sleep(0.1)
-    await asyncio.sleep(0.2)
-    foresight.cancel()
+    class Answered(Exception):
+        pass
+
+    async def rest(_seconds: float) -> None:
+        if "end_inquiry" in nodes.methods:
+            raise Answered
+
+    with pytest.raises(Answered):
+        await Foresight(lambda: config, lambda: snapshot, nodes, rest=rest).run()
 
     assert await sureness() == "exact"
     after = need_of(spec, config, runtime, 8.0, 8.0)

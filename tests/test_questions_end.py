@@ -103,7 +103,7 @@ async def test_the_daemons_question_is_shown_and_ends(engine: Engine, reason: st
     changed = config.models["m"].model_copy(update={"max_model_len": 256})
     others = {"removal": {}, "change": {"m": changed}}
     now = SimpleNamespace(config=config, snapshot=snapshot(ModelState.READY))
-    asking = Foresight(lambda: now.config, lambda: now.snapshot, Here(), quiet_s=0.001)
+    asking = Foresight(lambda: now.config, lambda: now.snapshot, Here(), rest=lambda _seconds: asyncio.sleep(0.001))
     assert asking.open is None
     running = asyncio.create_task(asking.run())
     await reached(lambda: is_asked(engine))

@@ -145,7 +145,7 @@ def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.C
 
     out, _ = run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(python), code=2)
     assert out.count("vLLM's parser says: no such flag") == 1 and " and 46 more: " in out, "a fault of all ways stands there once"
-    assert run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(tmp_path / "no"), code=1)[1].count("\n") == 1
+    assert run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(tmp_path / "no"), code=1)[1].count("\n") == 2
     assert "has no parser to ask" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/false", code=1)[1]
     assert "/bin/true gave no answer" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/true", code=1)[1]
 

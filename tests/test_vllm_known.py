@@ -376,8 +376,11 @@ def test_a_value_is_never_shown(table: FlagTable) -> None:
 ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"
 
 
-def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is not asked of vLLM again: a table was kept, and the daemon's own folder comes first."""
+def test_a_check_finds_it_and_a_load_does(
+    tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM is not asked for the second: a table was kept, and the daemon's own folder comes first. A line tells of the first reading."""
+    monkeypatch.setattr(vllm_table, "_tables", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     state = tmp_path / "state"
     state.mkdir()
@@ -388,6 +391,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monk
         f"--enforce-eagr: vLLM {table.version} has no such flag. Did you mean --enforce-eager?",
     ]
     problems = [problem for problem in check(file, {}) if "no such flag" in problem.message]
+    assert capsys.readouterr().err.count("\n") == 1 and check(file, {}) and capsys.readouterr().err == ""
     assert [problem.message for problem in problems] == [f"models.m: {each}" for each in wanted]
     assert {(problem.severity, problem.line) for problem in problems} == {("error", 5)}
 
