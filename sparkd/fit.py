@@ -328,8 +328,8 @@ def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -
     """The parts of config.json that no formula has, where one had to count all the same. doubt: why vLLM, which was asked, did not say."""
     guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
-    if guessed and inventory.shape.gaps:
-        yield f"No formula has {', '.join(inventory.shape.gaps)} of its {inventory.checkpoint.config_file}, and {silent}."
+    if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):
+        yield f"No formula has {', '.join(dict.fromkeys(keys))} of its {inventory.checkpoint.config_file}, and {silent}."
     elif guessed and doubt is not None:
         yield f"The numbers are a guess: {silent}."
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparkd.checked_keys import unread
+
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
 # What one layer is called: by layer_types and layers_block_type, and by a letter of Nemotron-H's pattern.
@@ -94,7 +96,8 @@ class Shape:
     computes in. gaps: what config.json does not say, or says in a way that is not known here; layers, hidden, heads and vocab are 0 then.
 
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
-    predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines.
+    predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines. unread: see
+    sparkd.checked_keys.
     """
 
     architecture: str
@@ -114,6 +117,7 @@ class Shape:
     tied: bool = False
     rotary_bytes: int = 0
     gaps: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def dtype_bytes(self) -> int:
@@ -136,8 +140,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     heads, hidden = _count(text, *_HEADS), _count(text, *_HIDDEN)
     mixers = _mixers(text, layers, gaps)
     stated = {_HIDDEN[0]: hidden, _HEADS[0]: heads, "vocab_size": _count(text, "vocab_size"), LENGTHS[0]: _count(text, *LENGTHS)}
+    architecture = str(names[0]) if isinstance(names, Sequence) and names else str(text.get("model_type", "unknown"))
     return Shape(
-        architecture=str(names[0]) if isinstance(names, Sequence) and names else str(text.get("model_type", "unknown")),
+        architecture=architecture,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -153,7 +158,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         mtp_layers=_count(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
         tied=bool(text.get("tie_word_embeddings", True)),
         rotary_bytes=_rotary_bytes(text, heads) * DTYPE_BYTES[_dtype(config, text)],
-        gaps=(*gaps, *(key for key, size in stated.items() if not size), *_unread(text, layers)),
+        gaps=(*gaps, *(key for key, size in stated.items() if not size), *_of_each_layer(text, layers)),
+        unread=tuple(unread(architecture, config, text)),
     )
 
 
@@ -171,7 +177,7 @@ def _layers(text: Mapping[str, Any], gaps: list[str]) -> int:
     return 0
 
 
-def _unread(text: Mapping[str, Any], layers: int) -> Iterator[str]:
+def _of_each_layer(text: Mapping[str, Any], layers: int) -> Iterator[str]:
     """What says something else of each layer, for which there is no formula."""
     for key, value in text.items():
         if (key == "per_layer_config" and value) or (isinstance(value, list) and len(value) == layers and key not in _READ):

@@ -1,0 +1,83 @@
+"""Which configurations of a checked architecture a formula may be called known for: those whose every size it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparkd.architectures import is_checked
+from sparkd.checked_keys import KEYS
+from sparkd.model_shape import shape_of
+from tests.published_headers import config_of
+from tests.sketches import dense, mixture
+from tests.test_known_architectures import FIXTURES
+
+
+OWN_DEFAULTS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def without(place: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return {key: without(value, names) if isinstance(value, dict) else value for key, value in place.items() if key not in names}
+
+
+def published(architecture: str) -> dict[str, Any]:
+    return config_of(FIXTURES[architecture]) | {"architectures": [architecture]}
+
+
+@pytest.mark.parametrize("architecture", KEYS)
+def test_the_configurations_that_the_tests_compare_with_vllm_are_read_whole(architecture: str) -> None:
+    shape = shape_of(published(architecture))
+    assert is_checked(shape) and not shape.unread
+
+
+@pytest.mark.parametrize("architecture", KEYS)
+def test_a_size_that_the_class_would_fill_in_is_no_known_one(architecture: str) -> None:
+    """Only the defaults of Gemma 3's class are sparkd's own."""
+    config = published(architecture)
+    text = config.get("text_config", config)
+    for key in KEYS[architecture].needs:
+        lacking = without(text, key.split("|"))
+        shape = shape_of({**config, "text_config": lacking} if "text_config" in config else lacking)
+        assert is_checked(shape) is (architecture.startswith("Gemma3") and key in OWN_DEFAULTS), key
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_key_value_heads": [4, 4, 2, 4]},
+        {"num_key_value_heads_per_layer": [4, 4, 2, 4]},
+        {"sliding_window": 512, "sliding_window_pattern": 4},
+        {"v_head_dim": 32},
+        {"qk_head_dim": 96},
+        {"n_routed_experts": 8},
+        {"num_nextn_predict_layers": 1},
+        {"per_layer_config": {"1": {}}},
+        {"block_configs": [{}]},
+        {"hybrid_override_pattern": "M*M*"},
+        {"multi_query": True},
+        {"cross_attention_layers": [1]},
+        {"a_key_of_tomorrow": 7},
+        {"a_key_of_tomorrow": True},
+        {"rope_scaling": {"rope_type": "tomorrows", "factor": 2.0}},
+        {"audio_config": {"layers": 3}},
+    ],
+)
+def test_a_key_that_may_change_a_size_and_is_not_read_makes_a_guess(more: dict[str, Any]) -> None:
+    for config in (dense(**more), mixture(**more)):
+        assert not is_checked(shape_of(config))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"head_dim": 96},
+        {"eos_token_id": [1, 2], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_dropout": 0.1, "unsloth_version": "2026.1"},
+        {"sliding_window": 0, "use_sliding_window": False, "mlp_only_layers": []},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+        {"attention_bias": True, "tie_word_embeddings": True, "dtype": "float16"},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+)
+def test_keys_that_are_read_or_change_no_size_leave_it_known(more: dict[str, Any]) -> None:
+    assert is_checked(shape_of(dense(**more))) and is_checked(shape_of(mixture(**more)))
