@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of every language model.
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Every language model has these.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
 _ROTARY = ("rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor")
 _MIXTURE = ("moe_intermediate_size", "num_experts_per_tok")
@@ -18,7 +23,7 @@ _DELTA = (
     "full_attention_interval|layer_types", "partial_rotary_factor",
 )  # fmt: skip
 # Keys of nothing that is counted: names, tokens, activations, numbers within a layer, training, sampling.
-_NO_SIZE = frozenset(
+_NO_SIZE = _words(
     """
     architectures model_type auto_map torch_dtype dtype use_cache return_dict torchscript id2label label2id num_labels problem_type
     tie_word_embeddings hidden_activation hidden_act activation_function initializer_range initializer_factor pretraining_tp
@@ -28,7 +33,7 @@ _NO_SIZE = frozenset(
     use_bidirectional_attention mm_tokens_per_image vision_soft_tokens_per_image max_window_layers moe_router_dtype
     quantization_config compression_config text_config llm_config language_config thinker_config
     top_k top_p temperature do_sample num_beams max_length min_length max_new_tokens repetition_penalty length_penalty typical_p
-    """.split()
+    """
 )
 _NO_SIZE_ENDS = ("token_id", "token_ids", "token_index", "_eps", "epsilon", "dropout", "_coef", "version", "_name_or_path", "_token")
 _NO_SIZE_BEGINNINGS = ("unsloth", "output_", "_attn")

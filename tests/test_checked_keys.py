@@ -13,7 +13,6 @@ from tests.published_headers import config_of
 from tests.sketches import dense, mixture
 from tests.test_known_architectures import FIXTURES
 
-
 OWN_DEFAULTS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
