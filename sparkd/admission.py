@@ -92,7 +92,7 @@ class Account:
 
     @property
     def total(self) -> int | None:
-        """Of the whole model, None where it takes what is left."""
+        """Bytes of the whole model, None where it takes what is left."""
         return None if self.cache is None else self.fixed + self.cache
 
 
@@ -207,14 +207,14 @@ def illegal(
 
 
 def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> Recipe:
-    """As stored where nothing is said, or not decided yet. Raises ConfigError."""
+    """The entry's recipe; as stored where `quantize` is absent or still `auto`. Raises ConfigError."""
     return Recipe.parse("bf16") if spec.quantize in (None, AUTO) else Recipe.parse(spec.quantize or None, dict(env))
 
 
 def advice(
     spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int, ways: Ways = (1, 1), *, as_asked: bool = False
 ) -> str:
-    """What would fit into offered_bytes of each node instead, split in `ways`; empty where nothing is known that would. as_asked: that the
+    """The choices that would fit into offered_bytes of each node instead, split in `ways`; empty where none is known. as_asked: that the
     entry's own length and format fit is an answer too, because it was split otherwise."""
     model = inventory_of(spec, env)
     if model is None:
@@ -241,7 +241,7 @@ def advice(
 
 
 def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: Wish, env: Mapping[str, str]) -> Iterator[str]:
-    """What is on this node quantized already. It is told and not taken: who names a model gets that one."""
+    """The same model on this node, quantized already. It is named and not taken: a request for a model is served by that model."""
     for name, checkpoint in prequantized(spec.model, model.checkpoint, {**os.environ, **env}):
         best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, wish).best
         if best is not None and best.footprint is not None:
@@ -286,8 +286,8 @@ def incomplete(spec: ModelConfig) -> str | None:
 
 
 def _length_of(spec: ModelConfig) -> int | None:
-    """The tokens that vLLM is told: extra_args come last, and the last one wins. None where it finds them, or reads them in a way of its
-    own."""
+    """The tokens that vLLM reads from the flags: extra_args come last, and the last one wins. None where no flag has them, or where vLLM
+    reads the flag in a way of its own."""
     names = [flag_name(arg) or "" for arg in spec.extra_args]
     if not any(name.startswith("max-mo") for name in names):
         return spec.max_model_len if isinstance(spec.max_model_len, int) else None
@@ -302,7 +302,7 @@ def reads_another_config(spec: ModelConfig, files: Iterable[str] = ()) -> bool:
 
 
 def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, release: Release | None) -> float:
-    """The most that a table may make of it. Of YaRN 0.26 multiplies the original length, or another one that is the product already."""
+    """The longest request that a table may allow. For YaRN vLLM 0.26 multiplies the original length, or one that is the product already."""
     factor, kind = table.get("factor"), str(table.get("rope_type") or table.get("type"))
     settled = release is not None and release >= YARN_ONCE_SINCE and ("yarn" in kind or kind == "deepseek_llama_scaling")
     if not isinstance(factor, int | float) or settled or kind in ("su", "longrope", "llama3") or "gemma3" in str(text.get("model_type")):

@@ -45,6 +45,6 @@ def _among(name: str, models: Collection[str]) -> bool:
     return end is not None and any(name.removesuffix(end) + other in models for other in _ENDS)
 
 
-# Whose cache and weights sparkd's formulas count as vLLM itself does: the tests hold each against vLLM's answer
+# sparkd's formulas count the cache and the weights of these as vLLM does: the tests compare each with vLLM's answer
 # (tests/test_known_architectures.py). Any other is a guess until vLLM is asked.
 CHECKED = KEYS.keys()

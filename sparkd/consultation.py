@@ -1,5 +1,5 @@
-"""Owns what vLLM is asked about one model: which question stands for a format and a split, in which order they are asked, and what the
-answers make of a plan. Never starts anything by itself: whoever makes a consultation says where its answers come from.
+"""Owns the questions to vLLM about one model: which question stands for a format and a split, their order, and the numbers that the answers
+put into a plan. Never starts anything by itself: the caller says where the answers come from.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from workers.stream.recipe import Recipe
 Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
 # A format and a split: recipe, tensor-parallel and pipeline-parallel size.
 Way = tuple[Recipe, int, int]
-# What a start says besides, and neither the cache of a token nor the weights depend on; with what no answer tells of. trust_remote_code:
-# no question runs a model's code.
+# Flags of a start on which neither the cache of a token nor the weights depend, and those that no answer tells of. No question runs a
+# model's code (trust-remote-code).
 _WITHOUT = REST | {
     "max-num-seqs", "max-num-batched-tokens", "enforce-eager", "trust-remote-code", "override-generation-config",
     "enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "code-revision", "tokenizer-revision",
@@ -37,12 +37,12 @@ _WITHOUT = REST | {
 _H200 = "cuda:9.0"
 # Fields of a shape, and the facts of an answer that they are.
 _SIZES = (("max_len", "max_model_len"), ("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocabulary"))
-# More than a plan's best ways would be a minute's work that nobody looks at.
+# Further questions would take a minute and change no choice of a plan.
 MOST_QUESTIONS = 16
 
 
 def nobody(questions: Sequence[Question]) -> Sequence[Answer | None]:
-    """Where no vLLM is asked."""
+    """Answers for a place without vLLM."""
     return [None] * len(questions)
 
 
@@ -60,7 +60,7 @@ class Witness:
 
 
 class Answers:
-    """It asks no question twice: many accounts of one model look for a format and a length."""
+    """Asks no question twice: a plan makes many accounts of one model."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -73,7 +73,7 @@ class Answers:
         return self.kept(questions)
 
     def kept(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
-        """Those that were asked before; nothing is asked."""
+        """The answers to those that were asked before, without asking."""
         return [self._kept.get(_identity(question)) for question in questions]
 
 
@@ -86,7 +86,7 @@ def _identity(question: Question) -> object:
 
 class Consultation:
     """checkpoint: may lie on a hub, and may have one tensor for all experts of a layer that are alike. args, env: of the engine, as a start
-    has them. hardware: whose GPU the answer is for. draft: the headers of the one that args name, where they were read."""
+    has them. hardware: the answer is for its GPU. draft: the headers of the one that args name, where they were read."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class Consultation:
         self._answers: dict[Way, Answer | None] = {}
 
     def ask(self, ways: Iterable[Way]) -> None:
-        """Have these answered; those beyond MOST_QUESTIONS are left out."""
+        """Ask about the first MOST_QUESTIONS of these."""
         wanted = [way for way in dict.fromkeys(ways) if way not in self._answers][:MOST_QUESTIONS]
         if wanted:
             answers = self._ask([self._question(way) for way in wanted])
             self._answers |= {way: answer for way, answer in zip(wanted, answers, strict=True) if answer is None or self._is_for(answer)}
 
     def exact(self, recipe: Recipe, serving: Serving) -> Exact | None:
-        """What was answered; of a format that was not asked about, the cache alone, which no format changes."""
+        """vLLM's answer. For a format that no question was about, the cache alone, which no format changes."""
         split = serving.tensor_parallel, serving.pipeline_parallel
         own = self._answers.get((recipe, *split))
         exact = exact_of(own, serving, same_format=True) if own is not None else None
@@ -130,7 +130,8 @@ class Consultation:
         return exact
 
     def informed(self, inventory: Inventory, wish: Wish) -> tuple[Inventory, Wish]:
-        """Both with what vLLM says of every split, which settles the cache for all formats, and of the formats, best first."""
+        """Both with vLLM's numbers: first those of every split, which settle the cache for all formats, then those of the formats, best
+        first."""
         splits = ways_of(wish)
         stored = [(UNCHANGED, *split) for split in splits]
         self.ask([*stored, *((recipe, *split) for _, recipe in recipes(inventory, wish.quantize) for split in splits)])
@@ -151,12 +152,12 @@ class Consultation:
         return replace(inventory, shape=replace(shape, **sizes))
 
     def doubt(self) -> str | None:
-        """What stood in the way of an answer, in vLLM's words, which may be about this machine alone; None where nothing did."""
+        """The reason why there is no certain answer, in vLLM's words; None where there is one. It may be about this machine alone."""
         refusals = (answer.refusal for answer in self._answers.values() if answer is not None)
         return next((refusal.message for refusal in refusals if refusal is not None and not refusal.certain), None)
 
     def _is_for(self, answer: Answer) -> bool:
-        """Whether it is about the device that is planned for: a runtime that has another GPU tells of its own."""
+        """Whether it is about the device of the plan: a runtime that has another GPU answers for that GPU."""
         return answer.platform.startswith(self._device) if self._platform == OWN else answer.platform == self._platform
 
     def _question(self, way: Way) -> Question:

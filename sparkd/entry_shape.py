@@ -1,4 +1,5 @@
-"""Owns what in a model's entry contradicts its config.json: the ranks it is split over, the size of its cache. Never reads a header."""
+"""Owns the contradictions between a model's entry and its config.json: the ranks it is split over, the size of its cache. Never reads a
+header."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _MOST_RANKS = 8
 
 
 def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
-    """(key, message) of each. None where its config.json is not on this machine; a guess contradicts no cache. platform: of
-    engine.platform; `auto` counts as a GPU. evidence: goes before the formulas."""
+    """(key, message) of each contradiction. There is none where its config.json is not on this machine, and a guess contradicts no cache.
+    platform: of engine.platform; `auto` counts as a GPU. evidence: replaces the formulas."""
     spec = at_any_length(spec)
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
@@ -55,7 +56,7 @@ def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: 
 
 
 def _exact(spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], platform: str, evidence: Evidence) -> Exact | None:
-    """vLLM's word on the entry's split, whatever its format; on one rank where the split is left open."""
+    """vLLM's answer about the entry's split, whatever its format; about one rank where the split is left open."""
     ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1
     consultation = evidence.consultation(spec, checkpoint, env, _hardware(platform))
     consultation.ask([(UNCHANGED, ranks, 1)])
@@ -77,15 +78,15 @@ def _draft(spec: ModelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
 
 
 def _memory(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Where the number of ranks is left open, more of them need less each."""
+    """A memory_gib that is too small. Where the entry leaves the number of ranks open, it is judged by the most, which need least each."""
     if spec.memory_gib == AUTO:
         return
     ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else _MOST_RANKS
-    known = account(spec, _hardware(platform), env, evidence, (ranks, 1))
-    if known is not None and exceeds(known, spec.memory_gib):
-        cure = f"Allow it {-(-known.least // GIB)} or more"
+    needed = account(spec, _hardware(platform), env, evidence, (ranks, 1))
+    if needed is not None and exceeds(needed, spec.memory_gib):
+        cure = f"Allow it {-(-needed.least // GIB)} or more"
         where = "" if spec.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
-        yield "memory_gib", f"{spec.memory_gib:g} GiB are too little{where} ({known.sureness}): {known.sentence}. {cure}."
+        yield "memory_gib", f"{spec.memory_gib:g} GiB are too little{where} ({needed.sureness}): {needed.sentence}. {cure}."
 
 
 def _hardware(platform: str) -> Hardware:
@@ -95,7 +96,7 @@ def _hardware(platform: str) -> Hardware:
 def _cache(
     spec: ModelConfig, checkpoint: Checkpoint, shape: Shape, env: Mapping[str, str], platform: str, exact: Exact
 ) -> Iterator[tuple[str, str]]:
-    """A cache of a given size that holds no request of full length: vLLM ends its start over that, with all weights loaded."""
+    """A cache whose size holds no request of full length: vLLM ends its start over that, after it has loaded all weights."""
     size = cache_of(spec)
     if not isinstance(size, dict) or "tokens" in size or spec.max_model_len == AUTO:
         return

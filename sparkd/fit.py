@@ -24,7 +24,7 @@ AS_STORED = "as stored"
 # whole groups of 128: int4-g128 stands where its error of Gaussian weights puts it (.090 before it, .097, .111 behind it).
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
 CONTEXT_STEP = 1024
-# Where nobody says, a format counts as fitting from here on (or from the model's own length), and gets as much more as there is room for.
+# Without a requested length, a format fits from this length on (or from the model's own), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
 # The characters of a sentence of vLLM's, which may have all of a configuration in it.
 _DOUBT_CHARACTERS = 300
@@ -40,9 +40,9 @@ class Wish:
     unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
     FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
     cache: of a given size (sparkd.kv_cost.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that the engine
-    may take, and what says so. fewest: fewer nodes go before speed. beyond: a length may be more than the model's own. learned: what an
-    earlier start of an engine measured, None for nothing. exact: what vLLM says of a format and a split, None for nothing. counted:
-    somebody said how many requests.
+    may take, and the setting that limits it. fewest: fewer nodes before speed. beyond: a length may be more than the model's own. learned:
+    the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split, None without an answer. counted:
+    the question states `requests`.
     """
 
     max_model_len: int | None = None
@@ -110,20 +110,20 @@ class Choice:
 
 
 def choose(inventory: Inventory, hardware: Hardware, wish: Wish) -> Choice:
-    found = [
+    options = [
         _option(inventory, hardware, wish, name, recipe, ways)
         for name, recipe in recipes(inventory, wish.quantize)
         for ways in ways_of(wish)
     ]
-    ranked = sorted(found, key=lambda one: rank(one, inventory, wish))
+    ranked = sorted(options, key=lambda option: rank(option, inventory, wish))
     return Choice(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
 
 
-def recipes(inventory: Inventory, asked: Any) -> Iterator[tuple[str, Recipe]]:
-    """Each with what it is called, best first. asked: a recipe, None for any of FORMATS."""
+def recipes(inventory: Inventory, requested: Any) -> Iterator[tuple[str, Recipe]]:
+    """(name, recipe) of each, best first. requested: a recipe, None for any of FORMATS."""
     source = inventory.checkpoint.quantization
-    if asked is not None:
-        recipe = asked if isinstance(asked, Recipe) else Recipe.parse(asked)
+    if requested is not None:
+        recipe = requested if isinstance(requested, Recipe) else Recipe.parse(requested)
         yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
         return
     yield AS_STORED, Recipe.parse("bf16")
@@ -166,16 +166,16 @@ def smallest(option: Option, hardware: Hardware) -> float | None:
     return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
 
 
-def refuse_uncounted(known: Inventory, wish: Wish) -> None:
+def refuse_uncounted(inventory: Inventory, wish: Wish) -> None:
     """Raises CheckpointError where neither vLLM nor config.json tells what a cache of the model takes."""
-    asked = (
+    answers = (
         wish.exact(Recipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
         for size, stages in ways_of(wish)
     )
-    if not known.shape.mixers and not any(asked):
-        reason = f"it says no {known.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
+    if not inventory.shape.mixers and not any(answers):
+        reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
         cure = "Load it with memory_gib in its entry, and vLLM counts the cache"
-        raise CheckpointError(reason, file=f"{known.checkpoint.folder}/{known.checkpoint.config_file}", cure=cure)
+        raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
 
 
 def ways_of(wish: Wish) -> tuple[tuple[int, int], ...]:
@@ -198,23 +198,23 @@ def _option(
     ways: tuple[int, int],
 ) -> Option:
     tensor, pipeline = ways
-    asked = wish.max_model_len or min(inventory.shape.max_len, wish.context)
+    context = wish.max_model_len or min(inventory.shape.max_len, wish.context)
     seqs = max(wish.serving.max_num_seqs, wish.requests)
-    serving = replace(wish.serving, max_model_len=asked, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    if asked > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
-        told = f"{asked:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
-        return Option(name, tensor, pipeline, serving, None, told)
+    serving = replace(wish.serving, max_model_len=context, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
+        too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
+        return Option(name, tensor, pipeline, serving, None, too_long)
     # As sparkd.siting: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if tensor > 1 and tensor * pipeline in wish.unlinked:
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline])
     try:
         exact = wish.exact(recipe, serving)
         if exact is None:
-            why = refusal(inventory, recipe, tensor, pipeline, serving.platform)
+            reason = refusal(inventory, recipe, tensor, pipeline, serving.platform)
         else:
-            why = exact.refusal or unfit(inventory, recipe, tensor, serving.platform)
-        if why:
-            return Option(name, tensor, pipeline, serving, None, why)
+            reason = exact.refusal or unfit(inventory, recipe, tensor, serving.platform)
+        if reason:
+            return Option(name, tensor, pipeline, serving, None, reason)
         if (exact is None or exact.layout is None) and not inventory.shape.mixers:
             return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known")
         layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(inventory.shape, serving)
@@ -235,30 +235,30 @@ def _option(
                 limit_bytes=None if wish.limit is None else wish.limit[0],
             )
 
-        found = at(asked)
-        length = _longest(found, layout, inventory, wish)
+        needed = at(context)
+        length = _longest(needed, layout, inventory, wish)
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
-    if wish.max_model_len is None and found.fits and length > asked:
+    if wish.max_model_len is None and needed.fits and length > context:
         # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
         more = at(length)
         if not more.fits:
-            length = max(asked, _longest(more, layout, inventory, wish))
+            length = max(context, _longest(more, layout, inventory, wish))
             more = at(length)
-        found, asked = (more, length) if more.fits else (found, asked)
-        length = asked
+        needed, context = (more, length) if more.fits else (needed, context)
+        length = context
         serving = replace(serving, max_model_len=length)
-    if not found.fits:
-        return Option(name, tensor, pipeline, serving, found, _short(found, hardware, length, wish), length)
-    short = short_cache(wish.cache, found.parts["kv"] if wish.cache is not None else wish.cache_limit, found.kv)
-    return Option(name, tensor, pipeline, serving, found, short and short[0], length)
+    if not needed.fits:
+        return Option(name, tensor, pipeline, serving, needed, _short(needed, hardware, length, wish), length)
+    short = short_cache(wish.cache, needed.parts["kv"] if wish.cache is not None else wish.cache_limit, needed.kv)
+    return Option(name, tensor, pipeline, serving, needed, short and short[0], length)
 
 
-def _longest(found: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
+def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
     """The model's own length, or so many whole steps; 0 where not even the weights come in."""
     most = max(inventory.shape.max_len, wish.max_model_len or 0)
     size = wish.cache or {"sequences": wish.requests}
-    return 0 if found.load_free_bytes < 0 else longest(size, layout, most, found.room, limit=wish.cache_limit, step=CONTEXT_STEP)
+    return 0 if needed.load_free_bytes < 0 else longest(size, layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
 
 
 def short_cache(given: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> tuple[str, str] | None:
@@ -277,20 +277,20 @@ def short_cache(given: Mapping[str, Any] | None, size: int | None, cost: KvCost)
     return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}", f"give kv_cache at least {spelled({'sequences': 1})}"
 
 
-def _short(found: Footprint, hardware: Hardware, longest: int, wish: Wish) -> str:
+def _short(needed: Footprint, hardware: Hardware, longest: int, wish: Wish) -> str:
     there = gib(hardware.memory_bytes)
-    if found.load_free_bytes < 0:
+    if needed.load_free_bytes < 0:
         # The parts that count while the weights come; the cache and the batch are not there yet.
-        parts = [f"{gib(found.parts['weights'])} of weights", f"{gib(found.load_peak_bytes - found.parts['weights'])} for the loader"]
-        parts += [f"{gib(found.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if found.parts[name] >= GIB // 10]
-        parts += [f"{gib(found.system_bytes)} system"] if found.system_bytes else []
-        return f"{' + '.join(parts)} are {gib(-found.load_free_bytes)} more than the {there} that are there, before any KV cache"
-    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in found.parts.items() if size >= GIB // 10]
+        parts = [f"{gib(needed.parts['weights'])} of weights", f"{gib(needed.load_peak_bytes - needed.parts['weights'])} for the loader"]
+        parts += [f"{gib(needed.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if needed.parts[name] >= GIB // 10]
+        parts += [f"{gib(needed.system_bytes)} system"] if needed.system_bytes else []
+        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the {there} that are there, before any KV cache"
+    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in needed.parts.items() if size >= GIB // 10]
     shorter = f"; {longest:,} tokens of context would fit" if longest else ""
-    if wish.limit is not None and found.total > wish.limit[0]:
-        return f"{' + '.join(parts)} are {gib(found.total - wish.limit[0])} more than {wish.limit[1]}{shorter}"
-    parts += [f"{gib(found.system_bytes)} system", f"{gib(found.margin_bytes)} margin"]
-    return f"{' + '.join(parts)} are {gib(-found.free_bytes)} more than the {there} that are there{shorter}"
+    if wish.limit is not None and needed.total > wish.limit[0]:
+        return f"{' + '.join(parts)} are {gib(needed.total - wish.limit[0])} more than {wish.limit[1]}{shorter}"
+    parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
+    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the {there} that are there{shorter}"
 
 
 _CALLED = {
@@ -325,7 +325,7 @@ def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterat
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
-    """The parts of config.json that no formula has, where one had to count all the same. doubt: why vLLM, which was asked, did not say."""
+    """A note about a guess: the keys of config.json that no formula reads. doubt: the reason why vLLM gave no answer, None without one."""
     guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
     if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):
@@ -346,10 +346,10 @@ def doubt_in_short(doubt: str) -> str:
 
 def _three(ranked: Sequence[Option]) -> Iterator[str]:
     """How three nodes share a model, or have one each."""
-    fitting = [one for one in ranked if one.fits]
-    ways = ["by tensor parallelism"] if any(one.tensor == 3 for one in fitting) else []
-    ways += ["as a pipeline"] if any(one.pipeline == 3 for one in fitting) else []
-    lone = next((one for one in fitting if one.nodes == 1 and one.footprint is not None), None)
+    fitting = [option for option in ranked if option.fits]
+    ways = ["by tensor parallelism"] if any(option.tensor == 3 for option in fitting) else []
+    ways += ["as a pipeline"] if any(option.pipeline == 3 for option in fitting) else []
+    lone = next((option for option in fitting if option.nodes == 1 and option.footprint is not None), None)
     if lone is not None and lone.footprint is not None:
         speed = lone.footprint.decode_tokens_s
         each = lone.format if speed is None else f"{lone.format}, 3 x {speed:,.0f} tokens/s at most"

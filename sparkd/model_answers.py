@@ -89,8 +89,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer keeps on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one; state_bytes
-    are of each request, however long, and page_bytes are those with their padding. spec, layer: vLLM's classes."""
+    """The cache of one layer on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one;
+    state_bytes are of each request, however long, and page_bytes are those with their padding. spec, layer: vLLM's classes."""
 
     name: str
     spec: str
@@ -137,7 +137,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What vLLM makes of a model. platform: that it took itself to be on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
+    """vLLM's answer about a model. platform: that it ran on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
     the fields of workers.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
     `cache_dtype`, `quantization`, `tasks`, `block_size`, ..). groups: of vLLM's block pool, as JSON."""
 

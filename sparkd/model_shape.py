@@ -1,4 +1,4 @@
-"""Owns what config.json says of a model's layers: which mix tokens how, and what each keeps of a token. Never reads a tensor or refuses.
+"""Owns the shape of a model's layers, from config.json: how each mixes tokens, and what it keeps of one. Never reads a tensor or refuses.
 
 Keys are those of transformers' configurations (configuration_*.py), of vLLM's own (vllm/transformers_utils/configs) and of Mistral's
 params.json. A kind of layer that has no formula counts as full attention, and a configuration that says too little has none at all: what
@@ -15,13 +15,13 @@ from sparkd.checked_keys import unread
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
-# What one layer is called: by layer_types and layers_block_type, and by a letter of Nemotron-H's pattern.
+# The names of a kind of layer: in layer_types and layers_block_type, and as a letter of Nemotron-H's pattern.
 _FULL = frozenset({"full_attention", "attention", "global_attention", "*"})
 _SLIDING = frozenset({"sliding_attention", "local_attention", "sliding_window_attention"})
 _LINEAR = frozenset({"linear_attention", "gated_delta_net"})
 _MAMBA = frozenset({"mamba", "mamba2", "M"})
 _NOTHING = frozenset({"mlp", "moe", "-", "E"})
-# What published configurations leave to their class (transformers, configuration_gemma3.py).
+# Published configurations leave these to their class (transformers, configuration_gemma3.py).
 _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -164,7 +164,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def of_layers(shape: Shape, config: Mapping[str, Any], layers: int) -> Shape:
-    """With as many layers as somebody else counted, each with full attention where config.json says what that keeps."""
+    """The shape with so many layers, each with full attention where config.json tells its heads and widths."""
     return replace(shape, layers=layers, mixers=_mixers({**text_config(config), LAYERS: layers}, layers, []))
 
 
@@ -178,7 +178,7 @@ def _layers(text: Mapping[str, Any], gaps: list[str]) -> int:
 
 
 def _of_each_layer(text: Mapping[str, Any], layers: int) -> Iterator[str]:
-    """What says something else of each layer, for which there is no formula."""
+    """The keys that state something for each layer for which there is no formula."""
     for key, value in text.items():
         if (key == "per_layer_config" and value) or (isinstance(value, list) and len(value) == layers and key not in _READ):
             yield key
@@ -188,10 +188,10 @@ def _mixers(text: Mapping[str, Any], layers: int, gaps: list[str]) -> tuple[Mixe
     if not layers or _full_attention(text) is None:
         return ()
     # Layers at the end that read another layer's cache (Gemma 3n, Gemma 4) keep none.
-    kept = layers - _count(text, "num_kv_shared_layers")
+    caching = layers - _count(text, "num_kv_shared_layers")
     kinds = _kinds(text, layers, gaps)
-    made = {kind: _mixer(text, kind, gaps) for kind in dict.fromkeys(kinds)}
-    return tuple(made[kind] if number < kept else None for number, kind in enumerate(kinds))
+    mixers = {kind: _mixer(text, kind, gaps) for kind in dict.fromkeys(kinds)}
+    return tuple(mixers[kind] if number < caching else None for number, kind in enumerate(kinds))
 
 
 def _pattern(text: Mapping[str, Any]) -> str:
@@ -234,7 +234,7 @@ def _mixer(text: Mapping[str, Any], kind: str, gaps: list[str]) -> Mixer | None:
 
 
 def _full_attention(text: Mapping[str, Any]) -> Attention | None:
-    """None where config.json does not say how wide keys are, or how many."""
+    """None where config.json does not tell how wide keys are, or how many."""
     if text.get("kv_lora_rank"):
         return _latent(text)
     attention = _attention(text, full=True)
@@ -300,10 +300,10 @@ def _rotary_bytes(text: Mapping[str, Any], heads: int) -> int:
 
 def rotary_tables(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """By kind of layer where the configuration tells them apart."""
-    given = text.get("rope_parameters") or text.get("rope_scaling")
-    if not isinstance(given, Mapping):
+    parameters = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(parameters, Mapping):
         return {"": {}}
-    return {kind: one for kind, one in given.items() if isinstance(one, Mapping)} or {"": given}
+    return {kind: table for kind, table in parameters.items() if isinstance(table, Mapping)} or {"": parameters}
 
 
 def _rotary_rows(text: Mapping[str, Any], table: Mapping[str, Any]) -> int:
@@ -324,7 +324,7 @@ def _rope_type(table: Mapping[str, Any]) -> str:
 
 
 def _max_len(text: Mapping[str, Any]) -> int:
-    """What vLLM takes as the longest request (vllm/config/model.py, _get_and_verify_max_len)."""
+    """The longest request that vLLM allows, in tokens (vllm/config/model.py, _get_and_verify_max_len)."""
     length = _count(text, *LENGTHS, default=2048)
     if "gemma3" in _type(text):
         return length
@@ -350,7 +350,7 @@ def _head_dim(text: Mapping[str, Any], heads: int) -> int:
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """What vLLM makes of `auto`: float32 is computed in bfloat16 (vllm/config/model.py; in float16 where a device has nothing else)."""
+    """The dtype that vLLM takes for `auto`: bfloat16 for float32 (vllm/config/model.py; float16 where a device has nothing else)."""
     for place in (text, config):
         name = str(place.get("dtype") or place.get("torch_dtype") or "").removeprefix("torch.")
         if name in ("float32", "float"):
@@ -375,7 +375,7 @@ def _count(text: Mapping[str, Any], *keys: str, default: int = 0) -> int:
     """A whole number above 0, else the default. The largest of a list, which has one for each layer."""
     for key in keys:
         value = text.get(key)
-        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+        if isinstance(value, list) and value and all(isinstance(size, int) for size in value):
             value = max(value)
         usable = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MOST
         if usable and value is not None and value == int(value):

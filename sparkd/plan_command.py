@@ -1,4 +1,4 @@
-"""What `sparkd plan` does: whether a model fits, and how, from its headers alone. Never loads a weight."""
+"""Owns the verb `sparkd plan`: whether a model fits, and how, from its headers alone. Never loads a weight."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _FLAGS_INSTEAD = {
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A configured model. vllm: the release of its runtime on this machine, None where that has none; entrypoint: the module that is its
-    engine. origin: whose entry it is, for who asks elsewhere than the daemon that has it."""
+    engine. origin: the file or daemon that has the entry."""
 
     spec: ModelConfig
     config: Config
@@ -129,11 +129,11 @@ def answer(
     answers = Answers(ask)
     draft = headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept, draft)
-    asking = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
+    informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
     consultation = replace(evidence, ask=answers.ask).consultation(spec, headers.model.checkpoint, env, hardware)
-    known, asking = consultation.informed(headers.model, asking)
-    refuse_uncounted(known, asking)
-    headers, wish = replace(headers, model=known), replace(wish, exact=asking.exact)
+    completed, informed = consultation.informed(headers.model, informed)
+    refuse_uncounted(completed, informed)
+    headers, wish = replace(headers, model=completed), replace(wish, exact=informed.exact)
     for ways in tried:
         candidate = resolved(spec, hardware, env, _free(hardware), ways, evidence, headers, beside=nodes == 1 and bool(there))
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
@@ -172,7 +172,7 @@ def answer(
 
 
 def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, wish: Wish, read: Callable[[str], Checkpoint]) -> Offer:
-    """What `quantize: auto` takes instead of quantizing. entry: with its model for that of the configuration."""
+    """The checkpoint that `quantize: auto` takes instead of quantizing. entry: with that model in place of the configuration's."""
     spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
     serving = serving_of(spec, headers.model, hardware, entry.env, headers)
     own = _wish(entry, spec, headers, hardware, serving)  # of another checkpoint, which vLLM was not asked about
@@ -192,7 +192,7 @@ def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
 def _overlaid(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
     """The entry with what is asked for in its place."""
     short = question.nodes is not None and isinstance(spec.tensor_parallel, int) and question.nodes < spec.tensor_parallel
-    given: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "tensor_parallel": AUTO if short else None,
         "max_model_len": question.max_model_len,
         # As many as are to run at once: of a load the batch, the sampler's rows and the graphs follow from it.
@@ -204,7 +204,7 @@ def _overlaid(spec: ModelConfig, question: Question, checkpoint: Checkpoint, rea
         "quantize": question.quantize,
         "enforce_eager": question.enforce_eager,
     }
-    overlay = {key: value for key, value in given.items() if value is not None}
+    overlay = {key: value for key, value in requested.items() if value is not None}
     if (args := _free_of(spec.extra_args, overlay)) != list(spec.extra_args):
         overlay["extra_args"] = args
     for key in [key for key in overlay if key in _INSTEAD]:
@@ -229,12 +229,12 @@ def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
     """extra_args without what these keys of an entry say instead: vLLM takes the last of a flag, and these stand last."""
     # A switch has no value that would go with it.
     switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in keys else ()
-    kept = [arg for arg in args if flag_name(arg) not in switch]
+    left = [arg for arg in args if flag_name(arg) not in switch]
     for key in keys:
         if key != "enforce_eager":
             for flag in (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ())):
-                kept = without(kept, flag)
-    return kept
+                left = without(left, flag)
+    return left
 
 
 def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> Wish:
@@ -252,11 +252,11 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
 
     def learned(recipe: Any, at: Serving) -> Learned | None:
         length = None if spec.max_model_len is None else at.max_model_len
-        made = plain.model_copy(update={"max_model_len": length})
+        decided = plain.model_copy(update={"max_model_len": length})
         if spec.quantize == AUTO:
-            made = made.model_copy(update={"quantize": recipe.canonical() if recipe.quantizes else None})
+            decided = decided.model_copy(update={"quantize": recipe.canonical() if recipe.quantizes else None})
         ways = at.tensor_parallel, at.pipeline_parallel
-        engine = engine_of(made, env, entry.vllm, hardware.platform)
+        engine = engine_of(decided, env, entry.vllm, hardware.platform)
         return learned_of(profiles, engine, held, ways, hardware.name)
 
     return Wish(
@@ -297,7 +297,7 @@ def _free(hardware: Hardware) -> int:
 
 
 def _guessed(spec: ModelConfig, env: Mapping[str, str], serving: Serving, doubt: str | None) -> str:
-    """Which settings make the numbers a guess, and what makes them exact. doubt: why vLLM, which was asked, did not say."""
+    """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
     names = [f"{flag} (extra_args)" for flag in dict.fromkeys(unsized(spec.extra_args))]
     names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
@@ -342,8 +342,8 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
             "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
         }
         rank_spec = rank_at(number, option.nodes, {**fields, **at})
-        made = {name: value for name, value in build_environment(rank_spec, {}).items() if name not in OWN}
-        shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in made.items()}
+        variables = {name: value for name, value in build_environment(rank_spec, {}).items() if name not in OWN}
+        shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in variables.items()}
         ranks.append({"node": number, "command": build_command(rank_spec), "environment": shown})
     return {
         "name": spec.name,
@@ -382,5 +382,5 @@ def _container(entry: Entry) -> dict[str, Any] | None:
     file, _ = book.read(name)
     if file is None:
         return None
-    found = file.container(variant)
-    return None if found is None else {**found.model_dump(), "recipe": entry.spec.recipe}
+    container = file.container(variant)
+    return None if container is None else {**container.model_dump(), "recipe": entry.spec.recipe}

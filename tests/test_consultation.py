@@ -204,9 +204,7 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
         assert option.reason == reason
 
 
-@pytest.mark.parametrize(
-    ("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")]
-)
+@pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
     stopped = replace(answer(FULL, groups=False), refusal=Refusal("cache", "ValueError", "its pages are odd.", certain))

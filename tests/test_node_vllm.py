@@ -122,12 +122,14 @@ async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, confi
     readings = [SimpleNamespace(node_id=node, reading=SimpleNamespace(mem_available_bytes=64 << 30)) for node in (HERE, THERE)]
     resting = {"m": SimpleNamespace(state=ModelState.STOPPED)}
     snapshot = replace(Snapshot(0.0, True, False, 0.0, {}, (), {}), models=resting, nodes=tuple(readings))  # type: ignore[arg-type]
+
     class Answered(Exception):
         pass
 
     async def rest(_seconds: float) -> None:
         if "end_inquiry" in nodes.methods:
             raise Answered
+        await asyncio.sleep(0)
 
     with pytest.raises(Answered):
         await Foresight(lambda: config, lambda: snapshot, nodes, rest=rest).run()
