@@ -167,9 +167,16 @@ def test_four_bits_need_less(folder: Path) -> None:
     assert whole.fixed - small.fixed == pytest.approx(linear * (2 - 0.5 - 1 / 16), rel=5e-3)
 
 
-@pytest.mark.parametrize("keys", [{"extra_args": ["--block-size", "32"]}, {"quantization": "fp8"}, {"kv_cache_dtype": "turboquant_4bit"}])
+@pytest.mark.parametrize("keys", [{"extra_args": ["--block-size", "24"]}, {"quantization": "fp8"}, {"kv_cache_dtype": "turboquant_4bit"}])
 def test_nothing_is_said_of_what_is_not_known(folder: Path, keys: dict[str, Any]) -> None:
     assert account(spec_of(folder, **keys), SPARK, {}) is None
+
+
+def test_blocks_of_another_length_are_counted_where_all_layers_keep_every_token(folder: Path) -> None:
+    plain, large = of(folder, max_model_len=8192), of(folder, max_model_len=8192, extra_args=["--block-size=64"])
+    assert plain.layout is not None and large.layout is not None and large.layout.block_bytes == 4 * plain.layout.block_bytes
+    assert large.kv.least == plain.kv.least + 3 * plain.layout.block_bytes, "vLLM keeps a block for itself"
+    assert large.sureness == plain.sureness
 
 
 def test_flags_of_kernels_and_chats_are_counted_past(folder: Path) -> None:
@@ -196,7 +203,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
         args = without(each.model.extra_args, "speculative-config")
         keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
         found = account(each.model.model_copy(update=keys), SPARK, {})
-        assert (found is None) == any(unsized(args)), each.choice
+        assert (found is None) == any(flag for flag in unsized(args) if "block-size" not in flag), each.choice
 
 
 @pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "0"]])
@@ -205,7 +212,7 @@ def test_auto_beside_a_flag_that_is_not_counted_is_refused(folder: Path, args: l
     with pytest.raises(ConfigError, match=f"{flag} and quantize: auto exclude each other"):
         spec_of(folder, quantize="auto", extra_args=args)
     assert resolved(spec_of(folder, quantize="auto", extra_args=["--moe-backend", "marlin"]), SPARK, {}, 15 * GIB).quantize
-    for keys in ({"extra_args": ["--block-size", "32"]}, {"kv_cache_dtype": "turboquant_4bit"}):
+    for keys in ({"extra_args": ["--mamba-cache-mode", "all"]}, {"kv_cache_dtype": "turboquant_4bit"}):
         # A format by what the formulas see, a length by vLLM, which measures.
         found = resolved(spec_of(folder, quantize="auto", max_model_len="auto", **keys), SPARK, {}, 15 * GIB)
         assert (found.quantize is not None, found.max_model_len) == (True, "auto")

@@ -104,7 +104,7 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reply", "counted"),
     [
-        ({"extra_args": ["--block-size", "32"]}, answer(FULL, blocks=1), True),
+        ({"extra_args": ["--block-size", "24"]}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, groups=False), False),
         ({"extra_args": ["--speculative-config", '{"model": "/none", "num_speculative_tokens": 2}']}, answer(FULL, blocks=1), True),

@@ -198,6 +198,6 @@ def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path
     assert plain is not None and drafted is not None and drafted >= plain + AHEAD_BYTES
     assert least("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4})) is not None
     assert least("--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 4, "model": "/none"})) is None
-    assert least("--speculative-config", json.dumps(MTP), "--block-size", "32") is None
+    assert least("--speculative-config", json.dumps(MTP), "--mamba-cache-mode", "all") is None
     assert least("--attention-backend", "TRITON_ATTN") == plain
     admission._read.cache_clear()

@@ -36,6 +36,9 @@ FIXTURES = {
     "Qwen3NextForCausalLM": "qwen3-next-80b-a3b-instruct",
 }
 SPLIT = ("DeepseekV2ForCausalLM", "Gemma4ForConditionalGeneration", "GptOssForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+# Those whose layers all keep keys and values of every token.
+PLAIN = ("Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+BLOCKS = (32, 128)
 OWN_CODE = ("its own", 1)
 CASES = [(name, 1) for name in FIXTURES] + [(name, 2) for name in SPLIT]
 
@@ -54,7 +57,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], A
     ]
     own_code = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"], "auto_map": {"AutoConfig": "its.Config"}}
     questions.append(Question(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK))
-    return dict(zip([*CASES, OWN_CODE], ask(questions, Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])), strict=True))
+    blocks = [(name, block) for name in PLAIN for block in BLOCKS]
+    for name, block in blocks:
+        files = {"config.json": json.dumps(config[name]).encode()}
+        questions.append(Question(files=files, args=("--block-size", str(block)), platform=SPARK))
+    keys = [*CASES, OWN_CODE, *((f"{name} --block-size", block) for name, block in blocks)]
+    return dict(zip(keys, ask(questions, Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])), strict=True))
 
 
 @pytest.mark.timeout(600)
@@ -73,6 +81,17 @@ def test_cache_and_weights_are_vllms(answers: dict[tuple[str, int], Answer | Non
         assert abs(layout.cost(length).per_request - size) <= layout.block_bytes * (layout.block_bytes != stage.block_bytes)
     weights = inventory(checkpoint, shape).weights(Recipe.parse("bf16"), ranks).bytes + shape.rotary_bytes
     assert weights == pytest.approx(stage.parameter_bytes + stage.buffer_bytes, rel=0.005)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_of_another_length_are_vllms(answers: dict[tuple[str, int], Answer | None], name: str, block: int) -> None:
+    answer = answers[f"{name} --block-size", block]
+    assert answer is not None and answer.refusal is None, answer
+    layout = kv_layout(shape_of(checkpoint_of(FIXTURES[name]).config), Serving(1, block_tokens=block))
+    assert layout.block_bytes == answer.stages[0].block_bytes
+    assert all(layout.cost(length).per_request == size for length, size in answer.stages[0].requests)
 
 
 def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: dict[tuple[str, int], Answer | None]) -> None:

@@ -604,7 +604,7 @@ def test_a_recipes_name_is_a_model(folder: Path, hub: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"extra_args": ["--block-size", "32"]}, "--block-size"),
+        ({"extra_args": ["--block-size", "24"]}, "--block-size"),
         ({"extra_args": ["--hf-overrides", "{}"], "max_model_len": "auto"}, "--hf-overrides"),
         ({"extra_args": ["--kv-offloading-size", "4"]}, "--kv-offloading-size"),
         ({"quantization": "fp8"}, "quantization: fp8"),
