@@ -27,7 +27,7 @@ from sparkd.kv_sizing import cache_of, in_words
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups, unfit
 from sparkd.model_config import ModelConfig
-from sparkd.model_shape import LENGTHS, Attention, rotary_tables, shape_of, text_config
+from sparkd.model_shape import LENGTHS, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
@@ -60,8 +60,6 @@ Ways = tuple[int, int]
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-# Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
-BLOCK_STEP = 16
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -388,9 +386,7 @@ def serving_of(
     """`unknown` of it says what the entry changes in a way that the formulas do not have."""
     spec = counted(spec)
     kv_dtype = spec.kv_cache_dtype or "auto"
-    block = block_of(spec.extra_args) if _has_plain_cache(model) else None
-    counts_block = block is not None and block % BLOCK_STEP == 0
-    unknown = changed_by(flag for flag in unsized(spec.extra_args) if not (counts_block and flag_name(flag) == "block-size"))
+    unknown = changed_by(unsized(spec.extra_args))
     unknown |= {CACHE} if kv_dtype not in KV_DTYPES else set()
     unknown |= {WEIGHTS, CACHE} if _is_other(spec, model) else set()
     unknown |= {CACHE} if in_blocks(env) else set()
@@ -428,11 +424,6 @@ def at_any_length(spec: ModelConfig) -> ModelConfig:
     if not is_longest(spec.extra_args):
         return spec
     return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
-
-
-def _has_plain_cache(model: Inventory) -> bool:
-    """Whether all its layers keep keys and values of every token: blocks of any length are counted then as vLLM lays them out."""
-    return all(isinstance(one, Attention) and one.window is None and not one.latent for one in model.shape.mixers)
 
 
 def counted(spec: ModelConfig) -> ModelConfig:

@@ -82,6 +82,8 @@ _SHORTEST = {"max-num-seqs": "max-num-se", "max-num-batched-tokens": "max-num-b"
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 # The short names of _WEIGHTS, and that of a draft.
 _WEIGHTS_SHORT = ("-q", "-sc", "-ep")
+# Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
+BLOCK_STEP = 16
 _BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
 # Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
@@ -135,6 +137,7 @@ def unsized(args: Sequence[str]) -> Iterator[str]:
     """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
     less what has no effect."""
     values = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
+    values |= {_BLOCK: block if (block := block_of(args) or 0) and block % BLOCK_STEP == 0 else None}
     values |= {_DTYPE: dtype if (dtype := _last(args, _DTYPE)) in NARROW else None}
     sized = {name for name, value in values.items() if value is not None}
     sized |= {name for name, values in _IDLE.items() if _last(args, name) in values}

@@ -172,7 +172,7 @@ def test_nothing_is_said_of_what_is_not_known(folder: Path, keys: dict[str, Any]
     assert account(spec_of(folder, **keys), SPARK, {}) is None
 
 
-def test_blocks_of_another_length_are_counted_where_all_layers_keep_every_token(folder: Path) -> None:
+def test_blocks_of_another_length_are_counted(folder: Path) -> None:
     plain, large = of(folder, max_model_len=8192), of(folder, max_model_len=8192, extra_args=["--block-size=64"])
     assert plain.layout is not None and large.layout is not None and large.layout.block_bytes == 4 * plain.layout.block_bytes
     assert large.kv.least == plain.kv.least + 3 * plain.layout.block_bytes, "vLLM keeps a block for itself"
@@ -203,7 +203,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
         args = without(each.model.extra_args, "speculative-config")
         keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
         found = account(each.model.model_copy(update=keys), SPARK, {})
-        assert (found is None) == any(flag for flag in unsized(args) if "block-size" not in flag), each.choice
+        assert (found is None) == any(unsized(args)), each.choice
 
 
 @pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "0"]])
