@@ -35,8 +35,12 @@ QUESTIONS = {
     "dense": published("llama-3.1-8b", args=("--max-model-len", "8192")),
     "dense here": published("llama-3.1-8b", platform=OWN),
     "dense, four ranks": published("llama-3.1-8b", tensor_parallel=2, pipeline_parallel=2),
-    "dense, FP8 cache": published("llama-3.1-8b", args=("--kv-cache-dtype", "fp8", "--block-size=32")),
+    "dense, FP8 cache": published("llama-3.1-8b", args=("--kv_cache_dtype", "fp8", "--block_size=32")),
     "two layers": published("llama-3.1-8b", args=("--hf-overrides", '{"num_hidden_layers": 2, "max_position_embeddings": 65536}')),
+    "two layers, by keys": published(
+        "llama-3.1-8b",
+        args=("-O2", "--hf-overrides.num_hidden_layers", "2", "--hf_overrides.max_position_embeddings=65536", "--response_role=x"),
+    ),
     "FP8 of vLLM's own": published("llama-3.1-8b", args=("-q", "fp8")),
     "three ranks": published("llama-3.1-8b", tensor_parallel=3),
     "experts in FP8": published("qwen3-30b-a3b-fp8"),
@@ -124,8 +128,8 @@ def test_an_fp8_cache_takes_half(answers: dict[str, Answer]) -> None:
 
 
 def test_an_override_of_the_configuration_is_followed(answers: dict[str, Answer]) -> None:
-    two = answers["two layers"]
-    assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
+    for two in (answers["two layers"], answers["two layers, by keys"]):
+        assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
 
 
 def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(answers: dict[str, Answer]) -> None:

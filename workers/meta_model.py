@@ -141,11 +141,16 @@ def _config(question: Mapping[str, Any]) -> Any:
         def error(self, message: str) -> NoReturn:
             raise Refused("arguments", ValueError(message))
 
+        def parse_known_args(self, *where: Any) -> Any:
+            """Without the front end's flags, which an engine's parser does not know."""
+            return super().parse_known_args(*where)[0], []
+
     parser = EngineArgs.add_cli_args(Parser(add_help=False))
     given: argparse.Namespace
     sizes = {"--tensor-parallel-size": question.get("tensor_parallel", 1), "--pipeline-parallel-size": question.get("pipeline_parallel", 1)}
     own = ["--model", question["folder"], *(str(word) for pair in sizes.items() for word in pair)]
-    given, _ = parser.parse_known_args([*question.get("args", ()), *own])
+    # By it alone vLLM reads underscores, `--flag.key` and -O3.
+    given = parser.parse_args([*question.get("args", ()), *own])
     arguments = EngineArgs.from_cli_args(given)
     arguments.enforce_eager = True
     arguments.skip_tokenizer_init = True
