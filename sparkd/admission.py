@@ -27,7 +27,7 @@ from sparkd.kv_sizing import cache_of, in_words
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups, unfit
 from sparkd.model_config import ModelConfig
-from sparkd.model_shape import LENGTHS, rotary_tables, shape_of, text_config
+from sparkd.model_shape import LENGTHS, Shape, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
@@ -98,7 +98,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The headers of a model that need not be on this machine. model: of model and draft together."""
+    """The headers of a model, wherever they are. model: of model and draft together."""
 
     model: Inventory
     drafting: Drafting | None = None
@@ -143,14 +143,15 @@ def account(
     """None where nothing can be said beforehand: headers that are not here or cannot be read, sizes that nothing tells, flags of the
     operator's own that change the account in a way that neither formulas nor vLLM's answer have. ways: over how many ranks, each on a
     node of its own. headers: where they were read already. guesses: whether such flags leave a guess instead."""
-    model = inventory_of(spec, env, headers)
-    if model is None:
+    headers = headers or headers_here(spec, env)
+    if headers is None:
         return None
     try:
         recipe = recipe_of(spec, env)
-        consultation = consulted(spec, model, recipe, hardware, env, ways, evidence)
-        model = consultation.completed(model)
-        serving = replace(serving_of(spec, model, hardware, env, headers), tensor_parallel=ways[0], pipeline_parallel=ways[1])
+        consultation = consulted(spec, headers.model, recipe, hardware, env, ways, evidence)
+        model = consultation.completed(headers.model)
+        plain = serving_of(spec, replace(headers, model=model), hardware, env)
+        serving = replace(plain, tensor_parallel=ways[0], pipeline_parallel=ways[1])
         engine, profiles = engine_of(spec, env, evidence.vllm, hardware.platform), evidence.profiles
         learned = learned_of(profiles, engine, folder_of(spec.model, spec.revision, env), ways, hardware.name) if profiles else None
         exact = consultation.exact(recipe, serving)
@@ -192,9 +193,10 @@ def illegal(
     headers: Headers | None = None,
 ) -> str | None:
     """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
-    model = inventory_of(spec, env, headers)
-    if model is None:
+    headers = headers or headers_here(spec, env)
+    if headers is None:
         return None
+    model = headers.model
     try:
         recipe = recipe_of(spec, env)
         split = Serving(1, tensor_parallel=ways[0], pipeline_parallel=ways[1])
@@ -216,10 +218,10 @@ def advice(
 ) -> str:
     """The choices that would fit into offered_bytes of each node instead, split in `ways`; empty where none is known. as_asked: that the
     entry's own length and format fit is an answer too, because it was split otherwise."""
-    model = inventory_of(spec, env)
-    if model is None:
+    headers = headers_here(spec, env)
+    if headers is None:
         return ""
-    serving = serving_of(spec, model, hardware, env)
+    model, serving = headers.model, serving_of(spec, headers, hardware, env)
     if serving.unknown:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
@@ -336,17 +338,15 @@ def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware
     return replace(node, **UNKNOWN_RATES) if platform == "cpu" else node
 
 
-def inventory_of(spec: ModelConfig, env: Mapping[str, str], headers: Headers | None = None) -> Inventory | None:
-    """With the draft that its flags ask for; None too where that is not on this machine, or is none of the kinds that are counted."""
-    if headers is not None:
-        return headers.model
+def headers_here(spec: ModelConfig, env: Mapping[str, str]) -> Headers | None:
+    """With the draft that its flags ask for; None where the model's are not on this machine, or none of the kinds that are counted."""
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
         return None
     try:
         model = _read(folder, checkpoint_of(folder))
-        drafted = _drafting(spec, model, env)
-        return model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
+        drafted = drafting_here(spec, model.shape, env)
+        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape), drafted)
     except (CheckpointError, ConfigError, OSError):
         return None
 
@@ -367,7 +367,7 @@ def _is_other(spec: ModelConfig, model: Inventory) -> bool:
     return own or WEIGHTS in changed_by(unsized(spec.extra_args))
 
 
-def _drafting(spec: ModelConfig, model: Inventory, env: Mapping[str, str]) -> Drafting | None:
+def drafting_here(spec: ModelConfig, shape: Shape, env: Mapping[str, str]) -> Drafting | None:
     """None where there is none, and where nothing is seen of it."""
 
     def read(name: str) -> Checkpoint:
@@ -375,22 +375,19 @@ def _drafting(spec: ModelConfig, model: Inventory, env: Mapping[str, str]) -> Dr
 
     config = speculative_config(spec.extra_args)
     try:
-        return of_config(config, model.shape, read) if config is not None else None
+        return of_config(config, shape, read) if config is not None else None
     except (CheckpointError, ConfigError, OSError):
         return None
 
 
-def serving_of(
-    spec: ModelConfig, model: Inventory, hardware: Hardware, env: Mapping[str, str], headers: Headers | None = None
-) -> Serving:
+def serving_of(spec: ModelConfig, headers: Headers, hardware: Hardware, env: Mapping[str, str]) -> Serving:
     """`unknown` of it says what the entry changes in a way that the formulas do not have."""
-    spec = counted(spec)
+    spec, model, drafted = counted(spec), headers.model, headers.drafting
     kv_dtype = spec.kv_cache_dtype or "auto"
     unknown = changed_by(unsized(spec.extra_args))
     unknown |= {CACHE} if kv_dtype not in KV_DTYPES else set()
     unknown |= {WEIGHTS, CACHE} if _is_other(spec, model) else set()
     unknown |= {CACHE} if in_blocks(env) else set()
-    drafted = headers.drafting if headers is not None else _drafting(spec, model, env)
     if drafted is None and any(flag_name(arg) == FLAG[2:] for arg in spec.extra_args):
         unknown |= {WEIGHTS, CACHE}
     length = model.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from sparkd.admission import NOTHING, Evidence, account, at_any_length, machine, serving_of
+from sparkd.admission import NOTHING, Evidence, Headers, account, at_any_length, drafting_here, machine, serving_of
 from sparkd.architectures import is_checked
 from sparkd.checkpoint import CONFIG, Checkpoint, Folder
 from sparkd.consultation import UNCHANGED
@@ -100,7 +100,8 @@ def _cache(
     size = cache_of(spec)
     if not isinstance(size, dict) or "tokens" in size or spec.max_model_len == AUTO:
         return
-    serving = serving_of(spec, inventory(checkpoint, shape), _hardware(platform), env)
+    headers = Headers(inventory(checkpoint, shape), drafting_here(spec, shape, env))
+    serving = serving_of(spec, headers, _hardware(platform), env)
     sureness = of_cache(shape, exact, serving.unknown)
     if serving.unknown or sureness == GUESS:
         return

@@ -118,7 +118,7 @@ def answer(
     spec, env = entry.spec, entry.env
     headers = Headers.of(spec, checkpoint, read)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    serving = serving_of(plain, headers.model, hardware, env, headers)
+    serving = serving_of(plain, headers, hardware, env)
     fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
     nodes = max(question.nodes or 1, fixed or 1)
     wish = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
@@ -174,7 +174,7 @@ def answer(
 def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, wish: Wish, read: Callable[[str], Checkpoint]) -> Offer:
     """The checkpoint that `quantize: auto` takes instead of quantizing. entry: with that model in place of the configuration's."""
     spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
-    serving = serving_of(spec, headers.model, hardware, entry.env, headers)
+    serving = serving_of(spec, headers, hardware, entry.env)
     own = _wish(entry, spec, headers, hardware, serving)  # of another checkpoint, which vLLM was not asked about
     return Offer(spec.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
 

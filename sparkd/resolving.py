@@ -19,8 +19,8 @@ from sparkd.admission import (
     at_any_length,
     consulted,
     counted,
+    headers_here,
     illegal,
-    inventory_of,
     recipe_of,
 )
 from sparkd.errors import CheckpointError, ConfigError
@@ -90,11 +90,11 @@ def resolved(
     spec = at_any_length(spec)
     if AUTO not in (spec.quantize, spec.max_model_len):
         return spec
-    known = inventory_of(spec, env, headers)
+    headers = headers or headers_here(spec, env)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    if known is None:
+    if headers is None:
         return plain
-    known = consulted(plain, known, recipe_of(plain, env), hardware, env, ways, evidence).completed(known)
+    known = consulted(plain, headers.model, recipe_of(plain, env), hardware, env, ways, evidence).completed(headers.model)
     room = room_of(spec, hardware, env, free_bytes)
 
     def own_headers(one: ModelConfig) -> Headers | None:
