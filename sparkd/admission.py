@@ -46,9 +46,8 @@ from sparkd.uncounted import (
     switched,
     unsized,
 )
-from sparkd.vllm_flags import flag_name, speculative_config, values_of, without
+from sparkd.vllm_flags import flag_name, speculative_config, without
 from sparkd.vllm_history import Release
-from sparkd.vllm_known import amount
 from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
 from workers import regular_file
 from workers.kv.profiles import checkpoint_of
@@ -253,9 +252,9 @@ def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: Wish,
 def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None = None) -> str | None:
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
     on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
-    folder, length = folder_of(spec.model, spec.revision, env), _length_of(spec)
+    folder, length = folder_of(spec.model, spec.revision, env), counted(spec).max_model_len
     free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
-    if folder is None or length is None or free.strip().lower() in ("1", "true"):
+    if folder is None or not isinstance(length, int) or free.strip().lower() in ("1", "true"):
         return None
     try:
         if reads_another_config(spec, os.listdir(folder)):
@@ -285,16 +284,6 @@ def incomplete(spec: ModelConfig) -> str | None:
     except (CheckpointError, OSError):
         return None  # a kind that is not counted; its engine says what is wrong with it
     return None
-
-
-def _length_of(spec: ModelConfig) -> int | None:
-    """The tokens that vLLM reads from the flags: extra_args come last, and the last one wins. None where no flag has them, or where vLLM
-    reads the flag in a way of its own."""
-    names = [flag_name(arg) or "" for arg in spec.extra_args]
-    if not any(name.startswith("max-mo") for name in names):
-        return spec.max_model_len if isinstance(spec.max_model_len, int) else None
-    values = [value for *_, value in values_of(spec.extra_args, "max-model-len")]
-    return amount(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in names) else None
 
 
 def reads_another_config(spec: ModelConfig, files: Iterable[str] = ()) -> bool:

@@ -102,7 +102,7 @@ def answer(
     if drafted is not None:
         wish = replace(wish, serving=drafted.serving(wish.serving))
     if site.profiles is not None and os.path.isdir(site.profiles):
-        wish = replace(wish, learned=learned_with(source, wish, site.profiles, hardware))
+        wish = replace(wish, learned=learned_with(source, wish, site, hardware))
     args = ([] if kv_asked == "auto" else ["--kv-cache-dtype", kv_asked]) + (list(drafted.args) if drafted is not None else [])
     env = drafted.env if drafted is not None else {}
 

