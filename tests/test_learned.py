@@ -119,7 +119,7 @@ def test_the_name_of_an_engine_says_nothing_of_its_secrets(folder: str) -> None:
 def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "_release", lambda: "0.32.0")
+    monkeypatch.setattr(planned, "full_version_in", lambda _: "0.32.0")
 
     def peak_of(state: Path) -> tuple[dict[str, Any], int]:
         monkeypatch.setenv("SPARKD_STATE_DIR", str(state))

@@ -219,7 +219,7 @@ def test_a_conversation_that_nobody_reads_ends(engine: Engine, monkeypatch: pyte
     inquiries = Inquiries()
     request = json.dumps({"platform": "own", "questions": []})
     first = inquiries.start(str(engine.python), request)
-    thread = inquiries._inquiry.thread  # type: ignore[union-attr]
+    thread = inquiries._inquiries.find(first).thread
     thread.join(20)
     assert not thread.is_alive() and not inquiries.read(first, 0)["running"]
     second = inquiries.start(str(engine.python), request)

@@ -5,13 +5,13 @@ that nobody reads any more.
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import EngineError, RankError
+from workers.latest import Latest
 from workers.model_question import conversation
 
 # A daemon reads each second. One that is gone for so long does not come back for this conversation.
@@ -20,39 +20,27 @@ LOOK_S = 1.0
 
 
 class Inquiries:
-    """Thread-safe, as the agent's methods are called on several threads."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._name = ""
-        self._inquiry: _Inquiry | None = None
+        self._inquiries: Latest[_Inquiry] = Latest(
+            "The question was ended with the agent of that node, or by another one: it is asked again later."
+        )
 
     def start(self, interpreter: str, request: str) -> str:
-        """The conversation's name; one that is under way, of a daemon that is gone, is ended. request: JSON, see
-        workers.model_question.conversation; a folder of its own is not looked at. Raises RankError for what is no such request."""
-        inquiry, name = _Inquiry(Path(interpreter), _request(request)), secrets.token_hex(8)
-        with self._lock:
-            before, self._name, self._inquiry = self._inquiry, name, inquiry
-        if before is not None:
-            before.end()
-        inquiry.thread.start()
-        return name
+        """The conversation's name. request: JSON, see workers.model_question.conversation; a folder of its own is not looked at. Raises
+        RankError for what is no such request."""
+        questions = _request(request)
+        return self._inquiries.begin(lambda: _Inquiry(Path(interpreter), questions))
 
     def read(self, name: str, first: int) -> dict[str, Any]:
         """{"running": bool, "lines": [a text of JSON for each object that was said, from the one with that number]}. Raises RankError for
         one that is not known."""
-        with self._lock:
-            inquiry = self._inquiry if name == self._name else None
-        if inquiry is None:
-            raise RankError("The question was ended with the agent of that node, or by another one: it is asked again later.")
-        return inquiry.read(first)
+        return self._inquiries.find(name).read(first)
 
     def end(self, name: str) -> None:
         """End and forget it, if it is there."""
-        with self._lock:
-            inquiry, self._inquiry = (self._inquiry, None) if name == self._name else (None, self._inquiry)
-        if inquiry is not None:
-            inquiry.end()
+        self._inquiries.end(name)
 
 
 class _Inquiry:
@@ -62,6 +50,7 @@ class _Inquiry:
         self._lines: list[str] = []
         self._read_s = time.monotonic()
         self.thread = threading.Thread(target=self._converse, name="questions to vLLM", daemon=True)
+        self.thread.start()
 
     def read(self, first: int) -> dict[str, Any]:
         self._read_s = time.monotonic()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
+from workers.latest import Latest
 from workers.spoken import Spoken
 
 PROGRAM = Path(__file__).resolve().parent / "nccl_rate.py"
@@ -19,39 +18,22 @@ _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVI
 
 
 class Rating:
-    """Thread-safe, as the agent's methods are called on several threads."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._name = ""
-        self._run: _Run | None = None
+        self._runs: Latest[_Run] = Latest("The measurement was ended with the agent of that node, or by another one: run it again.")
 
     def start(self, interpreter: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-        """The job's name; one that runs already, of a daemon that is gone, is ended. Raises RankError for an interpreter that cannot be
-        run."""
-        with self._lock:
-            before, self._run = self._run, None
-        if before is not None:
-            before.end()
-        run, name = _Run(interpreter, order, environ), secrets.token_hex(8)
-        with self._lock:
-            self._name, self._run = name, run
-        return name
+        """The job's name. Raises RankError for an interpreter that cannot be run."""
+        return self._runs.begin(lambda: _Run(interpreter, order, environ))
 
     def state(self, name: str) -> dict[str, Any]:
         """The program's last words, and {"running": bool}. Raises RankError for one that is not known."""
-        with self._lock:
-            run = self._run if name == self._name else None
-        if run is None:
-            raise RankError("The measurement was ended with the agent of that node, or by another one: run it again.")
-        return run.state()
+        return self._runs.find(name).state()
 
     def end(self, name: str) -> None:
         """End and forget it, if it is there."""
-        with self._lock:
-            run, self._run = (self._run, None) if name == self._name else (None, self._run)
-        if run is not None:
-            run.end()
+        self._runs.end(name)
 
 
 class _Run:

@@ -167,7 +167,7 @@ async def _copy(python: Path, folder: Path) -> None:
 async def _rate(python: Path, folder: Path) -> None:
     rated = rating.Rating()
     name = rated.start(str(python), {}, {})
-    rated._run._program.process.wait(30)  # type: ignore[union-attr]
+    rated._runs.find(name)._program.process.wait(30)
     rated.end(name)
 
 
