@@ -252,7 +252,7 @@ def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: Wish,
 def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None = None) -> str | None:
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
     on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
-    folder, length = folder_of(spec.model, spec.revision, env), counted(spec).max_model_len
+    folder, length = folder_of(spec.model, spec.revision, env), counted(at_any_length(spec)).max_model_len
     free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
     if folder is None or not isinstance(length, int) or free.strip().lower() in ("1", "true"):
         return None
