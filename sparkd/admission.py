@@ -31,22 +31,8 @@ from sparkd.model_shape import LENGTHS, Shape, rotary_tables, shape_of, text_con
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
-from sparkd.uncounted import (
-    CACHE,
-    KV_DTYPES,
-    NUMBERS,
-    WEIGHTS,
-    block_of,
-    changed_by,
-    is_longest,
-    kv_dtype_of,
-    length_of,
-    number_of,
-    share_of,
-    switched,
-    unsized,
-)
-from sparkd.vllm_flags import flag_name, speculative_config, without
+from sparkd.uncounted import CACHE, KV_DTYPES, WEIGHTS, at_any_length, block_of, changed_by, counted, in_blocks, switched, unsized
+from sparkd.vllm_flags import flag_name, speculative_config
 from sparkd.vllm_history import Release
 from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
 from workers import regular_file
@@ -58,7 +44,6 @@ Ways = tuple[int, int]
 
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
-LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -398,28 +383,6 @@ def serving_of(spec: ModelConfig, headers: Headers, hardware: Hardware, env: Map
         unknown=unknown,
     )
     return plain if drafted is None else drafted.serving(plain)
-
-
-def in_blocks(env: Mapping[str, str]) -> bool:
-    """Whether each block of the cache has pages of several layers side by side."""
-    return env.get(LAYOUT, "").startswith("B")
-
-
-def at_any_length(spec: ModelConfig) -> ModelConfig:
-    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
-    if not is_longest(spec.extra_args):
-        return spec
-    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
-
-
-def counted(spec: ModelConfig) -> ModelConfig:
-    """The entry with its keys as the flags of extra_args have them, which vLLM reads last: for counting, never for a start."""
-    args = spec.extra_args
-    flags: dict[str, Any] = {name.replace("-", "_"): number_of(args, name) for name in NUMBERS}
-    flags |= {"max_model_len": length_of(args), "kv_cache_dtype": kv_dtype_of(args), "enforce_eager": switched(args, "enforce-eager")}
-    flags |= {"gpu_memory_utilization": share_of(args)}
-    overlay = {key: value for key, value in flags.items() if value is not None}
-    return spec.model_copy(update=overlay) if overlay else spec
 
 
 def _sentence(needed: Footprint, serving: Serving, least: int, cache_words: str | None) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from sparkd.admission import NOTHING, Evidence, Headers, account, at_any_length, drafting_here, machine, serving_of
+from sparkd.admission import NOTHING, Evidence, Headers, account, drafting_here, machine, serving_of
 from sparkd.architectures import is_checked
 from sparkd.checkpoint import CONFIG, Checkpoint, Folder
 from sparkd.consultation import UNCHANGED
@@ -25,6 +25,7 @@ from sparkd.safetensors import AGAIN
 from sparkd.source import folder_of
 from sparkd.source_quantization import source_quantization
 from sparkd.sureness import of_cache
+from sparkd.uncounted import at_any_length
 from sparkd.weight_cost import inventory
 from sparkd.weight_index import object_of
 

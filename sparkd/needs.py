@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Evidence, Ways, account, advice, counted, illegal, incomplete, machine, too_long, uneven
+from sparkd.admission import Account, Evidence, Ways, account, advice, illegal, incomplete, machine, too_long, uneven
 from sparkd.config import Config, ModelConfig
 from sparkd.consultation import Answers
 from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
@@ -26,6 +26,7 @@ from sparkd.parser_choice import with_parsers
 from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
+from sparkd.uncounted import counted
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused, unknown_drafts, unknown_parsers
 from workers.kv.settings import MARGIN_VARIABLE

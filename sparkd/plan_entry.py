@@ -12,18 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.admission import (
-    LAYOUT,
-    Evidence,
-    Headers,
-    advice,
-    at_any_length,
-    counted,
-    in_blocks,
-    reads_another_config,
-    recipe_of,
-    serving_of,
-)
+from sparkd.admission import Evidence, Headers, advice, reads_another_config, recipe_of, serving_of
 from sparkd.architectures import remark
 from sparkd.checkpoint import CONFIG, Checkpoint
 from sparkd.config import Config, ModelConfig
@@ -52,7 +41,7 @@ from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
 from sparkd.trust import at_trusted_commit, pinned
-from sparkd.uncounted import KV_DTYPES, NARROW, OTHER, measured, unsized
+from sparkd.uncounted import KV_DTYPES, LAYOUT, NARROW, OTHER, at_any_length, counted, in_blocks, measured, unsized
 from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe

@@ -9,20 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from sparkd.admission import (
-    NOTHING,
-    Account,
-    Evidence,
-    Headers,
-    Ways,
-    account,
-    at_any_length,
-    consulted,
-    counted,
-    headers_here,
-    illegal,
-    recipe_of,
-)
+from sparkd.admission import NOTHING, Account, Evidence, Headers, Ways, account, consulted, headers_here, illegal, recipe_of
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
 from sparkd.footprint import PROCESS_BYTES
@@ -33,6 +20,7 @@ from sparkd.legal import uneven_groups
 from sparkd.model_config import ModelConfig
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
+from sparkd.uncounted import at_any_length, counted
 from sparkd.weight_cost import Inventory
 from workers.kv.arithmetic import margin_of
 from workers.kv.settings import CPU_KV_CACHE_GIB

@@ -7,11 +7,14 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sparkd.vllm_flags import flag_name, values_of
+from sparkd.vllm_flags import flag_name, values_of, without
 from sparkd.vllm_known import amount
+
+if TYPE_CHECKING:
+    from sparkd.model_config import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.consultation).
@@ -84,6 +87,7 @@ WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 _WEIGHTS_SHORT = ("-q", "-sc", "-ep")
 # Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
 BLOCK_STEP = 16
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
 # Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
@@ -232,6 +236,28 @@ def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
         yield f"{written}, which is not counted: all that a node lends is reserved for it. Better {cure}."
     else:
         yield f"{written}: until vLLM was asked about the model, all that a node lends is reserved for it. For a load before that {cure}."
+
+
+def in_blocks(env: Mapping[str, str]) -> bool:
+    """Whether each block of the cache has pages of several layers side by side."""
+    return env.get(LAYOUT, "").startswith("B")
+
+
+def at_any_length(spec: ModelConfig) -> ModelConfig:
+    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
+    if not is_longest(spec.extra_args):
+        return spec
+    return spec.model_copy(update={"max_model_len": "auto", "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
+
+
+def counted(spec: ModelConfig) -> ModelConfig:
+    """The entry with its keys as the flags of extra_args have them, which vLLM reads last: for counting, never for a start."""
+    args = spec.extra_args
+    flags: dict[str, Any] = {name.replace("-", "_"): number_of(args, name) for name in NUMBERS}
+    flags |= {"max_model_len": length_of(args), "kv_cache_dtype": kv_dtype_of(args), "enforce_eager": switched(args, "enforce-eager")}
+    flags |= {"gpu_memory_utilization": share_of(args)}
+    overlay = {key: value for key, value in flags.items() if value is not None}
+    return spec.model_copy(update=overlay) if overlay else spec
 
 
 def switched(args: Sequence[str], name: str) -> bool | None:
