@@ -439,7 +439,7 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
         ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
         ({"extra_args": ["--max-model-len", "4097"]}, {}, "4,097 tokens are more than the 4,096"),
-        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, None),
+        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, "4,097 tokens are more than the 4,096"),
         ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
         ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
         ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
