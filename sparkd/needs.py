@@ -167,6 +167,11 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
         cure = _what_would_fit(need, known, most_gib, int(float(spec.memory_gib) * GIB), env)
         told = f"{allow}{':' if allow and cure else ''} {cure or f'choose {_SMALLER}'}".strip()
         return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. {told[0].upper()}{told[1:]}."
+    share = utilization_of(counted(spec)) if spec.memory_gib == "auto" else None
+    if need.gib > most_gib and share is not None:
+        most = int(100 * share * most_gib / need.gib) / 100
+        reason = f"{spec.name} asks for {need.gib} GiB of unified memory (gpu_memory_utilization {share:g})"
+        return f"{reason} and {where} offers {most_gib} GiB: choose {most:g} or less."
     if need.gib > most_gib:
         size = "a smaller size" if isinstance(spec.kv_cache, dict) else "a size"
         return (

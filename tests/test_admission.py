@@ -471,3 +471,13 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     for name, why in (("gone", "is not on this node"), ("empty", "is empty, so it holds no model"), ("notes", "has neither config.json")):
         with pytest.raises(ModelUnusable, match=why):
             need_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
+
+
+@pytest.mark.parametrize("keys", [{"gpu_memory_utilization": 0.99}, {"extra_args": ["--gpu-memory-utilization", "0.99"]}])
+def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(keys: dict[str, Any]) -> None:
+    spec = parse_model("m", {"model": "o/m", **keys}, over_admin=False)
+    gib = needed_gib(spec, "cuda", 121.6, {}, 117.0)
+    why = too_large(Need(spec, "cuda", "x", gib, None), 117, "this node", {})
+    assert gib == 121 and why is not None and "0.95" in why and "kv_cache" not in why
+    share = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.95}, over_admin=False)
+    assert needed_gib(share, "cuda", 121.6, {}, 117.0) <= 117
