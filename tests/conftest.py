@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
+
+if TYPE_CHECKING:
+    from sparkd.model_answers import Answer, Question, Runtime
 
 TESTS = Path(__file__).parent
 ALONE = (
@@ -22,12 +29,19 @@ ALONE = (
     "test_sentry.py",
     "test_team_start.py",
 )
+# Each has `questions(folder)`; one child, which imports vLLM once, answers them all (`vllm_answers`).
+MODELS = (
+    "test_rare_configs.py",
+    "test_known_architectures.py",
+    "test_model_answer.py",
+)
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
     "test_daemon.py",
     "test_two_nodes.py",
     "test_cli_daemon.py",
     "security/test_engine_door.py",
+    *MODELS,
     "test_restart.py",
     "test_faulty_daemon.py",
     "gateway/test_memory.py",
@@ -37,10 +51,7 @@ ENGINES = (
     "test_reconcile.py",
     "security/test_ray_children.py",
     "test_raylink.py",
-    "test_known_architectures.py",
-    "test_rare_configs.py",
     "test_node_vllm.py",
-    "test_model_answer.py",
 )
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,6 +82,42 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Libraries complain of what is left at the end."""
     gc.unfreeze()
+
+
+class Scheduling(LoadFileScheduling):
+    """A file is run by one worker, and so are all MODELS."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = str(super()._split_scope(nodeid))
+        return "models" if path.removeprefix("tests/") in MODELS else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@dataclass(frozen=True)
+class VllmAnswers:
+    """By the names of test modules, and of each by the keys that its questions have there. runtime: it keeps the answers."""
+
+    questions: Mapping[str, Mapping[Any, Question]]
+    answers: Mapping[str, Mapping[Any, Answer | None]]
+    runtime: Runtime
+
+
+@pytest.fixture(scope="session")
+def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmAnswers:
+    """What the installed vLLM says of the models of those MODELS that run."""
+    from sparkd.model_answers import Runtime, ask
+
+    modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
+    questions = {
+        module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if Path(module.__file__).name in MODELS
+    }
+    runtime = Runtime(None, [tmp_path_factory.mktemp("answers")])
+    answers = iter(ask([question for asked in questions.values() for question in asked.values()], runtime))
+    return VllmAnswers(questions, {name: {key: next(answers) for key in asked} for name, asked in questions.items()}, runtime)
 
 
 def _part(path: Path) -> str | None:

@@ -6,6 +6,7 @@ Real vLLM answers, on the meta device, as for a Spark.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 
 from sparkd.architectures import CHECKED
 from sparkd.kv_cost import Serving, kv_layout
-from sparkd.model_answers import SPARK, Answer, Question, Runtime, ask
+from sparkd.model_answers import SPARK, Answer, Question
 from sparkd.model_shape import shape_of
 from sparkd.weight_cost import inventory
+from tests.conftest import VllmAnswers
 from tests.published_headers import checkpoint_of, config_of
 from workers.stream.recipe import Recipe
 
@@ -45,26 +47,31 @@ def test_each_known_architecture_is_held_against_vllm() -> None:
     assert FIXTURES.keys() == CHECKED
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Answer | None]:
-    """One child for all of them."""
+def questions(_folder: Path) -> dict[tuple[str, int], Question]:
     # The source of one of them left its type out.
     config = {name: {"model_type": "mistral"} | config_of(fixture) | {"architectures": [name]} for name, fixture in FIXTURES.items()}
-    questions = [
-        Question(files={"config.json": json.dumps(config[name]).encode()}, tensor_parallel=ranks, platform=SPARK) for name, ranks in CASES
-    ]
+    published = {
+        (name, ranks): Question(files={"config.json": json.dumps(config[name]).encode()}, tensor_parallel=ranks, platform=SPARK)
+        for name, ranks in CASES
+    }
     own_code = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"], "auto_map": {"AutoConfig": "its.Config"}}
-    questions.append(Question(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK))
-    for name in FIXTURES:
-        files = {"config.json": json.dumps(config[name]).encode()}
-        questions.append(Question(files=files, args=("--block-size", str(BLOCK)), platform=SPARK))
-    keys = [*CASES, OWN_CODE, *((f"{name} --block-size", 1) for name in FIXTURES)]
-    return dict(zip(keys, ask(questions, Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])), strict=True))
+    blocks = {
+        (f"{name} --block-size", 1): Question(
+            files={"config.json": json.dumps(config[name]).encode()}, args=("--block-size", str(BLOCK)), platform=SPARK
+        )
+        for name in FIXTURES
+    }
+    return {**published, OWN_CODE: Question(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK), **blocks}
+
+
+@pytest.fixture(scope="module")
+def answers(vllm_answers: VllmAnswers) -> Mapping[tuple[str, int], Answer | None]:
+    return vllm_answers.answers[__name__]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_cache_and_weights_are_vllms(answers: dict[tuple[str, int], Answer | None], name: str, ranks: int) -> None:
+def test_cache_and_weights_are_vllms(answers: Mapping[tuple[str, int], Answer | None], name: str, ranks: int) -> None:
     answer = answers[name, ranks]
     assert answer is not None and answer.refusal is None, answer
     (stage,) = answer.stages
@@ -82,7 +89,7 @@ def test_cache_and_weights_are_vllms(answers: dict[tuple[str, int], Answer | Non
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FIXTURES)
-def test_blocks_of_another_length_are_vllms(answers: dict[tuple[str, int], Answer | None], name: str) -> None:
+def test_blocks_of_another_length_are_vllms(answers: Mapping[tuple[str, int], Answer | None], name: str) -> None:
     answer = answers[f"{name} --block-size", 1]
     assert answer is not None and answer.refusal is None, answer
     layout = kv_layout(shape_of(checkpoint_of(FIXTURES[name]).config), Serving(1, block_tokens=BLOCK))
@@ -90,7 +97,7 @@ def test_blocks_of_another_length_are_vllms(answers: dict[tuple[str, int], Answe
     assert all(layout.cost(length).per_request == size for length, size in answer.stages[0].requests)
 
 
-def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: dict[tuple[str, int], Answer | None]) -> None:
+def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: Mapping[tuple[str, int], Answer | None]) -> None:
     """No question runs that code, so nothing is known of the model."""
     answer = answers[OWN_CODE]
     assert answer is not None and answer.refusal is not None and not answer.refusal.certain, answer

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from sparkd.model_answers import OWN, SPARK, Answer, Question, kept
+from tests.conftest import VllmAnswers
 from tests.sketches import write
 from workers.model_question import DRAFT as MOVED
 
-pytestmark = pytest.mark.engines
 CONFIGS = Path(__file__).parent / "fixtures/configs"
 DRAFT = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
 # Of the small one's two layers, its embedding and its head.
@@ -55,31 +55,35 @@ QUESTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Of one process for each platform."""
-    runtime = Runtime(None, [tmp_path_factory.mktemp("answers")])
+def questions(folder: Path) -> dict[str, Question]:
     names = ("lm_head.weight", "midlayer.self_attn.q_proj.weight")
-    folder = write(tmp_path_factory.mktemp("drafts") / "eagle", EAGLE, [(name, (8, 8), "BF16") for name in names])
+    eagle = write(folder / "eagle", EAGLE, [(name, (8, 8), "BF16") for name in names])
     llama = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
-    whole = write(folder.with_name("whole"), llama | {"num_hidden_layers": 2}, [])
+    whole = write(folder / "whole", llama | {"num_hidden_layers": 2}, [])
     gemma = json.loads((CONFIGS / "gemma-4-12b-it-assistant.json").read_text())
-    assistant = write(folder.with_name("assistant"), gemma | {"architectures": ["Gemma4AssistantForCausalLM"]}, [])
+    assistant = write(folder / "assistant", gemma | {"architectures": ["Gemma4AssistantForCausalLM"]}, [])
     drafts = {
-        "EAGLE": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3},
+        "EAGLE": {"method": "eagle3", "model": str(eagle), "num_speculative_tokens": 3},
         "whole draft": {"model": str(whole), "num_speculative_tokens": 3},
         "assistant": {"method": "mtp", "model": str(assistant), "num_speculative_tokens": 3},
     }
     args = {name: ("--speculative-config", json.dumps(config)) for name, config in drafts.items()}
-    questions = dict(QUESTIONS)
-    for name, words in args.items():
-        questions[name] = published("gemma-4-12b-it" if name == "assistant" else "llama-3.1-8b", args=words)
-    eagle = replace(read_checkpoint(str(folder)), folder="hf://o/eagle@0")
-    elsewhere = json.dumps({**drafts["EAGLE"], "model": MOVED})
-    questions["EAGLE on a hub"] = published("llama-3.1-8b", args=("--speculative-config", elsewhere), draft=eagle)
-    found = ask(list(questions.values()), runtime)
-    assert [kept(question, runtime) for question in questions.values()] == found
-    return {name: answer for name, answer in zip(questions, found, strict=True) if answer is not None}
+    models = {name: "gemma-4-12b-it" if name == "assistant" else "llama-3.1-8b" for name in args}
+    on_a_hub = json.dumps({**drafts["EAGLE"], "model": MOVED})
+    draft = replace(read_checkpoint(str(eagle)), folder="hf://o/eagle@0")
+    hub = published("llama-3.1-8b", args=("--speculative-config", on_a_hub), draft=draft)
+    return {**QUESTIONS, **{name: published(models[name], args=words) for name, words in args.items()}, "EAGLE on a hub": hub}
+
+
+@pytest.fixture(scope="module")
+def answers(vllm_answers: VllmAnswers) -> dict[str, Answer]:
+    return {name: answer for name, answer in vllm_answers.answers[__name__].items() if answer is not None}
+
+
+@pytest.mark.timeout(600)
+def test_an_answer_is_kept(vllm_answers: VllmAnswers) -> None:
+    for name, question in vllm_answers.questions[__name__].items():
+        assert kept(question, vllm_answers.runtime) == vllm_answers.answers[__name__][name]
 
 
 def bytes_of(answer: Answer) -> tuple[int, float, int]:

@@ -1,33 +1,38 @@
 """That a plan of a model without a formula is vLLM's own where vLLM is asked, and otherwise says that it guesses or does not know.
 
-Real vLLM answers, on the meta device, as for a Spark: one child for all of them.
+Real vLLM answers, on the meta device, as for a Spark.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from sparkd.exact import exact_of
 from sparkd.kv_cost import Serving
-from sparkd.model_answers import Answer, Runtime, ask
+from sparkd.model_answers import Answer, Question
 from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
+from tests.conftest import VllmAnswers
 from tests.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
 # Known architectures whose formula is vLLM's number.
 KNOWN = ("modelopt-fp8-cache",)
 
 
+def questions(_folder: Path) -> dict[str, Question]:
+    return {name: question_of(name) for name in RARE}
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer | None]:
-    questions = [question_of(name) for name in RARE]
-    return dict(zip(RARE, ask(questions, Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])), strict=True))
+def answers(vllm_answers: VllmAnswers) -> Mapping[str, Answer | None]:
+    return vllm_answers.answers[__name__]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RARE)
-def test_a_plan_is_vllms_or_says_that_it_is_not(answers: dict[str, Answer | None], name: str) -> None:
+def test_a_plan_is_vllms_or_says_that_it_is_not(answers: Mapping[str, Answer | None], name: str) -> None:
     answer = answers[name]
     assert answer is not None
     if name in UNANSWERED + REFUSED:
