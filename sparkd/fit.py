@@ -15,6 +15,7 @@ from sparkd.kv_cost import KvCost, KvLayout, Serving, kv_layout, longest, sized
 from sparkd.kv_sizing import spelled
 from sparkd.legal import refusal, unfit
 from sparkd.model_shape import LENGTHS
+from sparkd.sureness import CHECKED_METHODS
 from sparkd.weight_cost import Inventory
 from workers.kv.settings import BLOCKS_FLAG
 from workers.stream.recipe import Recipe
@@ -327,15 +328,19 @@ def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterat
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
     """A note about a guess: the keys of config.json that no formula reads. doubt: the reason why vLLM gave no answer, None without one."""
     guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
+    source = inventory.checkpoint.quantization
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
     if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):
         yield f"No formula has {', '.join(dict.fromkeys(keys))} of its {inventory.checkpoint.config_file}, and {silent}."
+    elif guessed and source is not None and source.method not in CHECKED_METHODS:
+        method = source.details.get("quant_method") or source.method
+        yield f"No formula is checked for the weights of a checkpoint that is quantized as {method}, and {silent}."
     elif guessed and doubt is not None:
         yield f"The numbers are a guess: {silent}."
 
 
 def is_answered(options: Iterable[Option]) -> bool:
-    """Whether vLLM has built the model, or a start has."""
+    """Whether vLLM has built the model."""
     return any(option.footprint is not None and option.footprint.sureness == EXACT for option in options)
 
 

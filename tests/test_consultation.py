@@ -287,6 +287,27 @@ def test_mistrals_own_format_is_planned_and_names_no_architecture(tmp_path: Path
     assert found["options"][0]["footprint"]["sureness"] == "guess" and not any("architecture" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"quantization_config": {"quant_method": "tomorrows"}}, "tomorrows"),
+        ({"num_key_value_heads_per_layer": [4, 4, 2, 2]}, "num_key_value_heads_per_layer"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"sliding_window": 512, "sliding_window_pattern": 2}, "sliding_window_pattern"),
+        ({"v_head_dim": 32}, "v_head_dim"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+    ],
+)
+def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_plan_names_why(
+    tmp_path: Path, more: dict[str, Any], word: str
+) -> None:
+    path = str(write(tmp_path / "m", dense(head_dim=64, **more), tensors_of(dense())))
+    for ask, sureness in (({}, "guess"), ({"ask": Vllm(answer(FULL, blocks=1))}, "exact")):
+        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), **ask)
+        assert found["options"][0]["footprint"]["sureness"] == sureness
+        assert any(word in note for note in found["notes"]) is (sureness == "guess")
+
+
 def test_layers_without_a_formula_are_a_guess_of_an_architecture_that_is_known(tmp_path: Path) -> None:
     for gap, more in (("retention", {"layer_types": ["retention"] * 4}), ("per_layer_config", {"per_layer_config": {"1": {}}})):
         config = dense(**more)
