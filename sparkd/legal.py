@@ -81,8 +81,6 @@ def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:
             yield f"{state.heads} heads of linear attention do not divide by {ranks} ranks"
         if state.key_heads % ranks:
             yield f"{state.key_heads} key heads of linear attention do not divide by {ranks} ranks"
-        if state.groups > 1 and state.groups % ranks:
-            yield f"{state.groups} groups of Mamba-2 do not divide by {ranks} ranks"
 
 
 def _cut(inventory: Inventory, recipe: Recipe) -> Iterator[Alike]:

@@ -14,19 +14,19 @@ from workers.stream.recipe import Recipe
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
 DELTA = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 64,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
     "linear_num_key_heads": 4,
     "linear_key_head_dim": 32,
     "linear_num_value_heads": 16,
     "linear_value_head_dim": 32,
-}
-MAMBA = {
-    "hybrid_override_pattern": "MMM*",
-    "mamba_num_heads": 16,
-    "mamba_head_dim": 32,
-    "n_groups": 6,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
 }
 MLP = "model.layers.0.mlp"
 
@@ -52,9 +52,6 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
         (DELTA, 4, 1, None),
         (DELTA, 8, 1, "4 key heads of linear attention do not divide by 8 ranks"),
         ({**DELTA, "linear_num_value_heads": 6}, 4, 1, "6 heads of linear attention do not divide by 4 ranks"),
-        (MAMBA, 2, 1, None),
-        (MAMBA, 4, 1, "6 groups of Mamba-2 do not divide by 4 ranks"),
-        ({**MAMBA, "n_groups": 1}, 4, 1, None),
     ],
 )
 def test_heads_and_layers(more: dict[str, Any], ranks: int, stages: int, told: str | None) -> None:
