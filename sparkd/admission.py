@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -29,10 +30,10 @@ from sparkd.legal import refusal, uneven_groups, unfit
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import LENGTHS, Shape, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
+from sparkd.quantizing import AUTO, LOAD_FORMAT
 from sparkd.source import folder_of
 from sparkd.uncounted import CACHE, KV_DTYPES, WEIGHTS, at_any_length, block_of, changed_by, counted, in_blocks, switched, unsized
-from sparkd.vllm_flags import flag_name, speculative_config
+from sparkd.vllm_flags import flag_name, speculative_config, values_of
 from sparkd.vllm_history import Release
 from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
 from workers import regular_file
@@ -45,6 +46,8 @@ Ways = tuple[int, int]
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+# The load formats that need every file of a checkpoint; others read no weights here, or files of their own.
+_READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", LOAD_FORMAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +261,31 @@ def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None 
     return f"{length:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
 
 
-def incomplete(spec: ModelConfig) -> str | None:
-    """Name the files or layers of a folder that are not there; None where all are. An engine fetches a hub id's missing files itself."""
-    if not spec.model.startswith("/"):
+def fault(spec: ModelConfig, env: Mapping[str, str]) -> CheckpointError | None:
+    """Why the files of the model here cannot be loaded, as `sparkd plan` refuses them; None where they can, or are not here.
+
+    The missing files of a hub id are fetched by its engine. CheckpointUncounted: of these files only the engine knows.
+    """
+    folder = folder_of(spec.model, spec.revision, env)
+    formats = [value for *_, value in values_of(flags_of(spec), "load-format")]
+    if folder is None or (formats and formats[-1] not in _READS_SAFETENSORS):
         return None
     try:
-        _read(spec.model, checkpoint_of(spec.model))
+        checkpoint = _checkpoint(folder)
+        with suppress(ConfigError):
+            refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))
     except CheckpointIncomplete as error:
-        return error.message
-    except (CheckpointError, OSError):
-        return None  # a kind that is not counted; its engine says what is wrong with it
+        return error if spec.model.startswith("/") else None
+    except CheckpointError as error:
+        return error
     return None
+
+
+def _checkpoint(folder: str) -> Checkpoint:
+    try:
+        return _read(folder, checkpoint_of(folder)).checkpoint
+    except (CheckpointError, OSError):
+        return read_checkpoint(folder)
 
 
 def reads_another_config(spec: ModelConfig, files: Iterable[str] = ()) -> bool:

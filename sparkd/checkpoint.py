@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkd.errors import CheckpointError, CheckpointIncomplete
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
@@ -220,7 +220,7 @@ def _without_config(source: Source) -> CheckpointError:
     other = next((name for name in sorted(source.names) if name.endswith(".gguf")), None)
     if other is not None:
         cure = "vLLM may serve it all the same: load it with memory_gib in its entry"
-        return CheckpointError(f"{reason}, only {shown(other)}, which is not counted", file=source.place, cure=cure)
+        return CheckpointUncounted(f"{reason}, only {shown(other)}, which is not counted", file=source.place, cure=cure)
     return CheckpointIncomplete(reason, file=source.place, cure=COMPLETE)
 
 
@@ -288,5 +288,7 @@ def _weight_files(folder: str, names: Iterable[str]) -> list[str]:
         return files
     others = sorted({os.path.splitext(name)[1] for name in names} & _OTHER_KINDS)
     only = ", ".join(f"*{end}" for end in others)
-    reason = f"there is no *.safetensors file in it, only {only}" if others else "there are no weights in it"
-    raise CheckpointError(reason, file=folder, cure="Download the model's safetensors files, or convert it to them")
+    if not others:
+        raise CheckpointIncomplete("there are no weights in it", file=folder, cure="Download the model's safetensors files")
+    cure = "Download the model's safetensors files, or convert it to them"
+    raise CheckpointUncounted(f"there is no *.safetensors file in it, only {only}", file=folder, cure=cure)

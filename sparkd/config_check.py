@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sparkd import config, kv_sizing, loud, quantizing, yamlfile
 from sparkd.config import Config, Reading
 from sparkd.config_source import blamed, in_order, place_of, problems_of, without_key
-from sparkd.errors import ConfigError
+from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.installed import full_version_in, has_module, release_in
 from sparkd.keys import KeyRing, load_keys
 from sparkd.model_config import ModelConfig
@@ -294,12 +294,14 @@ class _Entry:
             yield self._at("trust_remote_code", reason)
         if folder_of(model.model, model.revision, self._env) is None:
             return
-        from sparkd.admission import Evidence, incomplete, too_long, uneven
+        from sparkd.admission import Evidence, fault, too_long, uneven
         from sparkd.entry_shape import misfits
         from sparkd.model_answers import Runtime, kept_here, places
 
+        if (broken := fault(model, self._env)) is not None:
+            known = not isinstance(broken, CheckpointUncounted)
+            yield self._at("model", broken.message, "error" if known else "warning")
         reasons = {
-            "model": incomplete(model),
             "max_model_len": too_long(model, self._env, release_in(self._runtime)),
             "quantize": uneven(model, self._env),
         }

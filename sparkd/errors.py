@@ -5,6 +5,7 @@
   x StateError                  the state directory or its database cannot be used
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
     - CheckpointIncomplete      a part of it is not there
+    - CheckpointUncounted       its weights are in files that only an engine reads
     - HubSilent                 its hub gave no answer: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
@@ -100,6 +101,10 @@ class CheckpointError(SparkdError):
 
 class CheckpointIncomplete(CheckpointError):
     """A part of it is not there: a download that broke off, or goes on."""
+
+
+class CheckpointUncounted(CheckpointError):
+    """Its weights are in files that sparkd does not read. An engine may serve them all the same."""
 
 
 class HubSilent(CheckpointError):

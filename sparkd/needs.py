@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Evidence, Ways, account, advice, illegal, incomplete, machine, too_long, uneven
+from sparkd.admission import Account, Evidence, Ways, account, advice, fault, illegal, machine, too_long, uneven
 from sparkd.config import Config, ModelConfig
 from sparkd.consultation import Answers
-from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
+from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.fit import short_cache
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in, release_in
@@ -117,8 +117,8 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
     if not spec.runs_vllm(config.engine):
         return
     env = spec.environment(config.engine)
-    if why := incomplete(spec):
-        raise ModelUnusable(f"{spec.name} cannot be loaded: {why}")
+    if (broken := fault(spec, env)) is not None and not isinstance(broken, CheckpointUncounted):
+        raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
     if why := too_long(spec, env, release_in(spec.runtime_of(config.engine))):
         raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
     if why := uneven(spec, env):

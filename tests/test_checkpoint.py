@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import INDEX, read_checkpoint
-from sparkd.errors import CheckpointError, CheckpointIncomplete
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from tests.shards import Shape, checkpoint_of, write_folder, write_shard
 
@@ -371,7 +371,7 @@ def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: lis
     [
         ([], CheckpointIncomplete, "Download the model again"),
         (["snapshots-of-it/config.json"], CheckpointError, "snapshots-of-it"),
-        (["q4.gguf"], CheckpointError, "q4.gguf"),
+        (["q4.gguf"], CheckpointUncounted, "q4.gguf"),
     ],
 )
 def test_a_folder_without_a_configuration_is_told_what_may_be_meant(

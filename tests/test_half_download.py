@@ -1,0 +1,146 @@
+"""Folders that are half a model: `sparkd check`, a plan and a load refuse each with one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparkd.admission import fault
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config import load_config, parse_model
+from sparkd.config_check import check
+from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
+from sparkd.hardware import SPARK
+from sparkd.needs import refuse_unloadable
+from sparkd.plan_question import Question, answer
+from tests.sketches import dense, tensors_of, write
+
+CONFIG = dense(num_hidden_layers=2)
+TENSORS = tensors_of(CONFIG)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+Break = Callable[[Path], object]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards and an index."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    half = len(TENSORS) // 2
+    for name, tensors in zip(SHARDS, (TENSORS[:half], TENSORS[half:]), strict=True):
+        (write(tmp_path / f"{name}.made", CONFIG, tensors) / "model.safetensors").rename(folder / name)
+    names = {name: SHARDS[number >= half] for number, (name, *_) in enumerate(TENSORS)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def cut(folder: Path, name: str, size: int) -> None:
+    os.truncate(folder / name, size)
+
+
+def without(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+def linked_to_nothing(folder: Path) -> None:
+    without(folder, SHARDS[1])
+    (folder / SHARDS[1]).symlink_to(folder / "blob")
+
+
+def with_another_tensor(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["other.weight"] = SHARDS[0]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def with_another_layer(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
+
+
+BROKEN: dict[str, Break] = {
+    "a shard is missing": lambda folder: without(folder, SHARDS[1]),
+    "a shard and the index are missing": lambda folder: without(folder, SHARDS[1], INDEX),
+    "a shard has another name yet": lambda folder: (folder / SHARDS[1]).rename(folder / f"{SHARDS[1]}.incomplete"),
+    "a shard is cut off": lambda folder: cut(folder, SHARDS[1], 100_000),
+    "a header is cut off": lambda folder: cut(folder, SHARDS[1], 20),
+    "a shard is empty": lambda folder: cut(folder, SHARDS[1], 0),
+    "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
+    "a shard is a link to nothing": linked_to_nothing,
+    "no weights": lambda folder: without(folder, *SHARDS, INDEX),
+    "no weights and an index": lambda folder: without(folder, *SHARDS),
+    "the index is cut off": lambda folder: cut(folder, INDEX, 40),
+    "the index names another tensor": with_another_tensor,
+    "config.json is cut off": lambda folder: cut(folder, "config.json", 20),
+    "a layer is missing": with_another_layer,
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN.keys())
+def test_a_check_a_plan_and_a_load_refuse_it_with_one_sentence(damage: Break, model: Path, tmp_path: Path) -> None:
+    damage(model)
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: {model}\n")
+
+    with pytest.raises(CheckpointError) as planned:
+        answer(Question(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))
+    (problem,) = check(file, {})
+    assert (problem.severity, problem.line) == ("error", 3)
+    assert problem.message == f"models.m.model: {planned.value.message}"
+    config = load_config(file, environ={})
+    with pytest.raises(ModelUnusable) as loaded:
+        refuse_unloadable(config.models["m"], config)
+    assert planned.value.message in loaded.value.message
+
+
+def test_a_whole_model_is_refused_by_none(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: {model}\n")
+
+    assert check(file, {}) == []
+    assert answer(Question(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))["choice"] is not None
+
+
+def test_files_that_an_engine_alone_reads_are_a_warning(model: Path, tmp_path: Path) -> None:
+    for name in SHARDS:
+        (model / name).rename((model / name).with_suffix(".bin"))
+    without(model, INDEX)
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: {model}\n")
+
+    (problem,) = check(file, {})
+    assert problem.severity == "warning" and "*.bin" in problem.message
+    config = load_config(file, environ={})
+    assert isinstance(fault(config.models["m"], {}), CheckpointUncounted)
+    refuse_unloadable(config.models["m"], config)
+
+
+@pytest.mark.parametrize("keys", [{"load_format": "dummy"}, {"extra_args": ["--load-format", "dummy"]}])
+def test_a_load_format_that_reads_no_weights_needs_none(keys: dict[str, object], model: Path) -> None:
+    without(model, *SHARDS)
+
+    assert fault(parse_model("m", {"model": str(model), **keys}, over_admin=False), {}) is None
+
+
+def test_the_missing_files_of_a_hub_id_are_fetched_and_its_broken_ones_are_not(model: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--o--m"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(model, repository / "snapshots" / "abc")
+    spec = parse_model("m", {"model": "o/m"}, over_admin=False)
+
+    assert fault(spec, {}) is None
+    cut(repository / "snapshots" / "abc", SHARDS[1], 100_000)
+    broken = fault(spec, {})
+    assert broken is not None and SHARDS[1] in broken.message
+    without(repository / "snapshots" / "abc", SHARDS[1])
+    assert fault(spec, {}) is None
