@@ -338,6 +338,13 @@ class PlanChoice(PlanOption):
     said: list[str] | None = None
 
 
+class PlanRefusal(BaseModel):
+    """Why no option fits. cause: memory, cache, length, links, vllm, split, format or uncounted; message: with one thing to do."""
+
+    cause: str
+    message: str
+
+
 class FitAnswer(BaseModel):
     """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
     load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
@@ -356,6 +363,7 @@ class FitAnswer(BaseModel):
     asked: dict[str, Any]
     options: list[PlanOption]
     choice: PlanChoice | None
+    refusal: PlanRefusal | None
     floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")

@@ -268,7 +268,7 @@ def fault(spec: ModelConfig, env: Mapping[str, str]) -> CheckpointError | None:
     """
     folder = folder_of(spec.model, spec.revision, env)
     formats = [value for *_, value in values_of(flags_of(spec), "load-format")]
-    if folder is None or (formats and formats[-1] not in _READS_SAFETENSORS):
+    if folder is None or not os.path.isdir(folder) or (formats and formats[-1] not in _READS_SAFETENSORS):
         return None
     try:
         checkpoint = _checkpoint(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from sparkd.drafting import Drafting
 from sparkd.errors import CheckpointError
@@ -13,7 +13,7 @@ from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, KvLayout, Serving, kv_layout, longest, sized
 from sparkd.kv_sizing import spelled
-from sparkd.legal import refusal, unfit
+from sparkd.legal import unfit, unsplit
 from sparkd.model_shape import LENGTHS
 from sparkd.sureness import CHECKED_METHODS
 from sparkd.weight_cost import Inventory
@@ -32,6 +32,9 @@ _DOUBT_CHARACTERS = 300
 
 
 Rank = tuple[bool, bool, bool, float, float, int]
+# memory: of a node, or of the entry's limit; cache: of its given size; length: more tokens than the model has; links: between nodes; vllm:
+# its own word; split: of the tensors over ranks; format: of the weights; uncounted: nothing tells what the cache takes.
+Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format", "uncounted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """format: a spelling. tensor, pipeline: sizes. footprint: None where it is not legal. reason: None where it fits, else one sentence.
+    """format: a spelling. tensor, pipeline: sizes. footprint: None where it is not legal. reason, cause: None where it fits, else one
+    sentence, and which kind of thing it is about.
 
     longest: tokens that `requests` requests may have each, 0 where there is no room.
     """
@@ -81,6 +85,7 @@ class Option:
     footprint: Footprint | None
     reason: str | None
     longest: int = 0
+    cause: Cause | None = None
 
     @property
     def nodes(self) -> int:
@@ -204,20 +209,20 @@ def _option(
     serving = replace(wish.serving, max_model_len=context, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
     if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
         too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
-        return Option(name, tensor, pipeline, serving, None, too_long)
+        return Option(name, tensor, pipeline, serving, None, too_long, cause="length")
     # As sparkd.siting: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if tensor > 1 and tensor * pipeline in wish.unlinked:
-        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline])
+        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
         exact = wish.exact(recipe, serving)
-        if exact is None:
-            reason = refusal(inventory, recipe, tensor, pipeline, serving.platform)
-        else:
-            reason = exact.refusal or unfit(inventory, recipe, tensor, serving.platform)
+        cause: Cause = "split" if exact is None else "vllm"
+        reason = unsplit(inventory, recipe, tensor, pipeline) if exact is None else exact.refusal
+        if reason is None and (reason := unfit(inventory, recipe, tensor, serving.platform)):
+            cause = "format"
         if reason:
-            return Option(name, tensor, pipeline, serving, None, reason)
+            return Option(name, tensor, pipeline, serving, None, reason, cause=cause)
         if (exact is None or exact.layout is None) and not inventory.shape.mixers:
-            return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known")
+            return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known", cause="uncounted")
         layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(inventory.shape, serving)
 
         def at(tokens: int) -> Footprint:
@@ -239,7 +244,7 @@ def _option(
         needed = at(context)
         length = _longest(needed, layout, inventory, wish)
     except CheckpointError as error:
-        return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
+        return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."), cause="format")
     if wish.max_model_len is None and needed.fits and length > context:
         # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
         more = at(length)
@@ -250,9 +255,9 @@ def _option(
         length = context
         serving = replace(serving, max_model_len=length)
     if not needed.fits:
-        return Option(name, tensor, pipeline, serving, needed, _short(needed, hardware, length, wish), length)
+        return Option(name, tensor, pipeline, serving, needed, _short(needed, hardware, length, wish), length, "memory")
     short = short_cache(wish.cache, needed.parts["kv"] if wish.cache is not None else wish.cache_limit, needed.kv)
-    return Option(name, tensor, pipeline, serving, needed, short and short[0], length)
+    return Option(name, tensor, pipeline, serving, needed, short and short[0], length, "cache" if short else None)
 
 
 def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
@@ -346,7 +351,8 @@ def is_answered(options: Iterable[Option]) -> bool:
 
 def doubt_in_short(doubt: str) -> str:
     """Without its full stop, in one line."""
-    return " ".join(doubt.split())[:_DOUBT_CHARACTERS].rstrip(".")
+    line = " ".join(doubt.split()).rstrip(".")
+    return line if len(line) <= _DOUBT_CHARACTERS else f"{line[:_DOUBT_CHARACTERS]}..."
 
 
 def _three(ranked: Sequence[Option]) -> Iterator[str]:

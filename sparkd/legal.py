@@ -22,7 +22,12 @@ def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int, platf
 
     Raises CheckpointError where the recipe cannot be.
     """
-    return next(_refusals(inventory, recipe, ranks, stages), None) or unfit(inventory, recipe, ranks, platform)
+    return unsplit(inventory, recipe, ranks, stages) or unfit(inventory, recipe, ranks, platform)
+
+
+def unsplit(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> str | None:
+    """Why the model cannot be split so, whatever becomes of its weights; as `refusal`."""
+    return next(_refusals(inventory, recipe, ranks, stages), None)
 
 
 def unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str = "cuda") -> str | None:

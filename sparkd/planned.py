@@ -18,6 +18,7 @@ from sparkd.hardware import GIB, JIT_CAPS, Hardware
 from sparkd.installed import full_version_in
 from sparkd.kv_cost import Serving
 from sparkd.learned import engine_of, learned_of
+from sparkd.plan_refusal import refusal
 from sparkd.safetensors import shown
 from sparkd.source import folder_of, name_of
 from sparkd.weight_cost import Inventory
@@ -154,6 +155,7 @@ def to_json(
         "choice": None
         if best is None
         else {**option_json(best), "model": of, "prequantized": already, **(how or how_of(of, best, wish, hardware, site or Site()))},
+        "refusal": refusal([option for *_, option, _ in ways], inventory, wish) if best is None else None,
         "floor": [] if best is None else _floor(best, hardware),
         "notes": [*choice.notes, *(_offered(each, model, of) for each in offers)],
     }

@@ -55,11 +55,11 @@ GENEROUS, NAMED = 12, 4
 def plan(found: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
     """every: also the ways that are not legal, one line each."""
     _head(found, page)
+    choice, refusal = found["choice"], found.get("refusal")
+    if refusal is not None:
+        page.line(printable(refusal["message"]) + "\n", "red")
     _options(found, page, every)
-    choice = found["choice"]
-    if choice is None:
-        page.line("Nothing fits.", "red")
-    else:
+    if choice is not None:
         _bars(choice, page)
         _how(choice, page)
         _floor(found, page)

@@ -223,12 +223,42 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     small.write_text(f"memory_bytes: {2**30}\nsystem_bytes: 0\n")
     out = drawn(capsys, monkeypatch, folder, "--hardware", small, code=4)
 
-    assert "Nothing fits." in out and "for the loader" in out and "before any KV cache." in out and "In sparkd.yaml" not in out
+    assert "memory" in first_line(out) and "for the loader" in out and "before any KV cache" in out and "In sparkd.yaml" not in out
     assert exit_code(["plan", "--quick", "--json", str(folder), "--hardware", str(small)]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
+    assert found["refusal"]["cause"] == "memory"
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
     assert "and 3 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
+    assert "4,096 tokens or fewer" in first_line(out) and "memory" not in first_line(out)
+
+
+def first_line(out: str) -> str:
+    """The first one behind the head, which an empty line ends."""
+    return out.partition("\n\n")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause", "words"),
+    [
+        ({"tensor_parallel": 3}, "split", ("heads", "3 ranks", "possible are 1, 2")),
+        ({"quantize": "int4-g128", "model": "narrow"}, "format", ("whole groups", "--quantize")),
+        ({"kv_cache": {"bytes": "1MiB"}}, "cache", ("kv_cache holds 1 MiB", "max_model_len")),
+        ({"memory_gib": 1}, "memory", ("memory_gib of 1", "raise")),
+    ],
+)
+def test_a_refusal_begins_with_its_cause_and_a_cure(
+    keys: dict[str, Any], cause: str, words: tuple[str, ...], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    narrow = model(tmp_path / "narrow", hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys, **({"model": str(narrow)} if "model" in keys else {})}}}))
+    out = drawn(capsys, monkeypatch, "m", "--config", file, code=4)
+
+    assert all(word in first_line(out) for word in words), first_line(out)
+    assert exit_code(["plan", "--quick", "--json", "m", "--config", str(file)]) == 4
+    assert json.loads(capsys.readouterr().out)["refusal"]["cause"] == cause
 
 
 def test_ranks_that_cannot_share_a_model_are_told_what_one_node_holds(
