@@ -278,6 +278,8 @@ def fault(spec: ModelConfig, env: Mapping[str, str]) -> CheckpointError | None:
         return error if spec.model.startswith("/") else None
     except CheckpointError as error:
         return error
+    except OSError:
+        return None  # this user may not look there
     return None
 
 

@@ -9,6 +9,7 @@ from sparkd import vllm_args
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.refusal import plain, refuse
 from sparkd.uncounted import unanswered
+from sparkd.vllm_flags import flag_name, values_of
 
 if TYPE_CHECKING:
     from sparkd.engine_flags import Keys
@@ -40,6 +41,7 @@ def recipe(value: Any) -> Any:
 def excluded(model: Keys) -> Iterator[tuple[str, str]]:
     """(key, message) of everything in a model's entry that says another way how its weights are loaded."""
     if model.quantize is None:
+        yield from _bare_stream(model)
         return
     for key in ("quantization", "load_format"):
         if getattr(model, key) is not None:
@@ -51,6 +53,15 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
             "extra_args",
             f"{flag} and quantize: auto exclude each other, because what fits is not known with it: name a format, or remove it",
         )
+
+
+def _bare_stream(model: Keys) -> Iterator[tuple[str, str]]:
+    """The load format of our own loader without a word on what it makes of the weights."""
+    formats = [value for *_, value in values_of(model.extra_args, "load-format")]
+    chosen = formats[-1] if formats else model.load_format
+    if chosen == LOAD_FORMAT and not any(flag_name(arg) == "model-loader-extra-config" for arg in model.extra_args):
+        key = "extra_args" if formats else "load_format"
+        yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
 
 
 def unreachable(model: Keys, env: Mapping[str, str]) -> str | None:

@@ -19,7 +19,10 @@ from sparkd.nearest import nearest
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
 # Flags that plugins add values to when an engine starts, ours among them.
-_OPEN = frozenset({"load-format", "quantization", "worker-cls", "attention-backend"})
+_OPEN = frozenset({"load-format", "quantization", "worker-cls"})
+# Their values name a class or a function of Python, and its module (vllm/utils/import_utils.py, resolve_obj_by_qualname).
+_QUALIFIED = frozenset({"middleware", "scheduler-cls", "worker-extension-cls", "logits-processors"})
+_LORA_KEYS = ("name", "path", "base_model_name", "is_3d_lora_weight")
 _NONE = ("", "None")
 # vLLM's parser takes any text for these, and its configuration no text (config/model.py, HfOverrides).
 _NO_TEXT = frozenset({"hf-overrides"})
@@ -38,8 +41,8 @@ _TEXT, _DRAFT = ("ngram", "ngram_gpu"), ("medusa", "mlp_speculator", "draft_mode
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json, keys, folds: what a
-    value is, see workers/flag_table.py. none: whether `None` is a value too."""
+    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json, keys, folds, names,
+    values, holds: what a value is, see workers/flag_table.py. none: whether `None` is a value too."""
 
     of: int
     takes: int | None = None
@@ -49,6 +52,9 @@ class Flag:
     none: bool = False
     keys: tuple[str, ...] | None = None
     folds: bool = False
+    names: tuple[str, ...] | None = None
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    holds: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,10 @@ class FlagTable:
             choices = None if one["choices"] is None else tuple(map(str, one["choices"]))
             takes = None if one["takes"] is None else int(one["takes"])
             keys = None if one["keys"] is None else tuple(map(str, one["keys"]))
-            flag = Flag(int(one["of"]), takes, choices, one["number"], one["json"], bool(one["none"]), keys, bool(one["folds"]))
+            names = tuple(map(str, one["names"])) if one.get("names") else None
+            values = {str(key): tuple(map(str, texts)) for key, texts in one.get("values", {}).items()}
+            kind = one["number"], one["json"], bool(one["none"]), keys, bool(one["folds"]), names, values, one.get("holds")
+            flag = Flag(int(one["of"]), takes, choices, *kind)
             flags[spelling[2:].replace("_", "-")] = flag
         if len(flags) < 2:
             raise ValueError("no parser has so few flags")
@@ -89,10 +98,13 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
     """A sentence for each argument that this vLLM will end its start over; keys of JSON are shown, values never. env: the engine's own."""
     if any(name in env for name in ANOTHER_PARSER):
         return
-    names, rest = _apart(args)
-    for name in names:
-        if not table.named(name):
+    parts, rest = _apart(args)
+    for name, key, value in parts:
+        found = table.named(name)
+        if not found:
             yield _unknown(name, table)
+        elif why := _part(min(found), key, value, table):
+            yield why
     for index, arg in enumerate(rest):
         if arg == "--":
             return  # argparse takes what follows for no flags
@@ -109,6 +121,9 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
                 yield _unknown(name, table)
         elif len({table.flags[one].of for one in found}) > 1:
             yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
+        elif table.flags[min(found)].json == "lora":
+            behind = itertools.takewhile(lambda each: not each.startswith("--"), rest[index + 1 :])
+            yield from filter(None, map(_adapter, [value] if equals else behind))
         elif why := _refused(min(found), value if equals else following, bool(equals), table) or _surplus(rest, index, min(found), table):
             yield why
 
@@ -174,21 +189,50 @@ def amount(value: str) -> int | None:
     return None if fraction else int(digits) * multiple(suffix or "")
 
 
-def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the names in `--name.key value` and `--name.key=value`, the other arguments): vLLM takes those out, each with what comes next,
-    whatever that is, and puts them at the end as JSON."""
-    names, rest, skip = [], [], False
-    for arg in args:
-        key, equals, _ = arg.partition("=")
+def _apart(args: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """((name, key, value) of `--name.key value` and `--name.key=value`, the other arguments): vLLM takes those out, each with what comes
+    next, whatever that is, and puts them at the end as JSON."""
+    parts, rest, skip = [], [], False
+    for index, arg in enumerate(args):
+        written, equals, value = arg.partition("=")
         if skip:
             skip = False
-        elif arg.startswith("-") and "." in key:
+        elif arg.startswith("-") and "." in written:
             skip = not equals
             if arg.startswith("--"):
-                names.append(key[2:].partition(".")[0].replace("_", "-"))
+                name, _, key = written[2:].partition(".")
+                following = args[index + 1] if index + 1 < len(args) else ""
+                parts.append((name.replace("_", "-"), key.rstrip("+").replace("-", "_"), value if equals else following))
         else:
             rest.append(arg)
-    return names, rest
+    return parts, rest
+
+
+def _part(name: str, key: str, value: str, table: FlagTable) -> str | None:
+    """Why the class of a JSON flag refuses one key that is given by itself."""
+    flag, (first, _, inner) = table.flags[name], key.partition(".")
+    if flag.keys is not None and first not in flag.keys:
+        return f"--{name}: it has no key {_short(first)}. {among(first, sorted(flag.keys))}"
+    return None if inner else _valued(name, {first: value}, flag)
+
+
+def _valued(name: str, given: Mapping[str, Any], flag: Flag) -> str | None:
+    """Why a class refuses a value of its JSON that has to be one of some names."""
+    for key, value in given.items():
+        names = flag.values.get(key.replace("-", "_"))
+        is_method = (name, key) == (_SPECULATIVE[2:], "method")  # see sparkd.vllm_table.unknown_drafts
+        if names is not None and isinstance(value, str) and not is_method and not _is_name(value, names):
+            return f"--{name}: its {key} is none of vLLM's. {among(value, names)}"
+    return None
+
+
+def _is_name(value: str, names: Sequence[str]) -> bool:
+    """vLLM reads most of them in capitals and small letters, and `auto` as nothing at all."""
+    return _folded(value) in {"", "auto", "none", *map(_folded, names)}
+
+
+def _folded(text: str) -> str:
+    return text.lower().replace("-", "_")
 
 
 def _may_be_a_value(args: Sequence[str], index: int, table: FlagTable) -> bool:
@@ -242,6 +286,8 @@ def _unknown(name: str, table: FlagTable) -> str:
 def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> str | None:
     """value: what stands behind the equals sign (joined), or the next argument."""
     flag = table.flags[name]
+    if name in _QUALIFIED and value and not value.startswith("-") and not re.search(r"\w[.:]\w", value):
+        return f"--{name}: {_short(value)} is no class with its module. Write it as MODULE.NAME, or remove it."
     if flag.takes == 0:
         return f"--{name}: vLLM {table.version} takes no value for it. Remove what follows the equals sign." if joined else None
     if flag.takes != 1:
@@ -251,7 +297,9 @@ def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> st
     if name in _OPEN or (flag.none and value in _NONE) or (not joined and value.startswith("-")):
         return None
     if flag.json is not None:
-        return _broken(name, value, flag.json) or _keyed(name, value, flag.keys)
+        return _broken(name, value, flag.json) or _keyed(name, value, flag)
+    if flag.names is not None and not _is_name(value, flag.names):
+        return f"--{name}: vLLM {table.version} has none of this name. {among(value, flag.names)}"
     number = None if flag.number is None else _number(value, flag.number)
     if flag.number is not None and number is None:
         kind = {"float": "number", "int": "whole number"}.get(flag.number, "whole number, nor one such as 8k or 8K")
@@ -262,16 +310,40 @@ def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> st
     return None
 
 
-def _keyed(name: str, value: str, keys: Sequence[str] | None) -> str | None:
-    """Why a class refuses the first key of this JSON that it does not have; None where it has all, or may take any."""
+def _keyed(name: str, value: str, flag: Flag) -> str | None:
+    """Why its class refuses this JSON: another kind, a key that it does not have, a value that it does not know. None where it may take
+    any."""
     try:
         given = json.loads(value)
     except (ValueError, RecursionError):
         return None  # with an amount in it
-    if keys is not None and given is not None and not isinstance(given, dict):
+    if given is None:
+        return None
+    if name == _SPECULATIVE[2:] and not isinstance(given, dict):
+        return None  # see `unspeculative`
+    if (flag.keys is not None or flag.holds == "map") and not isinstance(given, dict):
         return f"--{name}: its value is no map of keys: give it as JSON, or each key as --{name}.KEY VALUE."
-    unknown = next((key for key in given if key not in keys), None) if keys is not None and given is not None else None
-    return None if unknown is None else f"--{name}: it has no key {_short(unknown)}. {among(unknown, sorted(keys or ()))}"
+    if flag.holds == "list" and not isinstance(given, list):
+        return f'--{name}: its value is no list: give it as JSON, such as ["a", "b"].'
+    if flag.keys is not None and (unknown := next((key for key in given if key not in flag.keys), None)) is not None:
+        return f"--{name}: it has no key {_short(unknown)}. {among(unknown, sorted(flag.keys))}"
+    return _valued(name, given, flag) if isinstance(given, dict) else None
+
+
+def _adapter(value: str) -> str | None:
+    """Why a value of --lora-modules is none (entrypoints/launchers/cli_args.py, LoRAParserAction)."""
+    if value in _NONE or ("=" in value and "," not in value):
+        return None
+    try:
+        given = json.loads(value)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        return "--lora-modules: each value is NAME=PATH, or JSON with name and path. Correct it."
+    if unknown := next((key for key in given if key not in _LORA_KEYS), None):
+        return f"--lora-modules: it has no key {_short(unknown)}. {among(unknown, _LORA_KEYS)}"
+    missing = next((key for key in _LORA_KEYS[:2] if key not in given), None)
+    return f"--lora-modules: {missing} is missing in its JSON. Add it." if missing else None
 
 
 def _number(value: str, kind: str) -> float | None:

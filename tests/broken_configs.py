@@ -172,6 +172,7 @@ def no_choice(models: Folders) -> Iterator[Case]:
         ("media", {"domains": ["http://a.b/c"]}, "host"),
     ):  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
+    yield entry(models.sound, {"load_format": "spark_stream"}), ("load_format", "quantize is not set"), 4
 
 
 def contradictions(models: Folders) -> Iterator[Case]:
@@ -316,6 +317,11 @@ def strangers(models: Folders) -> Iterator[Case]:
         (["--compilation-config", '{"bakend": ""}'], "backend?"), (["--structured-outputs-config", '{"bakend": "x"}'], "backend?"),
         (["--speculative-config", '{"method": "ngrm"}'], "ngram?"), (["--speculative-config", "[1]"], "map"),
         (["--speculative-config", '{"metod": "ngram", "num_speculative_tokens": 3}'], "method?"),
+        (["--attention-backend", "FLASH"], "FLASHMLA?"), (["--lora-modules", "x"], "NAME=PATH"), (["--middleware", "x"], "MODULE.NAME"),
+        (["--attention-config.backend", "FLASHINFR"], "FLASHINFER?"), (["--load-format", "spark_stream"], "quantize"),
+        (["--limit-mm-per-prompt", "[1]"], "map"), (["--tokenizer-mode", "mistrl"], "mistral?"), (["--optimization-level", "9"], "O3"),
+        (["--allowed-origins", '{"a": 1}'], "list"), (["--compilation-config", '{"cudagraph_mode": "FULLL"}'], "FULL?"),
+        (["--lora-modules", '{"name": "a"}'], "path is missing"), (["--compilation-config.bakend", "x"], "backend?"),
     ):  # fmt: skip
         yield entry(models.sound, {"extra_args": args}), (word,), 4
 
