@@ -21,6 +21,7 @@ from sparkd.recipe_file import is_foreign
 from sparkd.vllm_args import owned_env
 from sparkd.vllm_flags import SPECULATIVE, flag_name, translated, values_of
 from sparkd.vllm_history import READ_OFF, Release
+from sparkd.vllm_known import misfits
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
@@ -53,6 +54,10 @@ _RANKS = frozenset(
 _NODE_COUNTS = ("nodes", "nnodes", "num_nodes", "node_count")
 # Flags whose value is a file, which a mod or the image of its launcher brings where it is no full path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin")
+# Images with vLLM as its project has it: vLLM's own, NVIDIA's, and eugr's builds of it.
+_PLAIN_BUILDS = (
+    "", "vllm-openai", "vllm", "vllm-node", "vllm-node-tf5", "spark-vllm", "dgx-vllm-eugr-nightly", "dgx-vllm-eugr-nightly-tf5",
+)  # fmt: skip
 _PLAIN = re.compile(r"[^\s{}]+")
 
 
@@ -80,7 +85,7 @@ def imported(
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
     overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. table: the flags that this
-    vLLM has, asked where a recipe cuts a flag short or changes its image. origin: where the file comes from, empty where only its format
+    vLLM has, which an argument must be one of. origin: where the file comes from, empty where only its format
     is known.
     """
     document = yamlfile.parse(raw, shown, {}, last_counts=True)
@@ -146,7 +151,8 @@ def _imported(
         raise ConfigError("model is missing: give it, or name it in the command.")
     recipe = _recipe(table, command, model, version, release, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
-    missing = tuple(_missing(table, recipe["settings"].get("extra_args", []), flags))
+    settings = recipe["settings"]
+    missing = tuple(_missing(table, settings.get("extra_args", []), settings.get("env", {}), flags))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
 
@@ -164,8 +170,9 @@ def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | Non
     return f"tensor_parallel is 1 in place of {size}, as its launcher has it on one node. {more}"
 
 
-def _missing(table: Mapping[str, Any], args: Sequence[str], flags: Table) -> Iterator[str]:
-    """args: as this release of vLLM gets them."""
+def _missing(table: Mapping[str, Any], args: Sequence[str], env: Mapping[str, str], flags: Table) -> Iterator[str]:
+    """args, env: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses, where the recipe has
+    neither a mod nor the image of a fork."""
     brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
     listed = table.get("mods")
     mods = [mod for mod in (listed if isinstance(listed, list) else [listed]) if isinstance(mod, str) and _PLAIN.fullmatch(mod)]
@@ -175,10 +182,20 @@ def _missing(table: Mapping[str, Any], args: Sequence[str], flags: Table) -> Ite
         for *_, value in values_of(args, name):
             if not value.startswith("/") and _PLAIN.fullmatch(value):
                 yield f"--{name} {value} is a file that {whose}: get it, and write its full path there."
-    known = flags() if brought or not table.get("command") else None
+    if not args or (known := flags()) is None:
+        return
+    if not brought and not _is_fork(table.get("container")):
+        for reason in misfits(args, env, known):
+            raise ConfigError(f"vLLM would end its start over an argument of this recipe. {reason}")
     for flag in filter(None, dict.fromkeys(map(flag_name, args))):
-        if known is not None and not known.named(flag.rstrip("+")):
+        if not known.named(flag.rstrip("+")):
             yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or have an image that knows it."
+
+
+def _is_fork(image: Any) -> bool:
+    """Whether a container has another vLLM than the published ones."""
+    name = str(image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
+    return name not in _PLAIN_BUILDS
 
 
 def _left_out(table: Mapping[str, Any]) -> Iterator[str]:

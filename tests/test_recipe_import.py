@@ -342,19 +342,14 @@ def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -
     table = table_of_the_fixture()
 
     def asked() -> FlagTable:
-        asks.append(1)
         return table
 
-    asks: list[int] = []
     found = imported(text.encode(), "their.yaml", table=asked).recipe["settings"]
     assert found == {
         "gpu_memory_utilization": 0.5, "max_model_len": "9K", "tensor_parallel": 2, "trust_remote_code": True,
         "served_model_name": ["a", "b"], "extra_args": ["--speculative-config", "{}"],
     }  # fmt: skip
     assert imported(text.encode(), "their.yaml").recipe["settings"] == found, "and without a vLLM by the flags that sparkd reads"
-    asks.clear()
-    imported(ONE.encode(), "their.yaml", table=asked)
-    assert not asks
     with pytest.raises(ConfigError, match="--max-num may be any of"):
         imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml", table=asked)
 
@@ -407,6 +402,24 @@ def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> Non
     assert found.recipe["settings"]["extra_args"] == command.split()[3:]
     assert taken(with_command("vllm serve o/m --chat-template /a/b.jinja", mods="[x]")).missing == ()
     assert taken(with_command("vllm serve o/m --chat-template '{{ messages }}'")).missing == ()
+
+
+@pytest.mark.parametrize("container", [None, "vllm-node", "vllm/vllm-openai:v0.25.1", "ghcr.io/spark-arena/dgx-vllm-eugr-nightly:latest"])
+@pytest.mark.parametrize("words", ["--turbo-mode 3", "--kernel-config {a:1}", "--seed many"])
+def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, container: str | None) -> None:
+    more = {} if container is None else {"container": container}
+    table = table_of_the_fixture()
+    kinds = {"seed": Flag(0, 1, number="int"), "kernel-config": Flag(1, 1, json="class")}
+    table = FlagTable(table.version, {**table.flags, **kinds})
+    with pytest.raises(ConfigError) as caught:
+        imported(with_command(f"vllm serve o/m {words}", **more).encode(), "their.yaml", table=lambda: table)
+    assert words.split(maxsplit=1)[0] in caught.value.message
+
+
+def test_the_image_of_a_fork_may_know_more_flags() -> None:
+    text = with_command("vllm serve o/m --turbo-mode 3", container="gb10-glm52:v18.1")
+    found = imported(text.encode(), "their.yaml", table=table_of_the_fixture)
+    assert len(found.missing) == 1 and "--turbo-mode" in found.missing[0] and "image" in found.missing[0]
 
 
 @pytest.mark.parametrize(
