@@ -14,6 +14,9 @@ from workers.stream.recipe import Recipe
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
 BLOCK = 128
+# Stored blocks of experts may be cut into parts of this size, each with the scale of its block
+# (vllm/model_executor/layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape).
+EXPERT_BLOCK = 32
 
 
 def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int, platform: str = "cuda") -> str | None:
@@ -136,8 +139,8 @@ def _unit(part: Part, form: Format | None, source: SourceQuantization | None) ->
     """How many rows or columns, whichever are cut, belong together."""
     if form is None:
         blocked = source is not None and source.method == "fp8_block" and part.tensor.dtype.startswith("F8")
-    else:
-        blocked = form.name == "fp8_block"
-    if blocked:
+        size = EXPERT_BLOCK if part.kind == "expert" else BLOCK
+        return size if blocked else None
+    if form.name == "fp8_block":
         return BLOCK
-    return form.group if form is not None and part.split == "row" else None
+    return form.group if part.split == "row" else None
