@@ -14,11 +14,13 @@ from typing import Any, Protocol
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
-from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
+from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class, towers_of
 from sparkd.tensors import FileTensors, TensorRef, Tensors, any_twice
 from sparkd.weight_index import INDEX, object_of, read_index
 
-__all__ = ["CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class"]
+__all__ = [
+    "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "towers_of",
+]  # fmt: skip
 
 CONFIG = "config.json"
 # What Mistral's own format has instead.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.consultation import Consultation
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError, Unavailable
 from sparkd.exact import Exact
@@ -107,6 +107,7 @@ class Listing:
 def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
     """A checkpoint's layers and what `recipe` makes of them, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
+    towers = towers_of(checkpoint.config)
     found: dict[tuple[str, tuple[int, ...], str, str | None, bool], list[int]] = {}
     misfits: dict[Misfit, int] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -120,7 +121,7 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
         sums[1] += tensor.nbytes
         sums[2] += result
     layers = tuple(
-        Layer(name, tensor_class(name.replace("*", "0"), shape), count, shape, dtype, stored, *_outcome(spelling, result, fails))
+        Layer(name, tensor_class(name.replace("*", "0"), shape, towers), count, shape, dtype, stored, *_outcome(spelling, result, fails))
         for (name, shape, dtype, spelling, fails), (count, stored, result) in found.items()
     )
     told = (

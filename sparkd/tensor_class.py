@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 CLASSES = ("embedding", "lm_head", "attention", "mlp", "expert", "router", "norm", "vision", "state_space", "scale", "other")
 
@@ -27,6 +28,10 @@ VISION_PARTS = _words(
 )
 # InternVL's projector, where it is the first component.
 _VISION_ROOTS = _words("mlp1")
+# Names that are the layers of a text model (BERT, T5), and the tower and its projector as the first component of a model that has a
+# configuration of another modality beside the text's (Granite Speech, Step-Audio).
+_ENCODER_ROOTS = _words("encoder adapter")
+_MODALITIES = ("vision", "audio", "speech", "sound", "image", "encoder")
 _EMBEDDINGS = _words(
     """embed_tokens tok_embeddings word_embeddings wte wpe embedding embeddings position_embeddings embed_tokens_per_layer
     token_embedding embed_positions embed_in shared"""
@@ -57,13 +62,20 @@ _NORM = re.compile(r"norm|(?:^|_)ln(?:_|$)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def tensor_class(name: str, shape: Sequence[int]) -> str:
+def towers_of(config: Mapping[str, Any]) -> frozenset[str]:
+    """First components of names that are towers in the model of this config.json, and something else in others."""
+    parts = (key for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping))
+    return _ENCODER_ROOTS if any(modality in part for part in parts for modality in _MODALITIES) else frozenset()
+
+
+def tensor_class(name: str, shape: Sequence[int], towers: Collection[str] = ()) -> str:
     """One of CLASSES, by the tensor's name; three dimensions tell packed experts from the one projection of the same name.
 
+    towers: as `towers_of` has them.
     attention: the large projections of a token mixer (softmax, linear attention, Mamba); state_space: its small parameters and
     convolutions; expert: routed experts, one by one or packed; vision: towers, projectors and generators of any modality other than text.
     """
-    return _class(_NUMBER.sub("0", name), len(shape))
+    return "vision" if towers and name.partition(".")[0] in towers else _class(_NUMBER.sub("0", name), len(shape))
 
 
 @lru_cache(maxsize=65536)

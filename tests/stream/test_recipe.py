@@ -321,6 +321,23 @@ def test_what_keeps_its_precision_by_default(name: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "is_kept"),
+    [
+        ({"model_type": "granite_speech", "text_config": {}, "encoder_config": {}, "projector_config": {}}, True),
+        ({"model_type": "step_audio_2", "text_config": {}, "audio_encoder_config": {}}, True),
+        ({"model_type": "bert"}, False),
+        ({"model_type": "t5", "quantization_config": {}}, False),
+    ],
+)
+def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_the_model(config: dict[str, Any], is_kept: bool) -> None:
+    name = "encoder.layers.0.attn.to_q"
+    tensors = {f"{name}.weight": ("BF16", W)}
+
+    assert (name in Recipe.parse("nvfp4").assign(checkpoint_of(tensors, config=config))) == (not is_kept)
+    assert name in Recipe.parse({"layers": {"encoder": "fp8"}}).assign(checkpoint_of(tensors, config=config))
+
+
+@pytest.mark.parametrize(
     ("name", "rule", "kind"),
     [
         ("model.embed_tokens.weight", "embed_tokens", "embedding"),

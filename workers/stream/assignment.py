@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.errors import CheckpointError
 from workers.stream.block_rows import misfit
 from workers.stream.format import Format
@@ -78,7 +78,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     groups: dict[str, _Group] = {}
     known: dict[str, tuple[str, Choice, str]] = {}
     strange: dict[str, None] = {}
-    likeness = Likeness()
+    likeness, towers = Likeness(), towers_of(checkpoint.config)
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, tensor)
         if module is None:
@@ -89,7 +89,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
         number, _, rest = after.partition(".")
         key = f"{before}.experts.0.{rest}" if found and rest and number.isdigit() else module
         if key not in known:
-            kind = tensor_class(name, tensor.shape)
+            kind = tensor_class(name, tensor.shape, towers)
             known[key] = group_of(key, kind), choose(key, kind), kind
         group_name, choice, kind = known[key]
         likeness.see(key, module, kind, tensor)
