@@ -5,14 +5,14 @@ them. Never measures, and a measured number goes before one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from sparkd.activations import step_bytes
 from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import KvCost, Serving, kv_cost
-from sparkd.model_shape import Attention, Shape, State
+from sparkd.kv_cost import KvCost, Serving, kv_cost, kv_layout
+from sparkd.model_shape import Shape, reads_another_sequence, widest
 from sparkd.sureness import of_cache, of_weights, worst
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
@@ -34,6 +34,8 @@ CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
 MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
+# Tables of sines of another length, masks and the like, that a class keeps beside its parameters, in small models too.
+TABLE_BYTES = 16 * MIB
 # Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
 ENCODER_BYTES = GIB
 
@@ -52,7 +54,7 @@ class Footprint:
     """The account of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left
     beside it and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where
     the rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there. sureness: of weights
-    and cache, one of sparkd.exact. upper_bytes: that a guess may lie too low.
+    and cache, one of sparkd.exact. upper_weight_bytes, upper_cache_bytes: by how much a guess of them may lie too low.
     """
 
     parts: Mapping[str, int]
@@ -68,7 +70,12 @@ class Footprint:
     decode_tokens_s: float | None
     limit_bytes: int | None = None
     sureness: str = EXACT
-    upper_bytes: int = 0
+    upper_weight_bytes: int = 0
+    upper_cache_bytes: int = 0
+
+    @property
+    def upper_bytes(self) -> int:
+        return self.upper_weight_bytes + self.upper_cache_bytes
 
     @property
     def total(self) -> int:
@@ -142,7 +149,7 @@ def footprint(
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
     quantization = inventory.checkpoint.quantization
-    sureness = worst(of_weights(shape, quantization, exact, serving.unknown), of_cache(shape, exact, serving.unknown))
+    of_both = of_weights(shape, quantization, exact, serving.unknown), of_cache(shape, exact, serving.unknown)
     available = hardware.memory_bytes
     margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
@@ -159,8 +166,9 @@ def footprint(
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
         limit_bytes=limit_bytes,
-        sureness=sureness,
-        upper_bytes=upper_bytes(inventory, serving, parts, requests) if sureness == GUESS and cache_bytes is None else 0,
+        sureness=worst(*of_both),
+        upper_weight_bytes=upper_weights(serving, held) if of_both[0] == GUESS else 0,
+        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], requests) if of_both[1] == GUESS and cache_bytes is None else 0,
     )
 
 
@@ -171,15 +179,22 @@ def graph_sizes(serving: Serving) -> int:
     return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)))
 
 
-def upper_bytes(inventory: Inventory, serving: Serving, parts: Mapping[str, int], requests: float) -> int:
-    """By how much a guess may lie too low: with every layer keeping as much of a token as the one that keeps most, at least a tenth of the
-    cache; and a tenth of the weights, which an unknown class may split otherwise."""
-    shape = inventory.shape
-    whole = [replace(one, window=None) for one in shape.mixers if isinstance(one, Attention)]
-    most = max(whole, key=lambda one: one.heads * (one.key_dim + one.value_dim), default=None)
-    widest = replace(shape, mixers=tuple(one if isinstance(one, State) else most for one in shape.mixers))
-    cache = max(parts["kv"] // 10, ceil(requests * kv_cost(widest, serving).per_request) - parts["kv"])
-    return cache + (parts["weights"] // 10 if serving.tensor_parallel * serving.pipeline_parallel > 1 else 0)
+def upper_weights(serving: Serving, held: int) -> int:
+    """By how much the formula for `held` bytes of weights may lie too low: the tables that a class adds, and on several ranks a tenth,
+    because an unknown class may split them otherwise."""
+    ranks = serving.tensor_parallel * serving.pipeline_parallel
+    return held // (10 if ranks > 1 else 50) + TABLE_BYTES
+
+
+def upper_cache(inventory: Inventory, serving: Serving, held: int, requests: float) -> int:
+    """By how much the formula for `held` bytes of cache may lie too low: with the most that a class may make of config.json, at least a
+    tenth."""
+    config, tokens = inventory.checkpoint.config, serving.max_model_len
+    if reads_another_sequence(config):
+        # vLLM counts an input of the encoder that is as long as a batch (vllm/v1/kv_cache_interface.py, CrossAttentionSpec).
+        tokens += serving.max_num_batched_tokens
+    layout = kv_layout(widest(inventory.shape, config, inventory.attentions()), serving)
+    return max(held // 10, ceil(requests * layout.cost(tokens).per_request) + layout.block_bytes - held)
 
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float | None, float | None]:

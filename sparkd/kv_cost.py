@@ -32,6 +32,7 @@ class Serving:
 
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
     prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more.
+    state_checkpoints: blocks that a Mamba-2 layer keeps besides for a long prompt: 1 since vLLM 0.32 at the latest, 0 in 0.18.
     unknown: what the engine's flags and variables change in a way that no formula has (sparkd.uncounted.changed_by).
     """
 
@@ -47,6 +48,7 @@ class Serving:
     batches_in_flight: int = BATCHES_IN_FLIGHT
     speculative_tokens: int = 0
     draft_layers: int = 0
+    state_checkpoints: int = 1
     unknown: frozenset[str] = frozenset()
 
 
@@ -128,7 +130,8 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
     page_bytes = max(kind.page_bytes for kind in kinds)
     groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
     fullest = max(max(map(stages.count, stages)) for _, stages in groups)
-    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window, False) for kind, _ in groups), serving)
+    made = tuple((kind.block_tokens, kind.window, False) for kind, _ in groups)
+    return KvLayout(page_bytes * fullest, made, serving, _state_blocks(shape, serving))
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
@@ -270,6 +273,13 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
     for kind in kinds:
         count = ceil(len(kind.stages) / length)
         yield from ((kind, kind.stages[number::count]) for number in range(count))
+
+
+def _state_blocks(shape: Shape, serving: Serving) -> int | None:
+    """With prefix caching Mamba-2's layers keep another state, of the end of a block within a long prompt
+    (vllm/model_executor/layers/mamba/mamba_mixer2.py, num_prefill_checkpoint_blocks)."""
+    mamba2 = any(isinstance(one, State) and one.groups for one in shape.mixers)
+    return 2 + serving.state_checkpoints + serving.speculative_tokens if mamba2 and serving.prefix_caching else None
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

@@ -50,6 +50,12 @@ _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts
 _KINDS = ("layer_types", "layers_block_type", "attention_layer_types")
 # Lists of one value for each layer that change nothing of its cache, or whose largest counts.
 _READ = frozenset({*_KINDS, "mlp_layer_types", "num_key_value_heads", "intermediate_size", "architectures", "eos_token_id"})
+# The model types whose latent attention vLLM keeps as one vector (vllm/transformers_utils/model_arch_config_convertor.py, is_deepseek_mla).
+# Any other class with its keys, such as MiniCPM3's, keeps keys and values of all heads.
+_LATENT = frozenset({
+    "axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41", "dots3_note", "glm5_next", "glm5_next_text",
+    "glm_moe_dsa", "glm4_moe_lite", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe", "bailing_hybrid", "hy_v4",
+})  # fmt: skip
 # Far more than any model has: a count is multiplied and a list made of it.
 _MOST_LAYERS, _MOST = 4096, 1 << 40
 
@@ -168,6 +174,34 @@ def of_layers(shape: Shape, config: Mapping[str, Any], layers: int) -> Shape:
     return replace(shape, layers=layers, mixers=_mixers({**text_config(config), LAYERS: layers}, layers, []))
 
 
+def widest(shape: Shape, config: Mapping[str, Any], attentions: int) -> Shape:
+    """The shape with the most that a class may make of config.json: every layer without a window, with the most heads of keys that any key
+    names, and with a state beside them where config.json describes one. A layer that is known to keep a state keeps that alone.
+
+    attentions: of each layer, at least 1.
+    """
+    text = text_config(config)
+    whole = [replace(one, window=None) for one in shape.mixers if isinstance(one, Attention)]
+    if not whole:
+        return shape
+    most = max(whole, key=lambda one: one.heads * (one.key_dim + one.value_dim))
+    if not most.latent:
+        named = (_count(text, key) for key in text if key.endswith("num_key_value_heads"))
+        most = replace(most, heads=max(most.heads, *named, 0))
+    keeping: tuple[Mixer, ...] = (most,) * attentions
+    states = [one for one in shape.mixers if isinstance(one, State)]
+    if states:
+        return replace(shape, mixers=(*states, *keeping * (shape.layers - len(states))))
+    state = _delta_net(text) or _mamba2(text)
+    return replace(shape, mixers=(*keeping, *([state] if state else [])) * shape.layers)
+
+
+def reads_another_sequence(config: Mapping[str, Any]) -> bool:
+    """Whether its decoder also keeps keys and values of what an encoder read."""
+    text = text_config(config)
+    return bool(config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or "max_source_positions" in text)
+
+
 def _layers(text: Mapping[str, Any], gaps: list[str]) -> int:
     layers = _count(text, *_LAYERS)
     listed = next((len(text[key]) for key in _KINDS if isinstance(text.get(key), list)), len(_pattern(text)))
@@ -227,7 +261,8 @@ def _mixer(text: Mapping[str, Any], kind: str, gaps: list[str]) -> Mixer | None:
         return None
     if kind in _SLIDING:
         return _attention(text, full=False)
-    state = _delta_net(text) if kind in _LINEAR else _mamba2(text) if kind in _MAMBA else None
+    # transformers' classes call a Mamba-2 layer linear attention, too.
+    state = (_delta_net(text) or _mamba2(text)) if kind in _LINEAR else _mamba2(text) if kind in _MAMBA else None
     if state is None and kind not in _FULL:
         gaps.append(kind)
     return state or _full_attention(text)
@@ -236,7 +271,7 @@ def _mixer(text: Mapping[str, Any], kind: str, gaps: list[str]) -> Mixer | None:
 def _full_attention(text: Mapping[str, Any]) -> Attention | None:
     """None where config.json does not tell how wide keys are, or how many."""
     if text.get("kv_lora_rank"):
-        return _latent(text)
+        return _latent(text) if _type(text) in ("", *_LATENT) else _all_heads(text)
     attention = _attention(text, full=True)
     return attention if attention.heads and attention.key_dim else None
 
@@ -244,6 +279,12 @@ def _full_attention(text: Mapping[str, Any]) -> Attention | None:
 def _latent(text: Mapping[str, Any]) -> Attention:
     """One vector for all heads: the latent one and the rotary part of the keys (DeepSeek-V2, section 2.1)."""
     return Attention(1, _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim"), 0, latent=True)
+
+
+def _all_heads(text: Mapping[str, Any]) -> Attention:
+    """Values are padded to the width of keys (vllm/model_executor/models/minicpm3.py)."""
+    width = _count(text, "qk_nope_head_dim") + _count(text, "qk_rope_head_dim")
+    return Attention(_count(text, *_HEADS), width, width)
 
 
 def _attention(text: Mapping[str, Any], *, full: bool) -> Attention:
@@ -316,7 +357,8 @@ def _rotary_rows(text: Mapping[str, Any], table: Mapping[str, Any]) -> int:
         rows = int(length * _factor(table, "factor"))
     elif kind in ("longrope", "su"):
         rows = length + original
-    return 4 * rows if "mrope_section" in table else rows
+    # Room for the positions of frames that video pruning leaves out (vllm/model_executor/models/qwen3_vl.py, mrope_positions_factor).
+    return 4 * rows if "mrope_section" in table and not _type(text).startswith("qwen3") else rows
 
 
 def _rope_type(table: Mapping[str, Any]) -> str:

@@ -193,6 +193,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "total": found.total,
             "sureness": found.sureness,
             "upper": found.upper_bytes,
+            "upper_kv": found.upper_cache_bytes,
             "requests": found.requests,
             "kv_bytes_per_token": found.kv.per_token,
             "kv_bytes_per_request": found.kv.per_request,

@@ -45,7 +45,7 @@ _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST
 _SURENESS = {
     EXACT: "vLLM's own answer, or what a start measured",
     KNOWN: "sparkd's formulas, which are checked for this architecture",
-    GUESS: "formulas of other models; a load reserves the upper end",
+    GUESS: "formulas of other models, with the most that the cache may take in brackets, which a load reserves",
 }
 BAR_CELLS = 64
 OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
@@ -116,7 +116,7 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
             _split(option),
             parts["sureness"],
             gib(parts["weights"]),
-            _range(parts["kv"], parts["upper"]),
+            _at_most(parts["kv"], parts.get("upper_kv", parts["upper"])),
             gib(rest),
             gib(parts["free"]),
             f"{option['max_model_len']:,}",
@@ -139,8 +139,9 @@ def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else "<1s" if seconds < 1 else duration(seconds)
 
 
-def _range(size: int, upper: int) -> str:
-    return gib(size) if gib(size) == gib(size + upper) else f"{size / GIB:.1f}-{gib(size + upper)}"
+def _at_most(size: int, upper: int) -> str:
+    """The formula's number, and the bound of a guess."""
+    return gib(size) if gib(size) == gib(size + upper) else f"{size / GIB:.1f} (< {gib(size + upper)})"
 
 
 def _sureness(options: Sequence[Mapping[str, Any]]) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
-from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class
+from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.kv_cost import stages_of
 from sparkd.model_shape import LAYERS, Attention, Shape, of_layers, text_config
@@ -42,6 +42,8 @@ _COLUMN = _words(
     A_log D dt_bias sinks"""
 )
 _KEYS = _words("k_proj v_proj wk wv")
+# One of them in each attention.
+_KEY_MAKERS = _words("k_proj wk kv_a_proj_with_mqa fused_qkv_a_proj qkv_proj qkv Wqkv query_key_value c_attn")
 _ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 output_linear dense_4h_to_h dense")
 # The layers that predict tokens ahead, which vLLM loads for speculative decoding.
 AHEAD = "mtp"
@@ -135,6 +137,14 @@ class Inventory:
                 sizes[_starred(part.tensor.name)] += part.tensor.nbytes * part.count
         return dict(sizes)
 
+    def attentions(self) -> int:
+        """The most attentions that a layer of one stack has, by the tensors that make their keys; 1 where no name tells."""
+        counts: Counter[str] = Counter()
+        for module in {part.tensor.name.removesuffix(".weight") for part in self.parts if part.layer is not None}:
+            if (layer := _LAYER.search(module)) and module.rpartition(".")[2] in _KEY_MAKERS and ".indexer." not in module:
+                counts[module[: layer.end()]] += 1
+        return max(counts.values(), default=1)
+
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
         """The recipe's results for the tensors, and what it could not do, one sentence each; made once.
 
@@ -193,7 +203,8 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         name = group.first.name if group.name in kept else group.name
         kept[name] = group.first._replace(name=name)
         counts[name] = group.total
-    kinds = {name: tensor_class(name, tensor.shape) for name, tensor in kept.items()}
+    towers = towers_of(checkpoint.config)
+    kinds = {name: tensor_class(name, tensor.shape, towers) for name, tensor in kept.items()}
     if not shape.layers and (numbers := [layer for name in kept if (layer := _layer_of(name, kinds[name])) is not None]):
         shape = of_layers(shape, checkpoint.config, max(numbers) + 1)
     text = text_config(checkpoint.config)
@@ -225,10 +236,17 @@ def refuse_missing_layers(known: Inventory) -> None:
     checkpoint, layers = known.checkpoint, known.shape.layers
     stored = {part.layer for part in known.parts if part.layer is not None}
     missing = sorted(set(range(layers)) - stored)
-    if not stored or not missing or known.shape.gaps:
+    if not stored or not missing or known.shape.gaps or _is_looped(known, stored):
         return
     absent = f"layer {missing[0]} is" if len(missing) == 1 else f"{len(missing)} of them, from layer {missing[0]} on, are"
     raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
+
+
+def _is_looped(known: Inventory, stored: Collection[int]) -> bool:
+    """Whether config.json counts the stored layers under a key of their own (num_layers_per_stack of HRM-Text), because a loop runs them
+    several times."""
+    own = (value for key, value in text_config(known.checkpoint.config).items() if key.startswith("num_layers"))
+    return len(stored) == max(stored) + 1 and len(stored) in own and known.shape.layers % len(stored) == 0
 
 
 def refuse_other_layers(known: Inventory, built: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -238,7 +256,8 @@ def refuse_other_layers(known: Inventory, built: Iterable[tuple[str, tuple[int, 
     Raises CheckpointIncomplete where the files lack layers of these, and CheckpointError where they hold more: vLLM loads neither.
     """
     stored = {part.layer for part in known.parts if part.layer is not None}
-    theirs = {layer for name, shape in built if (layer := _layer_of(name, tensor_class(name, shape))) is not None}
+    towers = towers_of(known.checkpoint.config)
+    theirs = {layer for name, shape in built if (layer := _layer_of(name, tensor_class(name, shape, towers))) is not None}
     if not stored or not theirs or stored == theirs:
         return
     folder, count = known.checkpoint.folder, len(stored)

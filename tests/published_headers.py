@@ -19,6 +19,7 @@ from tests.published_tensors import tensors_of
 CONFIGS = Path(__file__).parent / "fixtures" / "configs"
 WAYS = {"as published": None, "bf16": None, "fp8_block": FP8_BLOCK, "mxfp4 throughout": MXFP4_THROUGHOUT}
 _CORRECTIONS = "e_score_correction_bias"
+_LEFT_OUT_KEYS: Mapping[str, Mapping[str, Any]] = {"mistral-small-24b-instruct-2501": {"model_type": "mistral"}}
 # By what the source of a total says that it counts: what it leaves out.
 _LEFT_OUT: Mapping[str, Callable[[TensorRef], bool]] = {
     "two values per packed byte, no scales": lambda one: one.name.endswith("_scales"),
@@ -33,12 +34,14 @@ _LEFT_OUT: Mapping[str, Callable[[TensorRef], bool]] = {
 
 
 def config_of(fixture: str) -> dict[str, Any]:
-    """config.json of a fixture, with the vision tower of Qwen3.5-27B where the source of a Qwen3.8-27B left it out."""
+    """config.json of a fixture, with the vision tower of a sibling, or the type, where its source left that out."""
     config = _read(f"{fixture}.json")
     if fixture.startswith("qwen3.8-27b"):
         config = {**_read("qwen3.5-27b.json"), **config}
         config["vision_config"] = _read("qwen3.5-27b.json")["vision_config"]
-    return config
+    if fixture == "gemma-4-26b-a4b-it-nvfp4a16":
+        config["vision_config"] = _read("gemma-4-26b-a4b.json")["vision_config"]
+    return {**_LEFT_OUT_KEYS.get(fixture, {}), **config}
 
 
 def checkpoint_of(fixture: str, way: str = "as published") -> Checkpoint:

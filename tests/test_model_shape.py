@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.model_shape import Attention, Shape, State, shape_of, text_config
+from sparkd.model_shape import Attention, Shape, State, shape_of, text_config, widest
 from tests.sketches import CONFIGS, dense, mixture, published, shape
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
@@ -118,6 +119,32 @@ def test_the_language_model_is_found_wherever_it_is() -> None:
     assert shape_of({"llm_config": {**inner, "tie_word_embeddings": True}, "tie_word_embeddings": False}).tied
     assert shape_of({"text_config": inner}).architecture == "llama"
     assert shape_of({"text_config": inner, "architectures": ["X", "Y"]}).architecture == "X"
+
+
+def test_only_classes_that_vllm_lists_keep_one_vector_for_all_heads() -> None:
+    keys = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_attention_heads": 8}
+    latent, whole = (shape_of(dense(num_hidden_layers=1, model_type=kind, **keys)).mixers for kind in ("deepseek_v3", "minicpm3"))
+
+    assert latent == (Attention(1, 80, 0, latent=True),)
+    assert whole == (Attention(8, 48, 48),)
+
+
+def test_the_widest_that_a_configuration_may_mean() -> None:
+    windows = dense(num_hidden_layers=2, num_key_value_heads=2, swa_num_key_value_heads=4, sliding_window=64)
+    own = shape_of(windows).mixers[0]
+    assert isinstance(own, Attention)
+    assert widest(shape_of(windows), windows, 2).mixers == (replace(own, heads=4, window=None),) * 4
+
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "conv_kernel": 4}
+    beside = dense(num_hidden_layers=2, **mamba)
+    assert [type(one) for one in widest(shape_of(beside), beside, 1).mixers] == [Attention, State] * 2
+
+
+def test_positions_of_frames_have_room_in_the_table_of_sines_but_of_qwen_3() -> None:
+    sections = {"rope_type": "default", "mrope_section": [16, 8, 8]}
+    qwen2, qwen3 = (shape_of(dense(model_type=kind, rope_parameters=sections)).rotary_bytes for kind in ("qwen2_vl", "qwen3_5_text"))
+
+    assert qwen2 == 4 * qwen3 > 0
 
 
 def test_what_gemma_3_leaves_to_its_class() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from sparkd import plan_command, plan_line, plan_verb, quantizing
 from sparkd import planned as planned_plan
 from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
-from sparkd.errors import ModelUnusable
+from sparkd.errors import CheckpointIncomplete, ModelUnusable
 from sparkd.hardware import UNKNOWN_RATES
 from sparkd.model_shape import shape_of
 from sparkd.needs import refuse_unloadable
 from sparkd.weight_cost import inventory, refuse_missing_layers
 from tests import published_headers
 from tests.daemon_process import ROOT
-from tests.sketches import CONFIGS, dense, mixture, tensors_of, write
+from tests.sketches import CONFIGS, dense, known, mixture, tensors_of, write
 from tests.test_model_answers import Engine, answer
 from workers.kv.settings import VARIABLE
 
@@ -503,6 +504,16 @@ PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem
 def test_no_published_model_is_taken_for_half_a_download(fixture: str) -> None:
     checkpoint = published_headers.checkpoint_of(fixture)
     refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))
+
+
+@pytest.mark.parametrize(("stored", "own", "whole"), [(2, 2, True), (2, None, False), (2, 4, False), (3, 3, False)])
+def test_layers_that_a_loop_runs_several_times_are_a_whole_model(stored: int, own: int | None, whole: bool) -> None:
+    """HRM-Text: config.json counts every run of a layer, and those of a stack under a key of its own."""
+    config = dense(num_hidden_layers=8) | ({} if own is None else {"num_layers_per_stack": own})
+    model = known(config, tensors_of(dense(num_hidden_layers=stored)))
+
+    with nullcontext() if whole else pytest.raises(CheckpointIncomplete):
+        refuse_missing_layers(model)
 
 
 @pytest.mark.parametrize("how", ["file", "variable", "none"])

@@ -6,7 +6,7 @@ The models are tests/fixtures/configs, tests/rare_configs.py and, without --fixt
 whose configuration can be made without a network: the defaults of its class in transformers or in vLLM. A line for each: seconds, platform,
 what came of it, and for one rank the plan with the answer and by sparkd's own formulas. Refused: vLLM's own word. Unsure: this machine
 could not build it. Beneath: counts, the seconds of a first answer and of one from the disk. Exit status 1: a plan was wrong and did not say
-that it guessed, or refused what vLLM serves.
+that it guessed, guessed less than vLLM counts at its upper end, or refused what vLLM serves.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import Any
 
 from sparkd.checkpoint import MODELOPT, Checkpoint, TensorRef
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.exact import EXACT, GUESS
+from sparkd.exact import EXACT, GUESS, exact_of
 from sparkd.hardware import SPARK as SPARK_MACHINE
 from sparkd.installed import models_of
+from sparkd.kv_cost import Serving
 from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
 from sparkd.plan_question import Question as PlanQuestion
 from sparkd.plan_question import answer as planned
 from sparkd.safetensors import DTYPE_BITS
 from sparkd.source_quantization import source_quantization
 from tests.bench.arguments import Parser, count, new, pattern
-from tests.published_headers import checkpoint_of
+from tests.published_headers import checkpoint_of, config_of
 from tests.rare_configs import RARE, question_of
 
-# What becomes of a plan: RIGHT as vLLM counts; MARKED: otherwise, and it says that it guesses; UNKNOWN: it says that it does not know.
+# What becomes of a plan: RIGHT as vLLM counts; MARKED: it says that it guesses, and how much at most; UNKNOWN: that it does not know.
 RIGHT, WRONG, MARKED, UNKNOWN, REFUSED = "right", "wrong", "guess", "unknown", "refused"
 # Where every model fits, so that the longest request is planned.
 _ROOMY = replace(SPARK_MACHINE, memory_bytes=1 << 50)
@@ -116,7 +117,20 @@ def judged(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, Ten
     numbers += f"; weights {found['weights'] / weights - 1:+.1%}" if weights else ""
     if asked:
         return RIGHT if near and found["sureness"] == EXACT else WRONG, numbers
-    return MARKED if found["sureness"] == GUESS else RIGHT if near else WRONG, numbers
+    if found["sureness"] != GUESS:
+        return RIGHT if near else WRONG, numbers
+    return MARKED if _bounds(answer, option, weights) else WRONG, numbers
+
+
+def _bounds(answer: Answer, option: Mapping[str, Any], weights: int) -> bool:
+    """Whether the most that a guess says is no less than vLLM's own sizes at the plan's length."""
+    found, facts = option["footprint"], answer.facts
+    serving = Serving(1, max_num_seqs=facts["max_num_seqs"], max_num_batched_tokens=facts["max_num_batched_tokens"])
+    exact = exact_of(answer, serving, same_format=True)
+    if exact is None or exact.layout is None:
+        return True
+    cost = exact.layout.cost(option["max_model_len"])
+    return cost.least <= found["kv"] + found["upper_kv"] and weights + cost.least <= found["weights"] + found["kv"] + found["upper"]
 
 
 def _plan(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, TensorRef], *, asked: bool) -> dict[str, Any]:
@@ -161,7 +175,8 @@ def published() -> dict[str, dict[str, bytes]]:
     files: dict[str, dict[str, bytes]] = {}
     for path in sorted(CONFIGS.glob("*.json")):
         name, _, part = path.stem.partition(".hf_quant")
-        files.setdefault(name, {})["hf_quant_config.json" if part else "config.json"] = path.read_bytes()
+        text = path.read_bytes() if part else json.dumps(config_of(name)).encode()
+        files.setdefault(name, {})["hf_quant_config.json" if part else "config.json"] = text
     return files
 
 
