@@ -17,9 +17,6 @@ from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
 from tests.conftest import VllmAnswers
 from tests.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
-# Known architectures whose formula is vLLM's number.
-KNOWN = ("modelopt-fp8-cache",)
-
 
 def questions(_folder: Path) -> dict[str, Question]:
     return {name: question_of(name) for name in RARE}
@@ -43,4 +40,4 @@ def test_a_plan_is_vllms_or_says_that_it_is_not(answers: Mapping[str, Answer | N
     assert answer.refusal is None, answer.refusal
     exact_plan, formula = (judged(RARE[name], answer, asked=asked) for asked in (True, False))
     assert exact_plan[0] == RIGHT, exact_plan
-    assert formula[0] in ((RIGHT,) if name in KNOWN else (MARKED, UNKNOWN)), formula
+    assert formula[0] in (MARKED, UNKNOWN), formula
