@@ -85,7 +85,7 @@ def _workspace(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:
 def _mixers(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_float: bool) -> Iterator[Block]:
     row, ranks = serving.max_num_batched_tokens * shape.dtype_bytes, serving.tensor_parallel
     heads = max(1, shape.heads // ranks)
-    for mixer in dict.fromkeys(one for one in shape.mixers if one is not None):
+    for mixer in dict.fromkeys(mixer for mixer in shape.mixers if mixer is not None):
         if isinstance(mixer, State):
             yield (_delta if mixer.key_heads else _mamba)(mixer, shape, text, serving)
         elif mixer.latent:
@@ -125,7 +125,7 @@ def _delta(state: State, shape: Shape, _text: Mapping[str, Any], serving: Servin
 def _context(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:
     """Latent attention multiplies the latent vectors of earlier tokens into keys and values of all heads, so many at a time
     (mla_attention.py, determine_chunked_prefill_workspace_size and _compute_prefill_context), and keeps a place to gather them in."""
-    latent = next((one for one in shape.mixers if isinstance(one, Attention) and one.latent), None)
+    latent = next((mixer for mixer in shape.mixers if isinstance(mixer, Attention) and mixer.latent), None)
     if latent is None:
         return 0
     tokens = max(min(8 * serving.max_model_len, 64 << 10), serving.max_num_seqs)

@@ -110,7 +110,7 @@ _ONLY: Mapping[str, Any] = {"hidden_size_per_layer_input": 0}
 
 def unread(architecture: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
     """The keys of config.json that may change a size and that the formulas of a checked architecture do not read, and those that they lack.
-    text: the part of `config` that describes the language model. None for an architecture that no test compares."""
+    text: the part of `config` that describes the language model. Nothing of an architecture that no test compares."""
     keys = KEYS.get(architecture)
     if keys is None:
         return

@@ -142,7 +142,9 @@ class Consultation:
         CheckpointIncomplete where config.json does not tell the number of layers and vLLM builds others than the files hold."""
         shape, answers = inventory.shape, [answer for answer in self._answers.values() if answer is not None]
         if LAYERS in shape.gaps:
-            parameters = (tensor for answer in answers for stage in answer.stages for tensor in stage.parameters)
+            # An answer that lacks a stage of the pipeline lacks its layers.
+            whole = (answer for (*_, stages), answer in self._answers.items() if answer is not None and len(answer.stages) == stages)
+            parameters = (tensor for answer in whole for stage in answer.stages for tensor in stage.parameters)
             refuse_other_layers(inventory, ((tensor.name, tensor.shape) for tensor in parameters if tensor.purpose == "model"))
         sizes: dict[str, Any] = {}
         for field, name in _SIZES:

@@ -267,19 +267,19 @@ def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: Wi
     return 0 if needed.load_free_bytes < 0 else longest(size, layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
 
 
-def short_cache(given: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> tuple[str, str] | None:
-    """(why a cache of `size` bytes holds no request of full length, what would); vLLM ends its start over that, with all weights loaded.
-    given: the size as it was asked for, None for that of a CPU's engine. None where it holds one, or has no size."""
+def short_cache(cache: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> tuple[str, str] | None:
+    """(reason, cure) where a cache of `size` bytes holds no request of full length: vLLM ends its start over that, with all weights loaded.
+    cache: the size as it was asked for, None for that of a CPU's engine. None where it holds one, or has no size."""
     if size is None or cost.least <= size:
         return None
     request = f"one request of {cost.max_model_len:,} tokens needs"
-    if given is not None and "tokens" in given:
-        reason = f"kv_cache holds {given['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
+    if cache is not None and "tokens" in cache:
+        reason = f"kv_cache holds {cache['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
         return reason, f"give kv_cache at least {spelled({'tokens': cost.max_model_len})}"
-    if given is not None and "blocks" in given:
+    if cache is not None and "blocks" in cache:
         blocks = cost.blocks + 1
-        return f"{BLOCKS_FLAG} is {given['blocks']:,}, and {request} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
-    name = "the cache of a CPU's engine" if given is None else "kv_cache"
+        return f"{BLOCKS_FLAG} is {cache['blocks']:,}, and {request} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
+    name = "the cache of a CPU's engine" if cache is None else "kv_cache"
     return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}", f"give kv_cache at least {spelled({'sequences': 1})}"
 
 

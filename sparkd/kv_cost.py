@@ -171,8 +171,8 @@ def longest(size: object, layout: KvLayout, most: int, room: int, *, limit: int 
     `limit` where there is one; see `largest`."""
 
     def fits(tokens: int) -> bool:
-        given, least = sized(size, layout, tokens), layout.cost(tokens).least
-        return max(given or 0, least) <= room and all(least <= size for size in (given, limit) if size is not None)
+        cache, least = sized(size, layout, tokens), layout.cost(tokens).least
+        return max(cache or 0, least) <= room and all(least <= most_bytes for most_bytes in (cache, limit) if most_bytes is not None)
 
     return largest(fits, most, step)
 

@@ -211,14 +211,17 @@ def exceeds(known: Account, memory_gib: float | str) -> bool:
 def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) -> str | None:
     """Why a cache of its size would hold no request. room: bytes for the engine."""
     spec, kv = need.spec, known.kv
-    given = cache_of(spec) if known.cache is not None else None
+    wanted = cache_of(spec) if known.cache is not None else None
+    cache = wanted if isinstance(wanted, Mapping) else None
     size = known.cache if known.cache is not None else cache_limit(spec, need.platform, env)
-    short = short_cache(given if isinstance(given, Mapping) else None, size, kv)
+    short = short_cache(cache, size, kv)
     if short is None or spec.memory_gib != "auto" or known.upper is not None:
         return None
     reason, cure = short
     cures = [cure] if known.fixed + kv.least <= room else []
-    shorter = longest(given, known.layout, kv.max_model_len, room - known.fixed, limit=size)
+    # The bytes of a cache in tokens or requests follow from the length.
+    limit = size if cache is None else None
+    shorter = longest(cache, known.layout, kv.max_model_len, room - known.fixed, limit=limit)
     cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
     cure = ", or ".join(cures) or f"choose {_SMALLER}"
     return f"{spec.name} does not fit: {reason}. {cure[0].upper()}{cure[1:]}."

@@ -62,8 +62,8 @@ def answer(
     ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
-    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. site: of the machine
-    that would start what has no entry. ask: vLLM, about the model. Blocks.
+    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. site: of the machine that would
+    start what has no entry. ask: vLLM, about the model. Blocks.
 
     Raises ConfigError and CheckpointError.
     """

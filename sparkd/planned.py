@@ -123,8 +123,8 @@ def to_json(
     site: Site | None = None,
 ) -> dict[str, Any]:
     """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats, null where they are not known. Each option names the model
-    that it is of. how: what the ranks of the best are started with where an entry says it, else how_of, by
-    site. entry: for who has one to say."""
+    that it is of. how: what the ranks of the best are started with where an entry says it, else how_of by site.
+    entry: for who has one to say."""
     checkpoint, shape = inventory.checkpoint, inventory.shape
     ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
     ways += [

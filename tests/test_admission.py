@@ -16,6 +16,7 @@ from sparkd.admission import Account, account, advice, machine
 from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
+from sparkd.kv_cost import KvLayout, Serving, sized
 from sparkd.kv_sizing import kv_cache, spelled
 from sparkd.model_config import ModelConfig
 from sparkd.needs import Need, need_of, said_to, too_large
@@ -320,6 +321,16 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     assert "tokens" in why
     assert too_large(Need(spec, "cuda", "x", 20, of(folder, max_num_seqs=16)), 121, "this node", {}) is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
+
+
+def test_a_cache_of_tokens_holds_a_request_of_as_many_tokens_where_layers_keep_a_window(folder: Path) -> None:
+    """At a shorter length such a cache has more bytes for each token."""
+    size = {"tokens": 1000}
+    layout = KvLayout(1 << 20, ((16, None, False), (16, 1024, False)), Serving(8192, max_num_batched_tokens=512))
+    cache = sized(size, layout, 8192)
+    spec = spec_of(folder, max_model_len=8192, kv_cache=size)
+    why = too_large(Need(spec, "cuda", "x", 20, Account(2 * GIB, GIB, cache, "", 8192, layout)), 100, "this node", {})
+    assert why is not None and "max_model_len 1,000 or less" in why
 
 
 def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -> None:

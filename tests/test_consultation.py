@@ -246,6 +246,16 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
 
 
+def test_an_answer_that_lacks_a_stage_of_the_pipeline_contradicts_no_file(tmp_path: Path) -> None:
+    config = dense(num_hidden_layers=None)
+    checkpoint = read_checkpoint(str(write(tmp_path / "m", config, tensors_of(dense()))))
+    plain = answer(refusal=Refusal("model", "ImportError", "no such kernel", False))
+    parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(2))
+    consultation = Consultation(Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),))), checkpoint, [], {}, SPARK)
+    consultation.ask([(UNCHANGED, 1, 2)])
+    assert consultation.completed(inventory(checkpoint, shape_of(config))).shape.layers == 4
+
+
 def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(tmp_path: Path) -> None:
     kinds = ["sliding_attention"] * dense()["num_hidden_layers"]
     shape = dense(architectures=["NobodysForCausalLM"], sliding_window=128, layer_types=kinds)
