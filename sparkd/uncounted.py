@@ -247,7 +247,10 @@ def at_any_length(spec: ModelConfig) -> ModelConfig:
     """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
     if not is_longest(spec.extra_args):
         return spec
-    return spec.model_copy(update={"max_model_len": "auto", "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
+    args = list(spec.extra_args)
+    for begun in _written(args, _LENGTH):
+        args = without(args, begun)
+    return spec.model_copy(update={"max_model_len": "auto", "extra_args": tuple(args)})
 
 
 def counted(spec: ModelConfig) -> ModelConfig:
@@ -273,10 +276,14 @@ def switched(args: Sequence[str], name: str) -> bool | None:
 
 
 def _last(args: Sequence[str], name: str) -> str | None:
-    """The value that counts of several: vLLM's parser takes the last. Beginnings count of the flags of _SHORTEST."""
+    """The value that counts of several: vLLM's parser takes the last."""
+    return max((found for each in _written(args, name) for found in values_of(args, each)), default=(0, 0, None))[2]
+
+
+def _written(args: Sequence[str], name: str) -> set[str]:
+    """The names by which the flag stands there: its own, and of the flags of _SHORTEST a beginning."""
     shortest = _SHORTEST.get(name, name)
-    written = {begun for arg in args if (begun := flag_name(arg) or "").startswith(shortest) and name.startswith(begun)}
-    return max((found for each in written for found in values_of(args, each)), default=(0, 0, None))[2]
+    return {begun for arg in args if (begun := flag_name(arg) or "").startswith(shortest) and name.startswith(begun)}
 
 
 def _full(name: str) -> str:

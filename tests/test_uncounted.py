@@ -18,6 +18,7 @@ from sparkd.uncounted import (
     CACHE,
     OTHER,
     WEIGHTS,
+    at_any_length,
     blocks_of,
     changed_by,
     length_of,
@@ -204,3 +205,10 @@ def test_the_last_switch_counts() -> None:
     assert switched(["--moe-backend", "marlin"], name) is None
     assert switched(["--enable_prefix_caching"], name) is True
     assert switched([f"--{name}", f"--no-{name}"], name) is False
+
+
+@pytest.mark.parametrize("flag", ["--max-model-len", "--max_model_len", "--max-mod"])
+def test_a_length_that_is_left_to_vllm_becomes_the_key_however_it_is_written(flag: str) -> None:
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--seed", "1", "--max-model-l=4096", flag, "-1"]}, over_admin=False)
+    found = at_any_length(spec)
+    assert (found.max_model_len, list(found.extra_args)) == ("auto", ["--seed", "1"])
