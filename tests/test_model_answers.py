@@ -45,7 +45,8 @@ def answer(**fields: Any) -> dict[str, Any]:
 
 
 class Engine(Runtime):
-    """An interpreter with a vLLM beside it, whose program says what it is given here and writes down what it was asked."""
+    """An interpreter with a vLLM beside it, whose program says what it is given here and writes down what it was asked. It puts the places
+    of the first question's model and draft for THE FOLDER and THE DRAFT."""
 
     __slots__ = ()
 
@@ -62,13 +63,15 @@ class Engine(Runtime):
             "for q in request['questions']:\n"
             "    for p in filter(pathlib.Path.is_file, pathlib.Path(q['folder']).rglob('*')):\n"
             "        request['files'][p.name] = p.open('rb').read(100000).decode(errors='replace')\n"
+            "lines = (root / 'lines').read_text().replace('THE FOLDER', request['questions'][0]['folder'])\n"
             "configs = [json.loads(a) for q in request['questions'] for a in q.get('args', []) if a.startswith('{')]\n"
             "drafts = [pathlib.Path(c['model']) for c in configs if c.get('model', '').startswith('/')]\n"
+            "lines = lines.replace('THE DRAFT', str(next(iter(drafts), '')))\n"
             "request['drafts'] = {p.name: p.open('rb').read(100000).decode(errors='replace') for d in drafts for p in d.iterdir()}\n"
             "request['environment'] = dict(os.environ)\n"
             "with open(root / 'asked', 'a') as log: log.write(json.dumps(request) + chr(10))\n"
             "print(json.dumps({'progress': 'importing'}), flush=True)\n"
-            "for line in json.loads((root / 'lines').read_text()).get(request['platform'], []):\n"
+            "for line in json.loads(lines).get(request['platform'], []):\n"
             "    if line == 'wait': (root / 'pid').write_text(str(os.getpid())); time.sleep(60)\n"
             "    print(line if isinstance(line, str) else json.dumps(line), flush=True)\n"
         )
@@ -235,6 +238,18 @@ def test_a_refusal_is_kept_but_not_a_limit_of_this_machine(engine: Engine) -> No
     slow = {"step": "deadline", "type": "TimeoutError", "message": "no answer within 60 s", "certain": False}
     engine.says(own=[{"question": 0, "answer": answer(refusal=slow, stages=[], cache=None)}])
     assert answered(engine, one(tensor_parallel=2)).refusal is not None and kept(one(tensor_parallel=2), engine) is None
+
+
+def test_a_kept_refusal_names_no_place_that_is_gone(engine: Engine, tmp_path: Path) -> None:
+    shape = dense()
+    draft = replace(read_checkpoint(str(write(tmp_path / "draft", shape, tensors_of(shape)))), folder="hf://o/draft@0")
+    args = ("--speculative-config", json.dumps({"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}))
+    own = write(tmp_path / "m", shape, tensors_of(shape))
+    for question, place in ((one(args=args, draft=draft), "its folder"), (Question(folder=own, args=args, draft=draft), str(own))):
+        refusal = {**REFUSAL, "message": "THE DRAFT is not for THE FOLDER"}
+        engine.says(own=[{"question": 0, "answer": answer(refusal=refusal, stages=[], cache=None)}])
+        refused = answered(engine, question).refusal
+        assert refused is not None and refused.message == f"its draft is not for {place}"
 
 
 def test_what_the_imitation_of_a_gpu_cannot_say_is_asked_of_no_other_platform(engine: Engine) -> None:

@@ -61,8 +61,9 @@ def conversation(python: Path, request: Mapping[str, Any], cancel: threading.Eve
         expose(folder / "plugin")
         for line in _lines(python, folder, cancel):
             answer = line.get("answer")
-            if answer and answer["refusal"] and questions[line["question"]]["folder"] is None:
-                answer["refusal"]["message"] = answer["refusal"]["message"].replace(f"{folder}/{line['question']}", "its folder")
+            if answer and answer["refusal"]:
+                place, message = f"{folder}/{line['question']}", answer["refusal"]["message"]
+                answer["refusal"]["message"] = message.replace(f"{place}-draft", "its draft").replace(place, "its folder")
             yield line
         tail = (folder / "stderr").read_bytes()[-300:].decode(errors="replace").strip().rpartition("\n")[2]
     yield {"ended": tail}
