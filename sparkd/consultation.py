@@ -20,7 +20,7 @@ from sparkd.model_shape import LAYERS
 from sparkd.quantizing import LOAD_FORMAT
 from sparkd.source import folder_of
 from sparkd.uncounted import REST
-from sparkd.vllm_flags import SPECULATIVE, speculative_config, without, without_any
+from sparkd.vllm_flags import speculative_config, with_draft, without_any
 from sparkd.weight_cost import Inventory, refuse_other_layers
 from workers.model_question import DRAFT
 from workers.stream.recipe import Recipe
@@ -100,7 +100,7 @@ class Consultation:
         self._ask = ask
         self._checkpoint = checkpoint
         self._draft = draft if draft is not None and not draft.folder.startswith("/") else None
-        self._args = _with_draft(without_any(args, _WITHOUT), env, self._draft)
+        self._args = _drafting(without_any(args, _WITHOUT), env, self._draft)
         self._env = dict(env)
         self._device = hardware.platform
         # A node's own runtime knows its own GPU.
@@ -181,18 +181,14 @@ class Consultation:
         )
 
 
-def _with_draft(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint | None) -> list[str]:
+def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint | None) -> list[str]:
     """A draft by its folder: the process that is asked has not got the engine's place of downloads. elsewhere: one that is not on this
     machine, which goes with the question."""
     config = speculative_config(args)
     if config is None or "/" not in str(config.get("model")):
         return list(args)
     folder = folder_of(config["model"], config.get("revision"), env) if elsewhere is None else DRAFT
-    if folder is None:
-        return list(args)
-    if elsewhere is not None:
-        config = {key: value for key, value in config.items() if key != "revision"}
-    return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**config, "model": folder})]
+    return list(args) if folder is None else with_draft(args, folder)
 
 
 # The recipe that leaves a model as it is stored.

@@ -25,7 +25,7 @@ from sparkd.errors import CheckpointError, EngineError, StateError
 from sparkd.installed import full_version_in
 from sparkd.owner import as_owner
 from sparkd.tensors import TensorRef
-from sparkd.vllm_flags import release_of, speculative_config, translated, without_any
+from sparkd.vllm_flags import release_of, speculative_config, translated, with_draft, without_any
 from sparkd.vllm_table import neighbours, write_whole
 from workers import regular_file
 from workers.interpreter import inherited_environment
@@ -302,7 +302,7 @@ def _wire(question: Question, runtime: Runtime, version: str) -> dict[str, Any]:
         wire["draft"] = _draft(files_of(question.draft), question.draft.tensors.values())
     elif runtime.away is not None and (folder := _draft_folder(args)) is not None:
         wire["draft"] = _draft(_texts_in(folder), _tensors_in(folder))
-        wire["args"] = [arg.replace(json.dumps(str(folder)), json.dumps(DRAFT)) for arg in args]
+        wire["args"] = with_draft(args, DRAFT)
     return wire
 
 

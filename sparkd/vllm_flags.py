@@ -96,6 +96,12 @@ def speculative_config(args: Sequence[str]) -> Mapping[str, Any] | None:
     return _mapping(found[-1]) if found else None
 
 
+def with_draft(args: Sequence[str], model: str) -> list[str]:
+    """`args` with that folder as the model in their configuration of drafts. A folder has no revisions."""
+    config = {key: value for key, value in (speculative_config(args) or {}).items() if key != "revision"}
+    return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**config, "model": model})]
+
+
 def draft_method(config: Mapping[str, Any]) -> str:
     """As vLLM reads it: without one a draft from the text may be called a model, and each family's own name of mtp means mtp."""
     method = config.get("method")

@@ -115,12 +115,13 @@ async def test_the_question_goes_as_data_and_no_code_with_it(engine: Engine, tmp
     assert not exists(there["questions"][0]["folder"]), "its files are gone with the question"
 
 
-async def test_a_draft_in_a_folder_of_this_node_goes_with_the_question(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "/"])
+async def test_a_draft_in_a_folder_of_this_node_goes_with_the_question(end: str, engine: Engine, tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"model_type": "eagle"}')
     engine.says(own=[{"question": 0, "answer": answer()}])
-    args = ("--speculative-config", json.dumps({"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}))
+    args = ("--speculative-config", json.dumps({"method": "eagle", "model": f"{draft}{end}", "num_speculative_tokens": 2}))
     runtime, _ = await asked(engine, Agents(), [one(args=args)])
     (there,) = engine.asked()
     assert there["drafts"] == {"config.json": '{"model_type": "eagle"}'} and str(draft) not in json.dumps(there["questions"])
