@@ -125,10 +125,10 @@ def unread(architecture: str, config: Mapping[str, Any], text: Mapping[str, Any]
 def _is_read(name: str, value: Any, keys: frozenset[str]) -> bool:
     if name in _ONLY:
         return bool(value == _ONLY[name])
-    if not value or name in _NO_SIZE or name.endswith(_NO_SIZE_ENDS) or name.startswith(_NO_SIZE_BEGINNINGS):
-        return True
     if name in _NEUTRAL:
         return bool(value == _NEUTRAL[name])
+    if not value or name in _NO_SIZE or name.endswith(_NO_SIZE_ENDS) or name.startswith(_NO_SIZE_BEGINNINGS):
+        return True
     if isinstance(value, list):
         return name in keys and name in _LISTS
     return name in keys and (name in _MAPPINGS or not isinstance(value, Mapping))

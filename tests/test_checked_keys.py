@@ -60,6 +60,7 @@ def test_a_size_that_the_class_would_fill_in_is_no_known_one(architecture: str) 
         {"a_key_of_tomorrow": True},
         {"rope_scaling": {"rope_type": "tomorrows", "factor": 2.0}},
         {"audio_config": {"layers": 3}},
+        {"attn_output_gate": False},
     ],
 )
 def test_a_key_that_may_change_a_size_and_is_not_read_makes_a_guess(more: dict[str, Any]) -> None:
