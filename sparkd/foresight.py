@@ -111,9 +111,10 @@ class Foresight:
             away = Away(runtime.node, str(runtime.facts["vllm"]), str(runtime.facts["packages"]), inquiry)
         vllm = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
         nodes = max(1, len(self._snapshot().nodes if runtime.only is None else runtime.only))
+        platform = platform_of(runtime.facts, config)
         self.open = {"model": spec.name, "runtime": vllm.place, "since_s": time.time()}
-        answering = loop.run_in_executor(None, answers_about, spec, config, vllm, platform_of(runtime.facts, config), nodes, cancel)
         try:
+            answering = loop.run_in_executor(None, answers_about, spec, config, vllm, platform, nodes, cancel)
             while not answering.done():
                 await asyncio.wait([answering], timeout=YIELD_S)
                 if not self._is_quiet() or self._config().models.get(spec.name) != spec:
