@@ -188,7 +188,7 @@ def illegal(
         recipe = recipe_of(spec, env)
         split = Serving(1, tensor_parallel=ways[0], pipeline_parallel=ways[1])
         exact = consulted(spec, model, recipe, hardware, env, ways, evidence).exact(recipe, split)
-        if exact is not None:
+        if exact is not None and exact.decides:
             return exact.refusal or unfit(model, recipe, ways[0], hardware.platform)
         return None if _is_other(spec, model) else refusal(model, recipe, *ways, hardware.platform)
     except (CheckpointError, ConfigError):

@@ -67,7 +67,7 @@ def _exact(spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], pl
 def _ranks(spec: ModelConfig, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:
     if not isinstance(spec.tensor_parallel, int):
         return
-    if reason := exact.refusal if exact is not None else next(uneven_heads(shape, spec.tensor_parallel), None):
+    if reason := exact.refusal if exact is not None and exact.decides else next(uneven_heads(shape, spec.tensor_parallel), None):
         counts = [ranks for ranks in range(1, _MOST_RANKS + 1) if ranks != spec.tensor_parallel]
         legal = [str(ranks) for ranks in counts if not any(uneven_heads(shape, ranks))]
         yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {', '.join(legal)}."

@@ -29,6 +29,11 @@ class Exact:
     refusal: str | None = None
     doubtful: bool = False
 
+    @property
+    def decides(self) -> bool:
+        """Whether it has numbers or a refusal, which stand in place of the formulas' own refusals."""
+        return self.layout is not None or self.weight_bytes is not None or self.refusal is not None
+
     def settles(self, unknown: Collection[str]) -> bool:
         """Whether it counts everything that flags change and that no formula counts. unknown: as sparkd.uncounted.changed_by names it."""
         answered = {CACHE: self.layout is not None, WEIGHTS: self.weight_bytes is not None}

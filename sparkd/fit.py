@@ -178,7 +178,7 @@ def refuse_uncounted(inventory: Inventory, wish: Wish) -> None:
         wish.exact(Recipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
         for size, stages in ways_of(wish)
     )
-    if not inventory.shape.mixers and not any(answers):
+    if not inventory.shape.mixers and not any(exact is not None and exact.decides for exact in answers):
         reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
         cure = "Load it with memory_gib in its entry, and vLLM counts the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
@@ -215,8 +215,11 @@ def _option(
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
         exact = wish.exact(recipe, serving)
-        cause: Cause = "split" if exact is None else "vllm"
-        reason = unsplit(inventory, recipe, tensor, pipeline) if exact is None else exact.refusal
+        cause: Cause = "split"
+        if exact is not None and exact.decides:
+            cause, reason = "vllm", exact.refusal
+        else:
+            reason = unsplit(inventory, recipe, tensor, pipeline)
         if reason is None and (reason := unfit(inventory, recipe, tensor, serving.platform)):
             cause = "format"
         if reason:

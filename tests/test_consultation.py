@@ -204,6 +204,25 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
         assert option.reason == reason
 
 
+def test_an_answer_without_numbers_stands_for_no_refusal_of_the_formulas(folder: Path, tmp_path: Path) -> None:
+    """vLLM came to none of the cache's sizes, and its stages are not those of the question."""
+    vllm = Vllm(replace(answer(refusal=Refusal("cache", "KeyError", "page", False)), stages=()))
+    checkpoint = read_checkpoint(str(folder))
+    _, wish = Consultation(vllm, checkpoint, [], {}, SPARK).informed(
+        inventory(checkpoint, shape_of(checkpoint.config)), Wish(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+    )
+    (option,) = choose(inventory(checkpoint, shape_of(checkpoint.config)), SPARK, wish).options
+    assert option.cause == "split"
+    spec = parse_model("m", {"model": str(folder), "tensor_parallel": 3}, over_admin=False)
+    evidence = Evidence(ask=vllm)
+    assert illegal(spec, SPARK, {}, (3, 1), evidence) == illegal(spec, SPARK, {}, (3, 1)) is not None
+    assert "tensor_parallel" in dict(misfits(spec, {}, "cuda", evidence))
+    config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None)
+    path = str(write(tmp_path / "n", config, [("model.embed.weight", (512, 512), "BF16")]))
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), ask=vllm)
+
+
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
