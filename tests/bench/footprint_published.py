@@ -23,7 +23,7 @@ from sparkd.kv_cost import KvCost, Serving, kv_cost, token_bytes
 from sparkd.model_shape import Attention, shape_of
 from sparkd.tensor_class import tensor_class
 from sparkd.vllm_flags import release_of
-from sparkd.vllm_history import READ_OFF
+from sparkd.vllm_history import NEVER, READ_OFF
 from sparkd.weight_cost import Inventory, inventory
 from tests.bench.footprint_table import GIB, Row, within
 from tests.published_headers import checkpoint_of, count_of
@@ -126,7 +126,8 @@ def case_of(entry: Mapping[str, Any]) -> Case:
         prefix_caching=given.get("prefix_caching", True),
         speculative_tokens=tokens,
         draft_layers=shape.mtp_layers if tokens else 0,
-        state_checkpoints=int((release_of(str(entry.get("vllm"))) or READ_OFF) >= READ_OFF),
+        # An owner's log of a release that is not stated has two states, as the older ones.
+        state_checkpoints=int((release_of(str(entry.get("vllm"))) or NEVER) >= READ_OFF),
     )
     hardware = SPARK if "Spark" in entry["hardware"] else H100
     return Case({**entry, "conditions": given}, found, Recipe.parse(made), serving, hardware, known)
