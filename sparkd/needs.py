@@ -26,7 +26,7 @@ from sparkd.parser_choice import with_parsers
 from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
-from sparkd.uncounted import counted
+from sparkd.uncounted import SHARE, counted, share_of
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused, unknown_drafts, unknown_parsers
 from workers.kv.settings import MARGIN_VARIABLE
@@ -167,11 +167,8 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
         cure = _what_would_fit(need, known, most_gib, int(float(spec.memory_gib) * GIB), env)
         told = f"{allow}{':' if allow and cure else ''} {cure or f'choose {_SMALLER}'}".strip()
         return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. {told[0].upper()}{told[1:]}."
-    share = utilization_of(counted(spec)) if spec.memory_gib == "auto" else None
-    if need.gib > most_gib and share is not None:
-        most = int(100 * share * most_gib / need.gib) / 100
-        reason = f"{spec.name} asks for {need.gib} GiB of unified memory (gpu_memory_utilization {share:g})"
-        return f"{reason} and {where} offers {most_gib} GiB: choose {most:g} or less."
+    if short := share_too_large(spec, need.gib, this_node(need.platform).memory_bytes, most_gib, where):
+        return short
     if need.gib > most_gib:
         size = "a smaller size" if isinstance(spec.kv_cache, dict) else "a size"
         return (
@@ -179,6 +176,21 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
             f"give kv_cache {size}, or set memory_gib to what it really needs."
         )
     return None
+
+
+def share_too_large(spec: ModelConfig, gib: int, memory_bytes: int, most_gib: int, where: str) -> str | None:
+    """Why no node can lend the share of its memory that vLLM is to take, with the largest that one can; None where one can, or the gib to
+    reserve do not follow from a share. memory_bytes: all of a node's; where, most_gib: as in `too_large`."""
+    share = utilization_of(counted(spec)) if spec.memory_gib == "auto" else None
+    if share is None or gib <= most_gib or gib != ceil(share * (memory_bytes / GIB)):
+        return None
+    key = f"gpu_memory_utilization {share:g}"
+    if share_of(spec.extra_args) is not None:
+        key = f"--{SHARE} {share:g}"
+    elif isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
+        key = f"kv_cache: {spelled(spec.kv_cache)}"
+    most = int(100 * share * most_gib / gib) / 100
+    return f"{spec.name} asks for {gib} GiB of unified memory ({key}) and {where} offers {most_gib} GiB: choose {most:g} or less."
 
 
 def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:

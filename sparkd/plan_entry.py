@@ -29,10 +29,11 @@ from sparkd.kv_cost import Serving
 from sparkd.kv_sizing import given_cache, margin_bytes, utilization_of
 from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
-from sparkd.needs import runtime_of, said_to
+from sparkd.needs import runtime_of, said_to, share_too_large
 from sparkd.node_runtime import NodeRuntime
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import OFF
+from sparkd.placement import needed_gib
 from sparkd.plan_question import Others, Question
 from sparkd.planned import MASTER_PORT, OWN, Offer, network, rank_at, to_json
 from sparkd.quantizing import AUTO
@@ -136,6 +137,11 @@ def answer(
             # Why none of the better ones, and what else there would be.
             every = choose(headers.model, hardware, replace(own_wish, quantize=None)).options
             options += [(option, candidate) for option in every if _is_beside(option, options[-1][0])]
+    if short := _share_too_large(spec, env, hardware):
+        taken = []
+        options = [
+            (replace(option, reason=short.rstrip("."), cause="memory"), one) if option.fits else (option, one) for option, one in options
+        ]
     options.sort(key=lambda each: rank(each[0], headers.model, wish))
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
@@ -156,6 +162,8 @@ def answer(
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
     plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
+    if short is not None:
+        plan["refusal"] = {"cause": "memory", "message": short}
     plan["entry"] = {"name": spec.name, "origin": entry.origin}
     return plan if how is None else {**plan, "notes": [*plan["notes"], *how["notes"]]}
 
@@ -166,6 +174,13 @@ def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, wish: Wish,
     serving = serving_of(spec, headers, hardware, entry.env)
     own = _wish(entry, spec, headers, hardware, serving)  # of another checkpoint, which vLLM was not asked about
     return Offer(spec.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
+
+
+def _share_too_large(spec: ModelConfig, env: Mapping[str, str], hardware: Hardware) -> str | None:
+    """As a load is refused over it."""
+    most_gib = max(1, _free(hardware) // GIB)
+    gib = needed_gib(spec, hardware.platform, hardware.memory_bytes / GIB, env, most_gib)
+    return share_too_large(spec, gib, hardware.memory_bytes, most_gib, "a node")
 
 
 def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:

@@ -484,11 +484,30 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
             need_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
 
 
-@pytest.mark.parametrize("keys", [{"gpu_memory_utilization": 0.99}, {"extra_args": ["--gpu-memory-utilization", "0.99"]}])
-def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "written"),
+    [
+        ({"gpu_memory_utilization": 0.99}, "(gpu_memory_utilization 0.99)"),
+        ({"extra_args": ["--gpu-memory-utilization", "0.99"]}, "(--gpu-memory-utilization 0.99)"),
+        ({"kv_cache": {"utilization": 0.99}}, "(kv_cache: {utilization: 0.99})"),
+    ],
+)
+def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(
+    keys: dict[str, Any], written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkd.needs.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
     spec = parse_model("m", {"model": "o/m", **keys}, over_admin=False)
     gib = needed_gib(spec, "cuda", 121.6, {}, 117.0)
     why = too_large(Need(spec, "cuda", "x", gib, None), 117, "this node", {})
-    assert gib == 121 and why is not None and "0.95" in why and "kv_cache" not in why
+    assert gib == 121 and why is not None and "0.95" in why and written in why
     share = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.95}, over_admin=False)
     assert needed_gib(share, "cuda", 121.6, {}, 117.0) <= 117
+
+
+def test_a_share_is_no_cure_where_another_number_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.needs.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
+    spec = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.5}, over_admin=False)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "200"}
+    gib = needed_gib(spec, "cpu", 121.6, env, 117.0)
+    why = too_large(Need(spec, "cpu", "x", gib, None), 117, "this node", env)
+    assert gib == 202 and why is not None and "or less" not in why and "memory_gib" in why

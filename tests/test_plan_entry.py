@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -265,6 +266,23 @@ def test_every_key_that_bears_on_its_memory_is_heard(
     chosen, reasons, found = fits(capsys, file, *argv)
     assert not chosen and all(why in reason for reason in reasons), reasons
     assert not any(note.startswith(("What would fit: max_model_len 4,096", "What would fit: max_model_len 262")) for note in found["notes"])
+
+
+def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
+    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, most = tmp_path / "sparkd.yaml", FREE // GIB
+    entry = {"model": str(folder), "max_model_len": 4096, "gpu_memory_utilization": 0.99}
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
+    config = load_config(file, environ={})
+    need = need_of(config.models["m"], config, Runtime(), most, most)
+    why = needs.too_large(need, most, "a node", {})
+    assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
+    assert why is not None and reasons == [why.rstrip(".")]
+    entry["gpu_memory_utilization"] = float(re.findall(r"choose ([0-9.]+) or less", why)[0])
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    assert fits(capsys, file, "--hardware", "spark")[0]
 
 
 @pytest.mark.parametrize("keys", [{"memory_gib": 4.2}, {"kv_margin_gib": 113.4}])
