@@ -129,14 +129,19 @@ def account(
 ) -> Account | None:
     """None where nothing can be said beforehand: headers that are not here or cannot be read, sizes that nothing tells, flags of the
     operator's own that change the account in a way that neither formulas nor vLLM's answer have. ways: over how many ranks, each on a
-    node of its own. headers: where they were read already. guesses: whether such flags leave a guess instead."""
+    node of its own. headers: where they were read already. guesses: whether such flags leave a guess instead.
+
+    Raises CheckpointError for layers that vLLM makes up and the files contradict (Consultation.completed)."""
     headers = headers or headers_here(spec, env)
     if headers is None:
         return None
     try:
         recipe = recipe_of(spec, env)
         consultation = consulted(spec, headers.model, recipe, hardware, env, ways, evidence)
-        model = consultation.completed(headers.model)
+    except (CheckpointError, ConfigError):
+        return None  # the engine says it
+    model = consultation.completed(headers.model)
+    try:
         plain = serving_of(spec, replace(headers, model=model), hardware, env)
         serving = replace(plain, tensor_parallel=ways[0], pipeline_parallel=ways[1])
         engine, profiles = engine_of(spec, env, evidence.vllm, hardware.platform), evidence.profiles

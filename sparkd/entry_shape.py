@@ -1,5 +1,5 @@
-"""Owns the contradictions between a model's entry and its config.json: the ranks it is split over, the size of its cache. Never reads a
-header."""
+"""Owns the contradictions between a model's entry and its config.json, the ranks it is split over and the size of its cache, and those
+between its files and what vLLM makes of a config.json that says too little."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparkd.kv_cost import Serving, kv_layout, longest, sized
 from sparkd.kv_sizing import cache_of
 from sparkd.legal import uneven_heads
 from sparkd.model_config import ModelConfig
-from sparkd.model_shape import Shape, shape_of
+from sparkd.model_shape import LAYERS, Shape, shape_of
 from sparkd.needs import exceeds
 from sparkd.quantizing import AUTO
 from sparkd.safetensors import AGAIN
@@ -46,6 +46,8 @@ def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: 
         config = object_of(files.content(CONFIG), files.path(CONFIG), AGAIN)
         shape = shape_of(config)
         checkpoint = Checkpoint(folder, config, (), {}, source_quantization(config, None, {}))
+        if LAYERS in shape.gaps:
+            yield from _layers(spec, env, platform, evidence)
         exact = _exact(spec, checkpoint, env, platform, evidence)
         yield from _ranks(spec, shape, exact)
         if is_checked(shape):
@@ -62,6 +64,14 @@ def _exact(spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], pl
     consultation = evidence.consultation(spec, checkpoint, env, _hardware(platform))
     consultation.ask([(UNCHANGED, ranks, 1)])
     return consultation.exact(UNCHANGED, Serving(1, tensor_parallel=ranks))
+
+
+def _layers(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """As a load is refused over it."""
+    try:
+        account(spec, _hardware(platform), env, evidence, (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1))
+    except CheckpointError as error:
+        yield "model", error.message
 
 
 def _ranks(spec: ModelConfig, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:

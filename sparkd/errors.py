@@ -210,7 +210,7 @@ UNSTARTED = frozenset(
     kind.__name__
     for kind in (
         *(DoesNotFit, NoRoom, NodeRefused, HubUnreachable, RankError, FlagRefused, ContextTooLong, LoadRefused, CommitUnknown),
-        ModelUnusable,
+        *(ModelUnusable, CheckpointError, CheckpointIncomplete),
     )
 )
 

@@ -67,7 +67,8 @@ def need_of(
     """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own. beside:
     see sparkd.resolving.resolved.
 
-    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model.
+    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model, CheckpointError as
+    sparkd.admission.account.
     """
     engine = config.engine
     if why := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):

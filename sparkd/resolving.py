@@ -73,7 +73,8 @@ def resolved(
     refuses it says so. evidence, headers: as in sparkd.admission.account, which counts here too. beside: whether `quantize: auto` may
     take what this machine has of the model quantized already (sparkd.prequantized), before anything is quantized here.
 
-    Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures.
+    Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures. Raises
+    CheckpointError as sparkd.admission.account.
     """
     spec = at_any_length(spec)
     if AUTO not in (spec.quantize, spec.max_model_len):
@@ -90,7 +91,10 @@ def resolved(
 
     def at(one: ModelConfig, tokens: int) -> Account | None:
         timed = one.model_copy(update={"max_model_len": tokens})
-        return account(timed, hardware, env, evidence, ways, own_headers(one), guesses=True)
+        try:
+            return account(timed, hardware, env, evidence, ways, own_headers(one), guesses=True)
+        except CheckpointError:
+            return None  # of a neighbour: the entry's own files were judged above
 
     def fits(one: ModelConfig, tokens: int) -> bool:
         found = at(one, tokens)

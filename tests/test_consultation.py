@@ -14,7 +14,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.admission import Evidence, account, illegal
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config import parse_model
+from sparkd.config import Config, parse_model
 from sparkd.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
 from sparkd.entry_shape import misfits
 from sparkd.errors import CheckpointError, CheckpointIncomplete
@@ -23,7 +23,7 @@ from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.kv_cost import Serving
 from sparkd.model_answers import OWN, Answer, Question, Refusal, Tensor
 from sparkd.model_shape import shape_of
-from sparkd.needs import exceeds
+from sparkd.needs import exceeds, need_of
 from sparkd.placement import needed_gib
 from sparkd.plan_question import Question as PlanQuestion
 from sparkd.plan_question import answer as plan
@@ -48,6 +48,11 @@ class Vllm:
     def __call__(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
         self.asked += questions
         return [self._answers[min(number, len(self._answers) - 1)] for number in range(len(questions))]
+
+
+class Runtime:
+    def runtime(self, _interpreter: str) -> dict[str, Any]:
+        return {"platform": "cuda", "entrypoint": "e", "vllm": None}
 
 
 @pytest.fixture
@@ -248,7 +253,7 @@ def test_a_format_whose_weights_vllm_did_not_count_is_no_surer_than_its_formula(
 
 @pytest.mark.parametrize(("built", "error"), [(6, CheckpointIncomplete), (3, CheckpointError), (4, None)])
 def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named(
-    tmp_path: Path, built: int, error: type[CheckpointError] | None
+    tmp_path: Path, built: int, error: type[CheckpointError] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """config.json lacks it, so the class's default counts; vLLM then ends over tensors that are missing, or that it has no place for."""
     config = dense(num_hidden_layers=None)
@@ -263,6 +268,13 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     with pytest.raises(error, match=f"{built} layers, and the files hold 4") as caught:
         plan(question, SPARK, find, ask=vllm)
     assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
+    monkeypatch.setattr("sparkd.needs.evidence_of", lambda *_: Evidence(ask=vllm))
+    for keys in ({}, {"quantize": "auto"}, {"max_model_len": "auto"}, {"kv_cache": {"sequences": 1}}):
+        spec = parse_model("m", {"model": path, **keys}, over_admin=False)
+        with pytest.raises(error) as refused:
+            need_of(spec, Config(state_dir=tmp_path), Runtime(), 100.0, 100.0)
+        assert refused.value.message == caught.value.message
+        assert ("model", caught.value.message) in misfits(spec, {}, "cuda", Evidence(ask=vllm))
 
 
 def test_an_answer_that_lacks_a_stage_of_the_pipeline_contradicts_no_file(tmp_path: Path) -> None:
