@@ -35,7 +35,7 @@ from sparkd.source import folder_of
 from sparkd.uncounted import CACHE, KV_DTYPES, WEIGHTS, at_any_length, block_of, changed_by, counted, in_blocks, switched, unsized
 from sparkd.vllm_flags import flag_name, speculative_config, values_of
 from sparkd.vllm_history import Release
-from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
+from sparkd.weight_cost import Inventory, inventory, refuse_incomplete
 from workers import regular_file
 from workers.kv.profiles import checkpoint_of
 from workers.stream.recipe import Recipe
@@ -94,7 +94,7 @@ class Headers:
     def of(spec: ModelConfig, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
         """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
         model = inventory(checkpoint, shape_of(checkpoint.config))
-        refuse_missing_layers(model)
+        refuse_incomplete(model)
         config = speculative_config(spec.extra_args)
         drafted = of_config(config, model.shape, read) if config is not None else None
         return Headers(model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape), drafted)
@@ -278,7 +278,7 @@ def fault(spec: ModelConfig, env: Mapping[str, str]) -> CheckpointError | None:
     try:
         checkpoint = _checkpoint(folder)
         with suppress(ConfigError):
-            refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))
+            refuse_incomplete(inventory(checkpoint, shape_of(checkpoint.config)))
     except CheckpointIncomplete as error:
         return error if spec.model.startswith("/") else None
     except CheckpointError as error:
@@ -354,7 +354,7 @@ def _read(folder: str, _identity: str) -> Inventory:
     """Kept while the files are the same: a model that waits for room is asked about again and again."""
     checkpoint = read_checkpoint(folder)
     model = inventory(checkpoint, shape_of(checkpoint.config))
-    refuse_missing_layers(model)
+    refuse_incomplete(model)
     return model
 
 

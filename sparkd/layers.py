@@ -19,7 +19,7 @@ from sparkd.model_shape import shape_of
 from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, source_of
 from sparkd.sureness import of_weights
-from sparkd.weight_cost import inventory, refuse_missing_layers
+from sparkd.weight_cost import inventory, refuse_incomplete
 from workers.stream.format import Format, fitting
 from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Assignment, Recipe
@@ -163,7 +163,7 @@ def held(checkpoint: Checkpoint, recipe: Recipe, consult: Consult | None) -> Hel
     with fewer layers than its config.json says."""
     try:
         known = inventory(checkpoint, shape_of(checkpoint.config))
-        refuse_missing_layers(known)
+        refuse_incomplete(known)
         weights = known.weights(recipe)
     except CheckpointIncomplete:
         raise

@@ -19,7 +19,7 @@ from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
 from sparkd.planned import Offer, Site, learned_with, to_json
 from sparkd.quantizing import AUTO
-from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
+from sparkd.weight_cost import Inventory, inventory, refuse_incomplete
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -80,7 +80,7 @@ def answer(
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
-    refuse_missing_layers(known)
+    refuse_incomplete(known)
     wish = Wish(
         max_model_len=question.max_model_len,
         requests=question.requests or 1,

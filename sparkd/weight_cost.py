@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
+from sparkd.architectures import is_checked
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.kv_cost import stages_of
@@ -230,16 +231,29 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
 
 
-def refuse_missing_layers(known: Inventory) -> None:
-    """Raises CheckpointIncomplete where the files have fewer layers than config.json says. Layers without numbers say nothing, nor does a
-    model that may leave layers out."""
+def refuse_incomplete(known: Inventory) -> None:
+    """Raises CheckpointIncomplete where the files have fewer layers than config.json says, or no head where it says that there is one.
+    Layers without numbers say nothing, nor does a model that may leave layers out."""
     checkpoint, layers = known.checkpoint, known.shape.layers
+    if _lacks_head(known):
+        reason = f"its {CONFIG} says that its embeddings are not tied, and no lm_head is in its files"
+        raise CheckpointIncomplete(reason, file=checkpoint.folder, cure=COMPLETE)
     stored = {part.layer for part in known.parts if part.layer is not None}
     missing = sorted(set(range(layers)) - stored)
     if not stored or not missing or known.shape.gaps or _is_looped(known, stored):
         return
     absent = f"layer {missing[0]} is" if len(missing) == 1 else f"{len(missing)} of them, from layer {missing[0]} on, are"
     raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
+
+
+def _lacks_head(known: Inventory) -> bool:
+    """False where it is not certain. Only a model that makes text names its embeddings below `model.`: an embedding model is stored without
+    that."""
+    config, names = known.checkpoint.config, known.checkpoint.tensors
+    ties = config.get("tie_word_embeddings", False), text_config(config).get("tie_word_embeddings")
+    if ties != (False, False) or not is_checked(known.shape) or any("lm_head" in name for name in names):
+        return False
+    return any(name.startswith("model.") and name.endswith(".embed_tokens.weight") for name in names)
 
 
 def _is_looped(known: Inventory, stored: Collection[int]) -> bool:

@@ -18,10 +18,11 @@ from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
 from sparkd.hardware import SPARK
 from sparkd.needs import refuse_unloadable
 from sparkd.plan_question import Question, answer
-from tests.sketches import dense, tensors_of, write
+from tests.sketches import Tensor, dense, tensors_of, write
 
 CONFIG = dense(num_hidden_layers=2)
 TENSORS = tensors_of(CONFIG)
+HEADLESS = [tensor for tensor in TENSORS if not tensor[0].startswith("lm_head.")]
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 Break = Callable[[Path], object]
@@ -67,6 +68,12 @@ def with_another_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
 
 
+def in_one_file(folder: Path, tensors: list[Tensor], **config: object) -> None:
+    without(folder, *SHARDS, INDEX)
+    for path in write(folder.with_name("one"), {**CONFIG, **config}, tensors).iterdir():
+        path.rename(folder / path.name)
+
+
 BROKEN: dict[str, Break] = {
     "a shard is missing": lambda folder: without(folder, SHARDS[1]),
     "a shard and the index are missing": lambda folder: without(folder, SHARDS[1], INDEX),
@@ -82,6 +89,7 @@ BROKEN: dict[str, Break] = {
     "the index names another tensor": with_another_tensor,
     "config.json is cut off": lambda folder: cut(folder, "config.json", 20),
     "a layer is missing": with_another_layer,
+    "the head is missing": lambda folder: in_one_file(folder, HEADLESS),
 }
 
 
@@ -108,6 +116,24 @@ def test_a_whole_model_is_refused_by_none(model: Path, tmp_path: Path) -> None:
 
     assert check(file, {}) == []
     assert answer(Question(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))["choice"] is not None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        (HEADLESS, {"tie_word_embeddings": True}),
+        (HEADLESS, {"tie_word_embeddings": None}),
+        (HEADLESS, {"architectures": ["NobodysForCausalLM"]}),
+        (HEADLESS, {"architectures": ["LlamaModel"]}),
+        # As an embedding model's are named.
+        ([(name.removeprefix("model."), *rest) for name, *rest in HEADLESS], {}),
+        ([(name.replace("lm_head.weight", "lm_head.qweight"), *rest) for name, *rest in TENSORS], {}),
+    ],
+)
+def test_a_model_that_may_need_no_head_is_refused_by_none(tensors: list[Tensor], config: dict[str, object], model: Path) -> None:
+    in_one_file(model, tensors, **config)
+
+    assert fault(parse_model("m", {"model": str(model)}, over_admin=False), {}) is None
 
 
 def test_files_that_an_engine_alone_reads_are_a_warning(model: Path, tmp_path: Path) -> None:

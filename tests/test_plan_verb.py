@@ -24,7 +24,7 @@ from sparkd.errors import CheckpointIncomplete, ModelUnusable
 from sparkd.hardware import UNKNOWN_RATES
 from sparkd.model_shape import shape_of
 from sparkd.needs import refuse_unloadable
-from sparkd.weight_cost import inventory, refuse_missing_layers
+from sparkd.weight_cost import inventory, refuse_incomplete
 from tests import published_headers
 from tests.daemon_process import ROOT
 from tests.sketches import CONFIGS, dense, known, mixture, tensors_of, write
@@ -503,7 +503,7 @@ PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem
 @pytest.mark.parametrize("fixture", PUBLISHED)
 def test_no_published_model_is_taken_for_half_a_download(fixture: str) -> None:
     checkpoint = published_headers.checkpoint_of(fixture)
-    refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))
+    refuse_incomplete(inventory(checkpoint, shape_of(checkpoint.config)))
 
 
 @pytest.mark.parametrize(("stored", "own", "whole"), [(2, 2, True), (2, None, False), (2, 4, False), (3, 3, False)])
@@ -513,7 +513,7 @@ def test_layers_that_a_loop_runs_several_times_are_a_whole_model(stored: int, ow
     model = known(config, tensors_of(dense(num_hidden_layers=stored)))
 
     with nullcontext() if whole else pytest.raises(CheckpointIncomplete):
-        refuse_missing_layers(model)
+        refuse_incomplete(model)
 
 
 @pytest.mark.parametrize("how", ["file", "variable", "none"])
