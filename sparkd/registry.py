@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """recipes: name -> the file's text at `commit`. committed: ISO 8601. left_out: reason -> number of files."""
+    """recipes: name -> the file's text at `commit`. committed: ISO 8601. left_out: reason -> number of files. unreadable: name -> why the
+    file is no YAML; such a one is not among the recipes."""
 
     name: str
     url: str
@@ -55,6 +56,7 @@ class Registry:
     signature: Signature
     recipes: Mapping[str, str]
     left_out: Mapping[str, int]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, name: str) -> tuple[str, str]:
         """(full name, text) of a recipe: by its path below the registry's folder, or by its last part where only one has that.
@@ -69,6 +71,9 @@ class Registry:
         if matches:
             several = ", ".join(matches[:_SHOWN_MATCHES])
             raise ConfigError(f"{name}@{self.name} may be any of {several}: give the whole name, such as {matches[0]}@{self.name}.")
+        if broken := next((full for full in self.unreadable if name in (full, full.rpartition("/")[2])), None):
+            cure = f"Fix it there, then `sparkd recipes update {self.name}`."
+            raise ConfigError(f"{broken}@{self.name} cannot be read: {self.unreadable[broken]} {cure}")
         near = nearest(name, list(self.recipes))
         hint = f"did you mean {near}@{self.name}? " if near else ""
         raise ConfigError(
@@ -92,7 +97,7 @@ class Registry:
             }
 
     def summary(self) -> dict[str, Any]:
-        """All but the recipes' texts."""
+        """All but the recipes' texts, of which it has the number."""
         return asdict(self) | {"recipes": len(self.recipes)}
 
 
@@ -109,12 +114,13 @@ class Change:
     @classmethod
     def between(cls, old: Registry, new: Registry) -> Change:
         both = sorted(old.recipes.keys() & new.recipes.keys())
+        before, after = ({*each.recipes, *each.unreadable} for each in (old, new))
         return cls(
             old.commit,
             new.commit,
             tuple(sorted(new.recipes.keys() - old.recipes.keys())),
             tuple(name for name in both if old.recipes[name] != new.recipes[name]),
-            tuple(sorted(old.recipes.keys() - new.recipes.keys())),
+            tuple(sorted(before - after)),
         )
 
 
@@ -223,11 +229,12 @@ def take_out_trust(file: RecipeFile) -> bool:
 
 def _registry(name: str, table: Mapping[str, Any]) -> Registry:
     """Raises TypeError, KeyError or ValueError for a table that no `put` has written."""
-    recipes, left_out = dict(table["recipes"]), dict(table["left_out"])
+    # A registry that an earlier release kept has no `unreadable`.
+    recipes, left_out, unreadable = dict(table["recipes"]), dict(table["left_out"]), dict(table.get("unreadable", {}))
     url, commit, committed = (str(table[key]) for key in ("url", "commit", "committed"))
     if not all(isinstance(text, str) for text in recipes.values()):
         raise ValueError("a recipe is text")
-    return Registry(name, url, commit, committed, Signature(**table["signature"]), recipes, left_out)
+    return Registry(name, url, commit, committed, Signature(**table["signature"]), recipes, left_out, unreadable)
 
 
 def _written(pattern: re.Pattern[str], text: str) -> str | None:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from sparkd import yamlfile
 from sparkd.errors import ConfigError, SparkdError, StateError
 from sparkd.page import printable
+from sparkd.recipe_book import AsWritten
 from sparkd.registry import NAME, Registry, Signature
 from sparkd.source import FOLDER_SIGNS
 from workers.private import private_folder
@@ -158,13 +159,14 @@ def fetched(name: str, source: Source, folder: Path) -> Registry:
         commit, committed, signature = repository.commit()
         entries = repository.entries(commit)
         chosen, left_out = _chosen(entries, repository)
-        recipes = _texts(chosen, repository, left_out)
+        recipes, unreadable = _texts(chosen, repository)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if not recipes:
         where = f"{MANIFEST}, or a folder {_RECIPES!r}, should lead to files with a `model:`"
-        raise ConfigError(f"{source.url} has no recipe at {commit[:12]}: {where}. Give another repository.")
-    return Registry(name, source.url, commit, committed, signature, recipes, dict(left_out))
+        broken = "".join(f" {name} cannot be read: {reason}" for name, reason in list(unreadable.items())[:1])
+        raise ConfigError(f"{source.url} has no recipe at {commit[:12]}: {where}.{broken} Give another repository.")
+    return Registry(name, source.url, commit, committed, signature, recipes, dict(left_out), unreadable)
 
 
 def _settings() -> dict[str, str]:
@@ -330,13 +332,13 @@ def _chosen(entries: list[_Entry], repository: _Repository) -> tuple[dict[str, _
     return chosen, left_out
 
 
-def _texts(chosen: Mapping[str, _Entry], repository: _Repository, left_out: Counter[str]) -> dict[str, str]:
-    texts = dict[str, str]()
+def _texts(chosen: Mapping[str, _Entry], repository: _Repository) -> tuple[dict[str, str], dict[str, str]]:
+    """(name -> text of each recipe, name -> why a file is no YAML)."""
+    texts, unreadable = dict[str, str](), dict[str, str]()
     for name, raw in zip(chosen, repository.contents(list(chosen.values())), strict=True):
-        if _RECIPE.search(raw) is None:
-            continue  # a benchmark's or a container's file
-        try:
+        if problems := yamlfile.parse(raw, "", AsWritten(), last_counts=True).problems:
+            line = f"line {problems[0].line}: " if problems[0].line else ""
+            unreadable[name] = f"{line}{problems[0].message}"
+        elif _RECIPE.search(raw) is not None:  # else a benchmark's or a container's file
             texts[name] = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            left_out["no UTF-8"] += 1
-    return texts
+    return texts, unreadable

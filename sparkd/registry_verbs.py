@@ -65,7 +65,7 @@ def add_registry(
     if _json(ctx, json):
         say_json({"registry": registry})
         return
-    _say(f"{registry['name']}: {registry['recipes']} recipes at {_commit(registry)}.")
+    _say(f"{registry['name']}: {_counted(registry['recipes'])} at {_commit(registry)}.")
     _say_left_out(registry)
     _say(f"`sparkd recipes ls --registry {registry['name']}` lists them.")
 
@@ -184,6 +184,10 @@ def _commit(registry: dict[str, Any]) -> str:
     return f"{_short(registry['commit'])} of {registry['committed'][:10]}, {_signed(registry)}"
 
 
+def _counted(recipes: int) -> str:
+    return f"{recipes} recipe{'' if recipes == 1 else 's'}"
+
+
 def _say(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
@@ -191,6 +195,8 @@ def _say(text: str) -> None:
 def _say_left_out(registry: dict[str, Any]) -> None:
     if registry["left_out"]:
         _say("Left out: " + "; ".join(f"{count} ({reason})" for reason, count in registry["left_out"].items()) + ".")
+    for name, reason in registry["unreadable"].items():
+        _say(f"  {name}@{registry['name']} cannot be read: {reason}")
 
 
 def _say_error(row: dict[str, Any]) -> None:
@@ -207,7 +213,7 @@ def _say_update(row: dict[str, Any]) -> None:
     if row["old_commit"] == row["commit"]:
         _say(f"{row['name']}: unchanged at {_commit(row)}.")
         return
-    _say(f"{row['name']}: {_short(row['old_commit'])} -> {_commit(row)}; {row['recipes']} recipes.")
+    _say(f"{row['name']}: {_short(row['old_commit'])} -> {_commit(row)}; {_counted(row['recipes'])}.")
     for key in ("added", "changed", "removed"):
         for each in row[key]:
             _say(f"  {key:<8} {each}@{row['name']}")

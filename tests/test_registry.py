@@ -243,6 +243,25 @@ def test_a_name_that_is_taken_a_recipe_that_is_none_and_one_of_several_are_told(
     assert "may be any of 3x/big, 4x/big" in run(capsys, "show", "big@eugr", code=2)[1].replace("4x/big, 3x/big", "3x/big, 4x/big")
 
 
+def test_a_file_that_is_no_yaml_is_named_with_its_reason(eugr: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = 'recipe_version: "1"\nname: [x\nmodel: owner/x\n'
+    eugr.commit({"recipes/broken.yaml": broken})
+    made = as_json(capsys, "add-registry", str(eugr.folder), "--name", "eugr")["registry"]
+    assert made["recipes"] == 3 and "line 3" in made["unreadable"]["broken"]
+    assert "broken@b cannot be read: line 3" in run(capsys, "add-registry", str(eugr.folder), "--name", "b")[0]
+    assert "broken@eugr cannot be read: line 3" in run(capsys, "show", "broken@eugr", code=2)[1]
+
+    eugr.commit({"recipes/broken.yaml": PLAIN, "recipes/plain.yaml": "  x\n y: ]\n"})
+    row = as_json(capsys, "update", "eugr")["registries"][0]
+    assert (row["added"], row["changed"], row["removed"], list(row["unreadable"])) == (["broken"], [], [], ["plain"])
+    assert "plain@b cannot be read" in run(capsys, "update", "b")[0]
+
+    (eugr.folder / "recipes/plain.yaml").unlink()
+    eugr.commit()
+    row = as_json(capsys, "update", "eugr")["registries"][0]
+    assert (row["removed"], row["unreadable"]) == (["plain"], {})
+
+
 def test_a_damaged_registry_is_told_with_its_file(eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
     for text in ("{", "[]", '{"recipes": {"a": 1}}', "[" * 100_000):
@@ -399,7 +418,7 @@ def test_links_submodules_odd_names_and_large_files_are_left_out(eugr: Repositor
     registry = taken(eugr, tmp_path)
 
     assert sorted(registry.recipes) == ["3x/big", "4x/big", "plain"]
-    assert sorted(registry.left_out.values()) == [1, 1, 3, 5]
+    assert sorted(registry.left_out.values()) == [1, 3, 5] and list(registry.unreadable) == ["latin"]
 
 
 def test_a_name_that_leads_out_of_the_registry_is_left_out(tmp_path: Path) -> None:
