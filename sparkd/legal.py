@@ -14,8 +14,9 @@ from workers.stream.recipe import Recipe
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
 BLOCK = 128
-# Stored blocks of experts may be cut into parts of this size, each with the scale of its block
-# (vllm/model_executor/layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape).
+# The blocks of a checkpoint's experts may be cut into parts of this size, each with the scale of its block
+# (vllm/model_executor/layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape). Beside weights that sparkd quantizes they stay whole:
+# compressed-tensors, whose names those have, refines nothing.
 EXPERT_BLOCK = 32
 
 
@@ -45,7 +46,7 @@ def _unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str) -> I
     if ranks > 1 and is_checked(inventory.shape):
         for one in _cut(inventory, recipe):
             if one.form is not None:
-                yield from _units(one.part, _unit(one.part, one.form, None), inventory.shape, ranks)
+                yield from _units(one.part, _unit(one.part, one.form), inventory.shape, ranks)
 
 
 def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> Iterator[str]:
@@ -104,7 +105,7 @@ def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
     for one in _cut(inventory, recipe):
         yield from _width(one.part, source, inventory.shape, ranks)
         if one.form is None and one.part.kind != "scale":
-            yield from _units(one.part, _unit(one.part, None, source), inventory.shape, ranks)
+            yield from _units(one.part, _stored_unit(one.part, source, is_refined=not recipe.quantizes), inventory.shape, ranks)
 
 
 def _across(part: Part, shape: Shape) -> tuple[int, str]:
@@ -135,12 +136,15 @@ def _units(part: Part, unit: int | None, shape: Shape, ranks: int) -> Iterator[s
         yield f"{across} {called} of {part.tensor.name} over {ranks} ranks are no whole groups of {unit}"
 
 
-def _unit(part: Part, form: Format | None, source: SourceQuantization | None) -> int | None:
-    """How many rows or columns, whichever are cut, belong together."""
-    if form is None:
-        blocked = source is not None and source.method == "fp8_block" and part.tensor.dtype.startswith("F8")
-        size = EXPERT_BLOCK if part.kind == "expert" else BLOCK
-        return size if blocked else None
+def _unit(part: Part, form: Format) -> int | None:
+    """How many rows or columns of a weight that is quantized, whichever are cut, belong together."""
     if form.name == "fp8_block":
         return BLOCK
     return form.group if part.split == "row" else None
+
+
+def _stored_unit(part: Part, source: SourceQuantization | None, *, is_refined: bool) -> int | None:
+    """The same for one that stays as it is stored."""
+    if source is None or source.method != "fp8_block" or not part.tensor.dtype.startswith("F8"):
+        return None
+    return EXPERT_BLOCK if is_refined and part.kind == "expert" else BLOCK

@@ -42,6 +42,7 @@ ENGINES = (
     "test_cli_daemon.py",
     "security/test_engine_door.py",
     *MODELS,
+    "test_known_formats.py",
     "test_restart.py",
     "test_faulty_daemon.py",
     "gateway/test_memory.py",

@@ -32,7 +32,6 @@ from tests.published_tensors import tensors_of
 from workers.stream.format import SPELLINGS
 from workers.stream.recipe import Recipe
 
-pytestmark = pytest.mark.engines
 VOCABULARY = 4096
 RANKS = (1, 2, 4)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -104,8 +103,8 @@ def of_layer(model: Model, layer: int | None) -> Inventory:
 
 
 def reason(model: Model, layer: int, ranks: int) -> str | None:
-    """Why vLLM does not take the layer's format, by sparkd's own word."""
-    return refusal(of_layer(model, layer), Recipe.parse(model.format_of(layer)), ranks, 1)
+    """The reason for which sparkd refuses the layer's format, beside layers in other formats."""
+    return refusal(of_layer(model, layer), recipe({layer: model.format_of(layer), model.layers: "fp8"}), ranks, 1)
 
 
 def formats_of(model: Model, ranks: int) -> dict[int, str]:

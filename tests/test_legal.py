@@ -156,6 +156,9 @@ def test_what_is_stored_in_groups_or_blocks_is_not_cut_either() -> None:
     assert said(config, expert, 4) is None
     assert said(config, expert, 8) is None
     assert said(config, expert, 32) == f"1536 columns of {expert[0][0]} over 32 ranks are no whole groups of 32"
+    # Beside weights that sparkd quantizes, the blocks stay whole.
+    beside = {"layers": {"experts": "bf16", "q_proj": "fp8"}}
+    assert said(config, expert, 8, quantize=beside) == f"1536 columns of {expert[0][0]} over 8 ranks are no whole groups of 128"
     # Quantized anew, the stored blocks are nobody's concern.
     assert said(config, expert, 8, quantize="nvfp4") is None
     packed: list[Tensor] = [(f"{MLP}.down_proj.weight", (512, 528), "U8"), (f"{MLP}.down_proj.weight_scale", (512, 66), "F8_E4M3")]
