@@ -222,9 +222,10 @@ def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:
 
 
 def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weightless = {"extra_args": ["--load-format", "dummy"]}
     models = {
-        "own": {"model": str(made(tmp_path / "m", template=QWEN3))},
-        "laid": {"recipe": "qwen3.5-27b", "model": str(made(tmp_path / "n"))},
+        "own": {"model": str(made(tmp_path / "m", template=QWEN3))} | weightless,
+        "laid": {"recipe": "qwen3.5-27b", "model": str(made(tmp_path / "n")), "quantize": None} | weightless,
         "other": {"model": str(tmp_path / "m"), "entrypoint": "workers.stub"},
     }
     file = tmp_path / "sparkd.yaml"
