@@ -330,6 +330,17 @@ def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
     return groups and f"{groups}."
 
 
+def unmet(spec: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
+    """As Inventory.unmet, for the entry's `quantize`; empty where the headers are not on this machine."""
+    folder = folder_of(spec.model, spec.revision, env)
+    if folder is None or spec.quantize in (None, AUTO):
+        return ()
+    try:
+        return _read(folder, checkpoint_of(folder)).unmet(recipe_of(spec, env))
+    except (CheckpointError, ConfigError, OSError):
+        return ()  # the engine says it, with the tensor's name
+
+
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:
     """This node, for planning: on a GPU a Spark's bandwidths where nothing else is known."""
     node = replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)

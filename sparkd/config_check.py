@@ -294,7 +294,7 @@ class _Entry:
             yield self._at("trust_remote_code", reason)
         if folder_of(model.model, model.revision, self._env) is None:
             return
-        from sparkd.admission import Evidence, fault, too_long, uneven
+        from sparkd.admission import Evidence, fault, too_long, uneven, unmet
         from sparkd.entry_shape import misfits
         from sparkd.model_answers import Runtime, kept_here, places
 
@@ -305,6 +305,8 @@ class _Entry:
             "max_model_len": too_long(model, self._env, release_in(self._runtime)),
             "quantize": uneven(model, self._env),
         }
+        for sentence in unmet(model, self._env):
+            yield self._at("quantize", sentence, "warning", bare=True)
         answers = partial(kept_here, runtime=Runtime(self._runtime, places(self._config.state_dir)))
         for key, reason in [*reasons.items(), *misfits(model, self._env, self._config.engine.platform, Evidence(ask=answers))]:
             if reason:

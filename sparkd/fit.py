@@ -329,6 +329,8 @@ def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterat
     source = inventory.checkpoint.quantization
     if source is not None and not source.requantizable:
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
+    for _, recipe in recipes(inventory, wish.quantize) if wish.quantize is not None else ():
+        yield from inventory.unmet(recipe)
     if wish.nodes == 3:
         yield from _three(ranked)
 

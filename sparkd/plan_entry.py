@@ -148,6 +148,7 @@ def answer(
         best = taken[0].choice.options[0], candidate
     notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
+    notes += headers.model.unmet(recipe_of(plain, env))
     if written != spec.tensor_parallel:
         notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
     answered = is_answered([option for option, _ in options])

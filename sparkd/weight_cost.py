@@ -163,6 +163,14 @@ class Inventory:
             raise made.with_traceback(None)
         return made
 
+    def unmet(self, recipe: Recipe) -> tuple[str, ...]:
+        """A sentence for each thing that a recipe with rules asks for and does not get, or asks of nothing, as `sparkd ls --layers` has
+        them; empty for one without rules, and where Recipe.assign raises CheckpointError."""
+        try:
+            return self.alike(recipe)[1] if recipe.rules else ()
+        except CheckpointError:
+            return ()
+
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
         """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
         key = recipe, ranks, stages, platform

@@ -1,0 +1,50 @@
+"""Rules of `quantize` that match no weight of the checkpoint: a check, a plan and a listing of its layers say the same of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.config import load_config
+from sparkd.config_check import check
+from sparkd.hardware import SPARK
+from sparkd.layers import listing
+from sparkd.plan_entry import Entry, entry_of
+from sparkd.plan_question import Question, answer
+from tests.sketches import dense, tensors_of, write
+from workers.stream.recipe import Recipe
+
+MISTYPED = {"format": "nvfp4", "layers": [{"match": "o_porj", "format": "fp8"}, {"match": "down_proj", "format": "fp8"}]}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return write(tmp_path / "model", dense(num_hidden_layers=2), tensors_of(dense(num_hidden_layers=2)))
+
+
+def test_a_rule_that_matches_no_weight_is_named_by_check_plan_and_listing(model: Path, tmp_path: Path) -> None:
+    (sentence,) = listing(read_checkpoint(str(model)), Recipe.parse(MISTYPED)).notes
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: {model}\n    quantize: {MISTYPED}\n")
+    config = load_config(file, environ={})
+
+    (problem,) = check(file, {})
+    assert (problem.severity, problem.line, problem.message) == ("warning", 4, f"models.m: {sentence}")
+
+    def read(name: str) -> tuple[str, Checkpoint, Entry | None]:
+        return name, read_checkpoint(str(model)), entry_of(config.models["m"], config) if name == "m" else None
+
+    planned = answer(Question(str(model), quantize=MISTYPED), SPARK, read)
+    of_entry = answer(Question("m"), SPARK, read)
+    assert planned["notes"].count(sentence) == of_entry["notes"].count(sentence) == 1
+
+
+def test_rules_that_match_are_not_spoken_of(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: {model}\n    quantize: {{format: nvfp4, layers: {{down_proj: fp8}}}}\n")
+
+    assert check(file, {}) == []
