@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from sparkd import kv_sizing
 from sparkd.parsers import OFF
+from sparkd.uncounted import switched
+from sparkd.vllm_flags import values_of
+from sparkd.vllm_known import amount
 
 _VALUE_FLAGS = (
     "revision",
@@ -20,6 +24,10 @@ _VALUE_FLAGS = (
     "load_format",
     "reasoning_parser",
 )
+_SWITCHES = ("trust_remote_code", "enforce_eager")
+_SAMPLING_FLAG = "override-generation-config"
+# Two spellings of one value.
+_SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
 class Sampling(Protocol):
@@ -81,8 +89,43 @@ def flags_of(model: Keys) -> list[str]:
         # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_call_parser]
     if model.sampling is not None and (said := model.sampling.flag()):
-        flags += ["--override-generation-config", said]
-    for key in ("trust_remote_code", "enforce_eager"):
+        flags += [f"--{_SAMPLING_FLAG}", said]
+    for key in _SWITCHES:
         if getattr(model, key):
             flags.append(f"--{key.replace('_', '-')}")
     return [*flags, *model.extra_args]
+
+
+def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of every key that a flag in `args` gives another value. written: the keys of one entry or recipe, as they stand there;
+    a flag over the key of a recipe below it replaces that, and is no contradiction."""
+    for key in (*_VALUE_FLAGS, "tool_call_parser", "sampling"):
+        flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
+        value, given = written.get(key), [text for *_, text in values_of(args, flag)]
+        if value is None or not given or _is_same(value, given[-1]) or (key, value) == ("gpu_memory_utilization", "auto"):
+            continue
+        mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[-1][:48]}")
+        yield key, f"{mine} and {other} in extra_args contradict each other: remove one of them."
+    for key in _SWITCHES:
+        said = switched(args, key.replace("_", "-"))
+        if isinstance(value := written.get(key), bool) and said not in (None, value):
+            flag = f"--{'' if said else 'no-'}{key.replace('_', '-')}"
+            yield key, f"{key}: {str(value).lower()} and {flag} in extra_args contradict each other: remove one of them."
+
+
+def _is_same(value: Any, given: str) -> bool:
+    if isinstance(value, Mapping):
+        said = {"max_new_tokens" if name == "max_tokens" else name: one for name, one in value.items()}
+        try:
+            return bool(json.loads(given) == said)
+        except ValueError:
+            return False  # vLLM refuses it anyway
+    mine, other = (_SAME.get(text, text) for text in (str(value), given))
+    return mine == other or _number(mine) == _number(other) is not None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return amount(text) or float(text)
+    except ValueError:
+        return None

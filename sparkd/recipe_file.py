@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, ValidationError,
 from sparkd import yamlfile
 from sparkd.config_fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
 from sparkd.config_source import canonical, in_order, problems_of
+from sparkd.engine_flags import contradictions
 from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
 from sparkd.vllm_args import trusts_code
@@ -270,7 +271,9 @@ def _canonical_settings(table: Table, problems: list[Problem]) -> None:
             message = f"{'.'.join((*path, name))} is not for a recipe: it is set on the model that uses it. Remove it."
             problems.append(settings.places[name].problem(message))
             del settings[name]
-        holder[key] = canonical(settings, ModelConfig, problems, path)
+        holder[key] = made = canonical(settings, ModelConfig, problems, path)
+        for name, message in contradictions(made, _arguments(made)):
+            problems.append(made.places[name].problem(f"{'.'.join(path)}.{message}"))
 
 
 def _arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.config_fields import Method, ProfileName, absolute_from
 from sparkd.config_source import table_of
+from sparkd.engine_flags import contradictions
 from sparkd.recipe_book import Book
 from sparkd.vllm_args import cache_flags
 from sparkd.vllm_flags import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
@@ -88,6 +89,8 @@ def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Ta
     given = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
     if entry.get("speculative") is False:
         given["speculative"] = "off"
+    for key, message in contradictions(entry, _words(entry)):
+        problems.append(entry.places[key].problem(f"models.{name}.{message}"))
     if entry.get("recipe") is not None and given["recipe"] is None:
         return _with_some_model(entry)
     if all(value is None for value in given.values()):
