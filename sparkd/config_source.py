@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -63,10 +64,10 @@ def canonical(table: Table, section: type[BaseModel], problems: list[Problem], p
         holds_models = top and key == "models"
         if value is None and (inner is not None or holds_models):
             del renamed[key]  # all of its lines are comments
-        elif inner is not None and isinstance(value, Table):
-            renamed[key] = canonical(value, inner, problems, (*path, key))
         elif holds_models and isinstance(value, Table):
             renamed[key] = _models(value, problems)
+        elif isinstance(value, Table) and (inner := inner or _optional(section, key)) is not None:
+            renamed[key] = canonical(value, inner, problems, (*path, key))
     return renamed
 
 
@@ -263,6 +264,13 @@ def _from_here(key: str, value: Any) -> Any:
 def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
     annotation = section.model_fields[key].annotation if key in section.model_fields else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _optional(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section of a key that may be null."""
+    members = get_args(section.model_fields[key].annotation) if key in section.model_fields else ()
+    inner = next((one for one in members if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return inner if NoneType in members else None
 
 
 def _scalars(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:

@@ -88,6 +88,7 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
     [
         ("modle: /x", "models.a.modle is not a known key; did you mean model?"),
         ("recepe: r", "models.a.recepe is not a known key; did you mean recipe?"),
+        ("model: o/a, sampling: {temprature: 1}", "models.a.sampling.temprature is not a known key; did you mean temperature?"),
         ("recipe: [x]", "models.a.recipe is a list; it must be text (put it in quotes)."),
         (
             "recipe: gpt-oss-120b, extra_args: yes",

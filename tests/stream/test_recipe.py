@@ -256,6 +256,15 @@ def test_which_of_two_rules_holds(layers: Any, format_of_o_proj_0: str) -> None:
     assert chosen({"format": "nvfp4", "layers": layers})["0.self_attn.o_proj"] == format_of_o_proj_0
 
 
+def test_every_rule_that_is_refused_is_told_at_once() -> None:
+    layers = [{"match": "o_proj", "format": "fp88"}, {"match": "re:(?=x)", "format": "fp8"}, {"match": "q_proj", "format": "fp8"}]
+
+    with pytest.raises(ConfigError) as raised:
+        Recipe.parse({"format": "nvfp5", "layers": layers, "keep": ["a..b"]})
+    places = ["quantize.format", "quantize.layers[0]", "quantize.layers[1].match", "quantize.keep"]
+    assert [part.partition(": ")[0] for part in raised.value.message.split("; ") if part.startswith("quantize.")] == places
+
+
 def test_keep_is_a_rule_that_comes_last() -> None:
     formats = chosen({"format": "nvfp4", "layers": [{"match": "o_proj", "format": "fp8"}], "keep": ["o_proj", "layers.1"]})
 

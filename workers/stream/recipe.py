@@ -23,12 +23,13 @@ error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, ConfigError
 from workers.stream import variables
 from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
 from workers.stream.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
@@ -43,6 +44,8 @@ __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 MAX_RULES = 256
 # The most for all of them together, once repetitions are written out: they are read within 0.1 s.
 MAX_RULE_CHARACTERS = 20_000
+# The most refusals of one value that are told at once.
+_MOST_TOLD = 20
 # The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
 _RULE_STEPS = 50
 _KEYS = ("format", "group_size", "layers", "keep")
@@ -183,16 +186,34 @@ def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str])
 
 
 def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
-    _no_unknown(value, _KEYS, "quantize")
-    size = value.get("group_size")
+    wrong: list[str] = []
+    with _told(wrong):
+        _no_unknown(value, _KEYS, "quantize")
+    size, default = value.get("group_size"), BF16
     if size is not None:
-        Format.parse({"format": "int4", "group_size": size})
-    stated = value.get("format")
-    default = BF16 if stated is None else Format.parse(stated, where="quantize.format", group_size=size)
-    rules = tuple(_limited(chain(_layers(value.get("layers"), size), _keep(value.get("keep")))))
+        with _told(wrong):
+            Format.parse({"format": "int4", "group_size": size})
+        size = None if wrong else size
+    if value.get("format") is not None:
+        with _told(wrong):
+            default = Format.parse(value["format"], where="quantize.format", group_size=size)
+    rules: tuple[Rule, ...] = ()
+    with _told(wrong):
+        rules = tuple(_limited(chain(_layers(value.get("layers"), size, wrong), _keep(value.get("keep")))))
+    if wrong:
+        raise refused("; ".join(wrong))
     if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
     return Recipe(default, rules, notes)
+
+
+@contextmanager
+def _told(wrong: list[str]) -> Iterator[None]:
+    """A refusal goes to the others, so that all are told at once."""
+    try:
+        yield
+    except ConfigError as error:
+        wrong.append(error.message.rstrip("."))
 
 
 def _limited(rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -209,8 +230,8 @@ def _limited(rules: Iterable[Rule]) -> Iterator[Rule]:
         yield rule
 
 
-def _layers(value: Any, group_size: int | None) -> Iterator[Rule]:
-    """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}."""
+def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[Rule]:
+    """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}. wrong: takes the refusals."""
     if value is None:
         return
     if isinstance(value, Mapping):
@@ -218,16 +239,22 @@ def _layers(value: Any, group_size: int | None) -> Iterator[Rule]:
     if not isinstance(value, (list, tuple)):
         raise refused("quantize.layers: a list of {match, format, priority}, or a mapping {pattern: format}, is expected")
     for index, entry in enumerate(value):
-        where = f"quantize.layers[{index}]"
-        if not isinstance(entry, Mapping):
-            raise refused(f"{where}: {{match: PATTERN, format: FORMAT}} is expected")
-        _no_unknown(entry, _RULE_KEYS, where)
-        wanted = {key: entry[key] for key in ("format", "group_size") if entry.get(key) is not None}
-        chosen = Format.parse(wanted, where=where, group_size=group_size)
-        priority = entry.get("priority", 0)
-        if type(priority) is not int or abs(priority) > 1_000_000:
-            raise refused(f"{where}.priority: {priority!r} is no whole number; the larger holds, and 0 is usual")
-        yield from (Rule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
+        with _told(wrong):
+            yield from _rules_of(entry, f"quantize.layers[{index}]", group_size)
+        if len(wrong) >= _MOST_TOLD:
+            return
+
+
+def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[Rule]:
+    if not isinstance(entry, Mapping):
+        raise refused(f"{where}: {{match: PATTERN, format: FORMAT}} is expected")
+    _no_unknown(entry, _RULE_KEYS, where)
+    wanted = {key: entry[key] for key in ("format", "group_size") if entry.get(key) is not None}
+    chosen = Format.parse(wanted, where=where, group_size=group_size)
+    priority = entry.get("priority", 0)
+    if type(priority) is not int or abs(priority) > 1_000_000:
+        raise refused(f"{where}.priority: {priority!r} is no whole number; the larger holds, and 0 is usual")
+    yield from (Rule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
 
 
 def _keep(value: Any) -> Iterator[Rule]:
