@@ -235,7 +235,8 @@ def described(file: RecipeFile, found: Resolved) -> dict[str, Any]:
         "model": file.model(found.choice.variant),
         "choice": found.choice.entry(),
         "container": container.model_dump(mode="json", exclude_none=True) if container else None,
-        "nodes": recipe.nodes.model_dump(mode="json"),
+        # A Spark has one GPU: each rank is on a node of its own.
+        "nodes": recipe.nodes.model_dump(mode="json") | {"min": max(recipe.nodes.min, spec.get("tensor_parallel", 1))},
         "needs_vllm": recipe.needs_vllm,
         "spec": spec | ({"env": dict(found.env)} if found.env else {}),
         "flags": list(found.args),

@@ -290,8 +290,11 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     if version == "1" and (nodes or {}).get("min", 1) == 1 and not command.divided:
         settings.setdefault("tensor_parallel", 1)
     if nodes:
+        size = settings.get("tensor_parallel")
+        if isinstance(size, int) and 1 < nodes.get("min", 1) < size <= nodes.get("max", size):
+            nodes["min"] = size  # a Spark has one GPU
         recipe["nodes"] = nodes
-        if nodes.get("min", 1) > 1 and settings.get("tensor_parallel") == 1:
+        if nodes.get("min", 1) > 1 and size == 1:
             del settings["tensor_parallel"]
             notes.append("tensor_parallel is left out: its nodes are the stages of a pipeline, and auto decides how they share the model.")
     recipe["settings"] = settings

@@ -98,6 +98,8 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     say.head("It comes to")
     for name, value in recipe["env"].items():
         say.line(f"  {name}={shlex.quote(str(value))}")
+    if recipe["spec"].get("tensor_parallel"):
+        say.line(f"  tensor_parallel: {recipe['spec']['tensor_parallel']}")
     if recipe["spec"].get("quantize"):
         say.line(f"  quantize: {_yaml(recipe['spec']['quantize'].get('format'))}")
     if recipe["spec"].get("kv_cache"):

@@ -240,6 +240,20 @@ def test_on_how_many_nodes(keys: str, nodes: dict[str, int] | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "nodes"),
+    [
+        ("cluster_only: true", {"min": 4}),
+        ("min_nodes: 2\nmax_nodes: 4", {"min": 4, "max": 4}),
+        ("max_nodes: 4", {"max": 4}),
+    ],
+)
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_each_rank_needs_a_node_of_its_own(keys: str, nodes: dict[str, int], version: str) -> None:
+    command = "vllm serve owner/model -tp 4"
+    assert taken(f"{keys}\nrecipe_version: '{version}'\ncommand: {command}\n").recipe["nodes"] == nodes
+
+
+@pytest.mark.parametrize(
     ("keys", "overrides", "kept", "words"),
     [
         ("solo_only: true", {}, 1, "tensor_parallel is 1 in place of 2: the recipe is for one node."),

@@ -76,7 +76,7 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
 
 
 def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"kv_cache": {"sequences": 2}, "quantize": "nvfp4", "max_model_len": 4096}
+    settings = {"kv_cache": {"sequences": 2}, "quantize": "nvfp4", "max_model_len": 4096, "tensor_parallel": 4}
     sampling = {"thinking": {"max_tokens": 64, "chat_template_kwargs": {"enable_thinking": True, "effort": None, "word": "yes"}}}
     recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": settings, "sampling": sampling}
     (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
@@ -84,6 +84,7 @@ def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     entry = yaml.safe_load(out[out.index("In sparkd.yaml\n") + len("In sparkd.yaml\n") : out.index("\nIt comes to")])
     assert entry == {"mine": {"recipe": "mine", "speculative": "off"}}
+    assert "\n  tensor_parallel: 4\n" in out and "nodes        4 or more\n" in out
     assert "\n  kv_cache: {sequences: 2}\n" in out and "\n  quantize: nvfp4\n" in out
     assert "thinking: max_tokens 64, chat_template_kwargs {enable_thinking: true, effort: null, word: 'yes'}\n" in out
 
