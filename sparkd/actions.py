@@ -370,13 +370,15 @@ class Actions:
         self._door.open(record)
 
     def rest(self, record: Record) -> None:
+        message = "Every process of it is gone."
         if record.state is ModelState.FAILED:
+            message = "It had failed; it is not wished any more, and not tried again."
             record.load_s = None
             self.spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
-        self._ledger.finish(record, OperationState.SUCCEEDED, "Every process of it is gone.", kind="unload")
-        self._ledger.say("stopped", record.name, "Every process of it is gone.")
+        self._ledger.finish(record, OperationState.SUCCEEDED, message, kind="unload")
+        self._ledger.say("stopped", record.name, message)
         if record.desired.want is Want.STOPPED:
             self._door.turn_away(record)
         if record.spec is None:

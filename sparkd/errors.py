@@ -214,6 +214,9 @@ UNSTARTED = frozenset(
     )
 )
 
+# A model that failed so does not exist, or cannot be reached.
+ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
+
 
 def refused_by(error: OSError, who: str) -> NodeRefused:
     """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""

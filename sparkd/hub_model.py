@@ -106,7 +106,8 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing(nested=True)
     except HubSilent as error:
-        return HubUnreachable(f"{spec.model} is not on this machine, and its hub does not answer. {error.message}")
+        why = error.message.removeprefix(f"{error.file}: ")
+        return HubUnreachable(f"{spec.model} is not on this machine, and its hub does not answer. {why}")
     except (CheckpointError, ConfigError) as error:
         return ModelUnusable(f"{error.message}{_meant(spec.model, near)}")
     if not holds_model(listing.sizes):

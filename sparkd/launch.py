@@ -101,6 +101,10 @@ def serve(
         from sparkd import show
 
         show.terminal().print(f"[dim]The log is in {log_file}[/]", soft_wrap=True)
+    if path is None and not loaded.models:
+        from sparkd import show
+
+        show.terminal().print(f"No configuration is used ({CONFIG_PATH} or --config FILE), and no model is configured.", soft_wrap=True)
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
 
 

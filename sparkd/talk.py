@@ -52,7 +52,7 @@ def run(
     asked = {key: value for key, value in chosen.items() if value}
     known = _known(session.client, model, name, bool(asked))
     operation = session.client.post(f"{model_path(known)}/load") if known else _bring_in(session.client, model, name, asked)
-    operation = session.wait(operation)
+    operation = session.wait(operation, brought_in=known is None)
     canonical = str(operation["model"])
     question = prompt
     if question is None and not sys.stdin.isatty():

@@ -16,13 +16,13 @@ from rich.console import Console
 from sparkd import show
 from sparkd.amounts import MOST, real, whole
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
-from sparkd.errors import UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
+from sparkd.errors import ABSENT, UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 from sparkd.verb_options import Asked, Json, KeyFile, Url, argument, option
 
 POLL_S = 1.0
 LOG_LINES = 200
 # States that say nothing about how far an operation is.
-_STILL = {"load": ("READY",), "unload": ("READY", "STOPPED")}
+_STILL = {"load": ("READY",), "unload": ("READY", "STOPPED", "FAILED")}
 
 Model = Annotated[str, argument(metavar="MODEL", help="Name or alias of a known model.")]
 NoWait = Annotated[bool, option("--no-wait", help="Return at once.")]
@@ -55,10 +55,11 @@ class Session:
             self.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
         return None
 
-    def wait(self, operation: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+    def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:
         """Follow a load or an unload to its end on stderr. Raises ModelFailed, Conflict where it was cancelled, Unavailable on time-out.
 
-        Ctrl-C ends the waiting only.
+        Ctrl-C ends the waiting only. brought_in: whether this command added the model, which is removed again where it does not exist or
+        cannot be reached.
         """
         model, began_s = operation["model"], time.monotonic()
         try:
@@ -80,6 +81,10 @@ class Session:
             raise
         if operation["state"] == "FAILED":
             view = self._seen(model)
+            if brought_in and view is not None and view["reason"] in ABSENT:
+                removal = self.client.delete(model_path(model))
+                self.client.get(f"/operations/{removal['id']}", wait_s=POLL_S)
+                raise ModelFailed(f"{model}: {operation['message']} {model} was removed again.")
             known = "sparkd logs" in operation["message"] or (view is not None and view["reason"] in UNSTARTED)
             more = "" if known else f"`sparkd logs {model}` tells more, "
             raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops its next try.")

@@ -124,6 +124,37 @@ def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: py
     assert ("`sparkd logs m` tells more" in err) is told and "`sparkd unload m` stops its next try." in err
 
 
+@pytest.mark.parametrize(
+    ("views", "reason", "forgotten"),
+    [([], "HubUnreachable", True), ([], "ModelUnusable", True), ([], "DoesNotFit", False), (["nope"], "HubUnreachable", False)],
+)
+def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
+    answers: Answers, capsys: pytest.CaptureFixture[str], views: list[str], reason: str, forgotten: bool
+) -> None:
+    failed = {"id": "1", "model": "nope", "kind": "load", "state": "FAILED", "message": "Its hub does not answer."}
+    known = [{"name": name, "aliases": [], "source": "nope/nope"} for name in views]
+    answers.by_path = {
+        "/models": [{"models": known}, failed],
+        "/models/nope/load": [failed],
+        "/models/nope": [{"state": "FAILED", "reason": reason}, {"id": "2", "state": "RUNNING"}],
+        "/operations/2": [{"id": "2", "state": "SUCCEEDED"}],
+    }
+    assert exit_code(["--url", answers.url, "run", "nope/nope", "-p", "hi"]) == 8
+    assert [path for command, path, _ in answers.seen if command == "DELETE"] == ["/admin/v1/models/nope"] * forgotten
+    assert ("sparkd unload nope" in capsys.readouterr().err) is not forgotten
+
+
+def test_the_unload_of_a_failed_model_does_not_repeat_its_failure(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+    running = {"id": "1", "model": "m", "kind": "unload", "state": "RUNNING", "message": ""}
+    answers.by_path = {
+        "/models/m/unload": [running],
+        "/models/m": [{"state": "FAILED", "message": "Its hub does not answer.", "progress": None}],
+        "/operations/1": [running, {**running, "state": "SUCCEEDED", "message": "Done."}],
+    }
+    assert exit_code(["--url", answers.url, "unload", "m"]) == 0
+    assert capsys.readouterr() == ("m: Done.\n", "")
+
+
 def test_what_goes_wrong_is_an_object_with_json(
     answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,6 +736,20 @@ def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch
 
     assert exit_code(["serve", "-o", f"state_dir={tmp_path}", "-o", "listen=127.0.0.1:4321"]) == 0
     assert [(config.state_dir, config.port) for config in served] == [(tmp_path, 4321)]
+
+
+def test_serve_without_a_configuration_names_the_file_that_it_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: None)
+    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
+    monkeypatch.setattr("sparkd.launch.CONFIG_PATH", tmp_path / "sparkd.yaml")
+
+    assert exit_code(["serve", "-o", f"state_dir={tmp_path}"]) == 0
+    assert f"{tmp_path / 'sparkd.yaml'} " in capsys.readouterr().out
+    (tmp_path / "sparkd.yaml").write_text("models: {a: {model: o/m}}\n")
+    assert exit_code(["serve", "-o", f"state_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

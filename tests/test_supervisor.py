@@ -502,6 +502,19 @@ async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> 
         assert (made.state(), made.cluster.ranks) == ("STOPPED", {})
 
 
+async def test_the_unload_of_a_model_that_never_started_speaks_of_no_process(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = DoesNotFit("m asks for 9 GiB; 4 are free.")
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        assert made.state() == "FAILED"
+        unload = made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(2)
+
+        ended = made.supervisor.operation(unload.id)
+        assert (made.state(), ended.state) == ("STOPPED", OperationState.SUCCEEDED) and "process" not in ended.message
+
+
 async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.cluster.placing.clear()
