@@ -166,6 +166,13 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
     assert broken["evidence"] == "1.0 GiB of downloads that broke off"
 
 
+def test_descriptions_of_models_are_no_compiled_code(tmp_path: Path) -> None:
+    write(tmp_path, {"root/.cache/vllm/torch_compile_cache/x": None, "root/.cache/vllm/modelinfos/a.json": "{}"})
+    raw = host_reading.sample(tmp_path) | {"runtime_at_s": time.time() + 60}
+
+    assert raw["caches"] == [] and of_check(report({"n": raw}), "compiled") == []
+
+
 def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None:
     a = host_reading.sample(write(tmp_path / "a"))
     b = host_reading.sample(write(tmp_path / "b", {"proc/sys/kernel/osrelease": "6.17.0-1031-nvidia\n"}))
