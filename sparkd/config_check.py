@@ -24,7 +24,7 @@ from sparkd.model_folder import unusable
 from sparkd.source import folder_of
 from sparkd.uncounted import NUMBERS, SHARE, number_of, reserved_whole, share_of
 from sparkd.vllm_flags import flag_name, translated, values_of
-from sparkd.yamlfile import Place, Problem, Table
+from sparkd.yamlfile import Items, Place, Problem, Table
 
 # Each pass takes at least one wrong key out.
 _PASSES = 50
@@ -51,7 +51,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     problems = list(reading.problems)
     valid = reading.config or _without_wrong(reading, problems)
     if valid is not None:
-        problems += _keys(valid, reading.tree, path, environ)
+        problems += _keys(valid, reading, path, environ)
         problems += _machine(valid, reading.tree)
         for model in valid.models.values():
             problems += _Entry(model, valid, reading.tree).problems()
@@ -120,13 +120,17 @@ def _with_model(tree: Table, location: tuple[Any, ...]) -> bool:
     return True
 
 
-def _keys(valid: Config, tree: Table, path: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
+def _keys(valid: Config, reading: Reading, path: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
+    tree = reading.tree
     if (valid.keys.inference or valid.keys.admin) and path.stat().st_mode & 0o004:
         yield Problem(
             str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
         )
     rings: dict[str, KeyRing] = {}
+    unset = not set(reading.env_names) <= environ.keys()
     for role, other in (_ROLES, _ROLES[::-1]):
+        if unset and _from_environment(tree, role):
+            continue  # the variable is a problem already, and the key is not known
         try:
             rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
         except ConfigError as error:
@@ -141,6 +145,13 @@ def _keys(valid: Config, tree: Table, path: Path, environ: Mapping[str, str]) ->
         valid.check_bind(environ)
     except ConfigError as error:
         yield place_of(tree, (error.param or "").split(".")).problem(error.message)
+
+
+def _from_environment(tree: Table, role: str) -> bool:
+    """Whether a key of this role is written as a variable."""
+    written = tree["keys"].get(role) if isinstance(tree.get("keys"), Table) else None
+    places = written.places if isinstance(written, Items) else [place_of(tree, ("keys", role))]
+    return any(place.secret for place in places)
 
 
 def _in_file(problem: Problem, valid: Config, tree: Table) -> Problem:

@@ -237,6 +237,8 @@ def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) 
 def recipe_of(name: str, document: yamlfile.Document, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """As parse_recipe, of a text that was parsed already."""
     problems = document.problems
+    if problems and not document.table:
+        return None, problems  # nothing of it could be read, so that no key is missing
     if is_foreign(document.table):
         cure = f"`sparkd recipes import {quote(shown)} --to FILE` makes one of sparkd's"
         return None, [Problem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]

@@ -84,6 +84,13 @@ def speculation(found: ModelConfig) -> dict[str, Any] | None:
 # What wins over what
 
 
+@pytest.mark.parametrize("text", ["model: [a\n", "model: 'a\n", "some words\n", "- a\n", "\x00"])
+def test_of_what_cannot_be_read_no_key_is_missing(text: str) -> None:
+    file, problems = parse_recipe("r", text.encode(), "r.yaml", {})
+
+    assert file is None and len(problems) == 1
+
+
 def test_a_recipe_is_a_model_without_further_keys(folder: Path) -> None:
     found = model(folder, recipe="r", speculative="off")
 

@@ -1,0 +1,29 @@
+"""A key that is written as a variable which is not set: `sparkd check` says that, and nothing that follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.config_check import check
+
+
+@pytest.mark.parametrize("written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "abc${env.X}"])
+@pytest.mark.parametrize("role", ["inference", "admin"])
+def test_a_variable_that_is_not_set_is_told_once(role: str, written: str, tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"keys:\n  {role}: {written}\n")
+    file.chmod(0o600)
+
+    (problem,) = check(file, {})
+    assert (problem.severity, problem.line) == ("error", 2)
+    assert "X is not set" in problem.message
+
+
+def test_a_variable_that_holds_no_key_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("keys:\n  admin: ${env.X}\n")
+    file.chmod(0o600)
+
+    assert [problem.line for problem in check(file, {"X": "a b"}) if problem.severity == "error"] == [2]
