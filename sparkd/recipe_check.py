@@ -16,12 +16,13 @@ from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipe_book import VARIANT, AsWritten, Book
 from sparkd.recipe_command import Table, no_table
 from sparkd.recipe_file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
-from sparkd.recipe_import import Imported, imported
+from sparkd.recipe_import import Imported, imported, is_fork, parser_flags
 from sparkd.recipes import PROFILES, default_method, offered
 from sparkd.registry import is_of_hub
 from sparkd.speculation import NOTES
 from sparkd.vllm_flags import draft_method, speculative_config, translated
 from sparkd.vllm_history import READ_OFF, Release
+from sparkd.vllm_table import unknown_parsers
 from sparkd.yamlfile import MAX_BYTES, Problem, parse
 from workers import regular_file
 from workers.interpreter import module_command, program_environment
@@ -93,13 +94,28 @@ def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tup
         return read_recipe(path, environ)  # says why
     document = parse(raw, str(path), environ)
     if not is_foreign(document.table):
-        return recipe_of(path.stem, document, str(path), environ)
+        file, problems = recipe_of(path.stem, document, str(path), environ)
+        return file, [*problems, *(misnamed(file) if file is not None else ())]
     try:
         found = imported(raw, str(path), table=table)
     except ConfigError as error:
         return None, [Problem(str(path), error.line, error.message.removeprefix(f"{path}: "))]
     file_, problems = parse_recipe(path.stem, found.text.encode(), f"{path} (imported)", environ)
     return file_, [*(Problem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
+
+
+def misnamed(file: RecipeFile) -> list[Problem]:
+    """The parsers that it names and the vLLM beside sparkd does not have; a warning where its image is a fork's, which may have them."""
+    told: dict[Problem, None] = {}
+    for variant in (None, *file.recipe.variants):
+        container = file.container(variant)
+        severity = "warning" if container is not None and is_fork(container.image) else "error"
+        for settings in file.settings(variant):
+            env = settings.get("env")
+            for reason in unknown_parsers(parser_flags(settings), env if isinstance(env, Mapping) else {}, None):
+                place = settings.places.get(reason.partition(":")[0], settings.places.get("extra_args", file.place()))
+                told[place.problem(reason, severity)] = None
+    return list(told)
 
 
 def unusable(found: Imported, name: str, shown: str, release: Release | None) -> list[Problem]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ import yaml
 from sparkd import yamlfile
 from sparkd.config_source import error_of
 from sparkd.errors import ConfigError
+from sparkd.parsers import OFF
 from sparkd.recipe_command import Command, Table, as_argument, no_table, read_arguments, read_command
 from sparkd.recipe_file import is_foreign
 from sparkd.vllm_args import owned_env
 from sparkd.vllm_flags import SPECULATIVE, flag_name, translated, values_of
 from sparkd.vllm_history import READ_OFF, Release
 from sparkd.vllm_known import misfits
+from sparkd.vllm_table import unknown_parsers
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
@@ -124,9 +126,7 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(
-    document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str
-) -> Imported:
+def _imported(document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str) -> Imported:
     table = document.table
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
@@ -152,7 +152,7 @@ def _imported(
     recipe = _recipe(table, command, model, version, release, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
     settings = recipe["settings"]
-    missing = tuple(_missing(table, settings.get("extra_args", []), settings.get("env", {}), flags))
+    missing = tuple(_missing(table, settings, flags))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
 
@@ -170,9 +170,18 @@ def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | Non
     return f"tensor_parallel is 1 in place of {size}, as its launcher has it on one node. {more}"
 
 
-def _missing(table: Mapping[str, Any], args: Sequence[str], env: Mapping[str, str], flags: Table) -> Iterator[str]:
-    """args, env: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses, where the recipe has
-    neither a mod nor the image of a fork."""
+def parser_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of a recipe's keys that name a parser, before its extra_args."""
+    named = [(flag, settings.get(flag.replace("-", "_"))) for flag in ("tool-call-parser", "reasoning-parser")]
+    args = settings.get("extra_args")
+    flags = [word for flag, name in named if isinstance(name, str) and name not in (OFF, "off") for word in (f"--{flag}", name)]
+    return [*flags, *(map(str, args) if isinstance(args, list | tuple) else ())]
+
+
+def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table) -> Iterator[str]:
+    """settings: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses and for a parser that it does
+    not have, where the recipe has neither a mod nor the image of a fork."""
+    args, env, given = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
     brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
     listed = table.get("mods")
     mods = [mod for mod in (listed if isinstance(listed, list) else [listed]) if isinstance(mod, str) and _PLAIN.fullmatch(mod)]
@@ -182,17 +191,20 @@ def _missing(table: Mapping[str, Any], args: Sequence[str], env: Mapping[str, st
         for *_, value in values_of(args, name):
             if not value.startswith("/") and _PLAIN.fullmatch(value):
                 yield f"--{name} {value} is a file that {whose}: get it, and write its full path there."
-    if not args or (known := flags()) is None:
+    if not given or (known := flags()) is None:
         return
-    if not brought and not _is_fork(table.get("container")):
-        for reason in misfits(args, env, known):
+    parsers = list(unknown_parsers(given, env, None))
+    if not brought and not is_fork(table.get("container")):
+        for reason in (*misfits(args, env, known), *parsers):
             raise ConfigError(f"vLLM would end its start over an argument of this recipe. {reason}")
+    for reason in parsers:
+        yield f"{reason} Or {whose} it: then have an image that knows it."
     for flag in filter(None, dict.fromkeys(map(flag_name, args))):
         if not known.named(flag.rstrip("+")):
             yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or have an image that knows it."
 
 
-def _is_fork(image: Any) -> bool:
+def is_fork(image: Any) -> bool:
     """Whether a container has another vLLM than the published ones."""
     name = str(image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
     return name not in _PLAIN_BUILDS

@@ -11,7 +11,7 @@ import pytest
 
 from sparkd.errors import ConfigError
 from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import Choice, checked, described, load, resolve, summary
+from sparkd.recipe_check import Choice, checked, described, load, resolve, summary, unusable
 from sparkd.recipe_file import parse_recipe
 from sparkd.recipe_import import Imported, imported, substituted
 from sparkd.vllm_flags import draft_method
@@ -428,6 +428,30 @@ def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, cont
     with pytest.raises(ConfigError) as caught:
         imported(with_command(f"vllm serve o/m {words}", **more).encode(), "their.yaml", table=lambda: table)
     assert words.split(maxsplit=1)[0] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "near"), [("tool-call-parser", "qwen3_codr", "qwen3_coder"), ("reasoning-parser", "qwen33", "qwen3")]
+)
+def test_a_parser_that_this_vllm_does_not_have(key: str, name: str, near: str, tmp_path: Path) -> None:
+    command = f"vllm serve o/m --{key} {name}"
+    with pytest.raises(ConfigError) as caught:
+        imported(with_command(command).encode(), "their.yaml", table=table_of_the_fixture)
+    assert key.replace("-", "_") in caught.value.message and f"mean {near}?" in caught.value.message
+
+    for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
+        found = imported(with_command(command, **brought).encode(), "their.yaml", table=table_of_the_fixture)
+        assert len(found.missing) == 1 and name in found.missing[0]
+        assert unusable(found, "r", "r.yaml", None) == []
+
+    for image, severity in (("vllm/vllm-openai:v0.32.0", "error"), ("gb10-glm52:v18.1", "warning")):
+        file = tmp_path / "r.yaml"
+        settings = f"settings:\n  {key.replace('-', '_')}: {name}\n"
+        file.write_text(f"description: d\nmodel: o/m\nsources: {{a: b}}\ncontainer: {{image: '{image}'}}\n{settings}")
+        read, (problem,) = load(file, {})
+        assert read is not None and (problem.line, problem.severity) == (6, severity) and near in problem.message
+        file.write_text(file.read_text().replace(name, near))
+        assert load(file, {})[1] == []
 
 
 def test_the_image_of_a_fork_may_know_more_flags() -> None:
