@@ -466,7 +466,6 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
         ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
-        ({"max_model_len": 4097, "extra_args": ["--max-model-len=4k"]}, {}, None),
         ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
         ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
         ({"extra_args": ["--max-model-len", "4097"]}, {}, "4,097 tokens are more than the 4,096"),
