@@ -287,7 +287,6 @@ def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: P
         {"tool_call_parser": "none"},
         {"tool_call_parser": "own", "extra_args": ["--tool-parser-plugin", "/own.py"]},
         {"tool_call_parser": "own", "env": {"VLLM_PLUGINS": "own"}},
-        {"tool_call_parser": "hermess", "extra_args": ["--tool-call-parser", "hermes"]},
     ):
         assert unknown(**keys) == []
     spec = parse_model("m", {"model": str(folder), "tool_call_parser": "hermess"}, over_admin=False)
