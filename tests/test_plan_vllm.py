@@ -21,7 +21,7 @@ from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
 from sparkd.legal import refusal
 from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from sparkd.planned import how_of, to_json
+from sparkd.planned import Site, how_of, to_json
 from sparkd.source_quantization import source_quantization
 from tests.sketches import CONFIGS, dense, known, mixture, tensors_of
 from workers.stream.recipe import Recipe
@@ -124,12 +124,16 @@ def vllm_config(serving: Serving) -> Any:
 def state_spec(one: State, serving: Serving, block: int = -1, padded: int | None = None) -> Any:
     ranks, kept = serving.tensor_parallel, serving.speculative_tokens
     of = MambaStateShapeCalculator
+    checkpoints = 0
     if one.groups:
+        # As vllm/model_executor/layers/mamba/mamba_mixer2.py, get_kv_cache_spec, has it.
+        checkpoints = 1
         shapes = of.mamba2_state_shape(ranks, one.channels, one.groups, one.heads, one.rows, one.group_size, one.taps + 1, kept)
     else:
         shapes = of.gated_delta_net_state_shape(ranks, one.key_heads, one.heads, one.columns, one.rows, one.taps + 1, kept)
     dtypes = (torch.bfloat16, DTYPES[one.matrix_dtype])
-    return MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, page_size_padded=padded, num_speculative_blocks=kept)
+    blocks = {"num_speculative_blocks": kept, "num_prefill_checkpoint_blocks": checkpoints}
+    return MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, page_size_padded=padded, **blocks)
 
 
 def attention_spec(one: Attention, serving: Serving, block: int) -> Any:
@@ -343,7 +347,7 @@ def parsed_by(parser: Any, arguments: list[str]) -> Any:
 def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) -> None:
     inventory, machine, wish = known(config := mixture(), tensors_of(config)), hardware_of("spark"), Wish(nodes=4)
     both = next(one for one in choose(inventory, machine, wish).options if (one.tensor, one.pipeline) == (2, 2))
-    told = how_of("/m", both, wish, machine)
+    told = how_of("/m", both, wish, machine, Site())
 
     assert told["config"] is None and len(told["ranks"]) == both.nodes == 4
     for number, rank in enumerate(told["ranks"]):

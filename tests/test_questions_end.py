@@ -44,7 +44,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     (tmp_path / "sparkd.yaml").write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    # A command that was started by nohup outlives SIGHUP, and so would those of these tests.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield engine
+    signal.signal(signal.SIGHUP, ignored)
     if is_asked(engine):
         os.kill(pid_of(engine), signal.SIGKILL)
 

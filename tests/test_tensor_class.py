@@ -160,6 +160,7 @@ def test_this_module_stands_for_itself() -> None:
     assert {line for line in text.splitlines() if line.startswith(("import ", "from "))} == {
         "from __future__ import annotations",
         "import re",
-        "from collections.abc import Sequence",
+        "from collections.abc import Collection, Mapping, Sequence",
         "from functools import lru_cache",
+        "from typing import Any",
     }

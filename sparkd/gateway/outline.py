@@ -17,7 +17,7 @@ WHOLE_BYTES = 512 * 1024
 PIECE_BYTES = 128 * 1024
 MOST_BYTES = 4 * 1024 * 1024
 # A longer string, or one with more escapes, names nothing.
-_STRING = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,64}+){0,64}+"'
+_STRING = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,256}+){0,64}+"'
 # Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
 LONG_DIGITS = 4300
 
