@@ -22,7 +22,7 @@ from sparkd.fabric_report import report
 from tests.fabric_tree import readings, scenarios, write_nodes
 
 SCENARIOS = scenarios()
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+DOCUMENT = (Path(__file__).resolve().parent.parent / "docs/cluster.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_the_exit_code_tells_whether_something_fails(name: str, code: int, tmp_p
 
 
 def test_the_picture_of_a_pair_is_the_readme_s() -> None:
-    assert f"```\n{drawn(report_of('twin-without-address'), 110)}```" in README
+    assert f"```\n{drawn(report_of('twin-without-address'), 110)}```" in DOCUMENT
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -1,4 +1,4 @@
-"""What holds for the whole repository: sizes, imports, words that may stand nowhere, and that the README names what there is."""
+"""What holds for the whole repository: sizes, imports, words that may stand nowhere, and that README and docs name what there is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 MODULES = sorted([*ROOT.glob("sparkd/**/*.py"), *ROOT.glob("workers/**/*.py")])
 LINES = 600
 
@@ -108,14 +108,14 @@ def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> Non
     assert not {name for name in loaded - site if name not in sys.stdlib_module_names} - {"workers", "sparkd"}
 
 
-# The README
+# README and docs
 
 
-def test_the_readme_names_every_verb() -> None:
+def test_the_documents_name_every_verb() -> None:
     for command in command_line().registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")
-        assert re.search(rf"`(?:sparkd )?{name}\b", README), name
+        assert re.search(rf"`(?:sparkd )?{name}\b", DOCUMENTS), name
 
 
 def named_in(text: str) -> set[str]:
@@ -126,28 +126,28 @@ def named_in(text: str) -> set[str]:
     return found
 
 
-def test_the_readme_names_every_metric_and_none_that_is_not_there() -> None:
+def test_the_documents_name_every_metric_and_none_that_is_not_there() -> None:
     suffixes = {"counter": "_total", "info": "_info"}
     families = {family.name + suffixes.get(family.type, "") for family in metrics.REGISTRY.collect()}
     families = {name for name in families if not name.startswith("process_")}  # those of Prometheus's own clients
-    named = named_in(README)
+    named = named_in(DOCUMENTS)
 
     assert families - named == set()
     assert {name for name in named if not any(family.startswith(name) for family in families)} == set()
 
 
 @pytest.mark.parametrize("path", [*EXACT, "/v1/models/{name}", "/v1/responses/{id}"])
-def test_the_readme_names_every_route(path: str) -> None:
+def test_the_documents_name_every_route(path: str) -> None:
     short = path.rpartition("/")[2]
-    assert path == "/" or path in README or f"`{short}`" in README or f"/{short}`" in README, path
+    assert path == "/" or path in DOCUMENTS or f"`{short}`" in DOCUMENTS or f"/{short}`" in DOCUMENTS, path
 
 
-def test_the_readme_names_every_route_of_the_admin_api() -> None:
+def test_the_documents_name_every_route_of_the_admin_api() -> None:
     document: FastAPI = admin_app(SimpleNamespace(boundary=None), dict)  # type: ignore[arg-type]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
-        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", README), path
-        assert all(part.startswith("{") or f"/{part}" in README for part in rest), path
+        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", DOCUMENTS), path
+        assert all(part.startswith("{") or f"/{part}" in DOCUMENTS for part in rest), path
 
 
 def test_the_tree_of_errors_is_drawn_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""What sparkd replaces of a vLLM in whose process it runs: every such place is known here, and the README names it."""
+"""What sparkd replaces of a vLLM in whose process it runs: every such place is known here, and docs/kv-cache.md names it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from workers.stream.repack import _BY_EXPERT
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTION = (ROOT / "README.md").read_text().partition("### What is replaced in vLLM")[2].partition("\n## ")[0]
+SECTION = (ROOT / "docs/kv-cache.md").read_text().partition("## What is replaced in vLLM")[2].partition("\n## ")[0]
 
-# Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that the README has for it.
+# Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that docs/kv-cache.md has for it.
 REPLACED = {
     ("workers/plugin.py", "EngineArgs.create_model_config"): ("EngineArgs.create_model_config",),
     ("workers/ray_engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
@@ -99,7 +99,7 @@ def test_every_attribute_that_is_set_of_somebody_elses_is_known() -> None:
     ours, known = fields(), set(REPLACED) | OWN
 
     unknown = {place for place, name in found.items() if place not in known and name not in ours}
-    assert unknown == set(), "is it vLLM's? then REPLACED and the README's `What is replaced in vLLM` name it, else OWN does"
+    assert unknown == set(), "is it vLLM's? then REPLACED and docs/kv-cache.md's `What is replaced in vLLM` name it, else OWN does"
     assert known - found.keys() == set(), "it is set no longer"
 
 

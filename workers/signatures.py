@@ -321,7 +321,7 @@ SIGNATURES = (
     _sign(
         "ToolParserMissing", HINT, r"\"auto\" tool choice requires",
         "A client asks for tools and the engine was started without a parser for them.",
-        "Set tool_call_parser to the model's own (README, Recipes).",
+        "Set tool_call_parser to the model's own (docs/recipes.md).",
     ),
 )  # fmt: skip
 _ANY = re.compile("|".join(re.sub(r"(?<!\\)\((?!\?)", "(?:", one.pattern.pattern) for one in SIGNATURES))

@@ -131,7 +131,7 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         match = find(scope["path"], scope["raw_path"])
         if match is None:
-            raise UnknownRoute(f"There is nothing at this path{self._meant(scope['path'], headers)}. The README lists the routes.")
+            raise UnknownRoute(f"There is nothing at this path{self._meant(scope['path'], headers)}. docs/api.md lists the routes.")
         route, name = match
         exchange.route = route.label
         page = self._page(route, headers)

@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv": ((),),
     "loader": ((),),
     "ranks": ((),),
+    "shape": ((),),
     "slope": ((),),
     "soak": ((),),
     "swap": ((),),
