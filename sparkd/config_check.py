@@ -268,7 +268,8 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[Problem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.vllm_table import refused, unknown_drafts, unknown_formats, unknown_parsers
+        from sparkd.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
+        from sparkd.vllm_table import refused
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env, release_in(self._runtime))

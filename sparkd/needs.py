@@ -27,8 +27,9 @@ from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.uncounted import SHARE, counted, share_of
+from sparkd.unknown_names import unknown_drafts, unknown_parsers
 from sparkd.vllm_flags import Translation, release_of, translated
-from sparkd.vllm_table import refused, unknown_drafts, unknown_parsers
+from sparkd.vllm_table import refused
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 

@@ -20,9 +20,9 @@ from sparkd.recipe_import import Imported, imported, is_fork, parser_flags
 from sparkd.recipes import PROFILES, default_method, offered
 from sparkd.registry import is_of_hub
 from sparkd.speculation import NOTES
+from sparkd.unknown_names import unknown_parsers
 from sparkd.vllm_flags import draft_method, speculative_config, translated
 from sparkd.vllm_history import READ_OFF, Release
-from sparkd.vllm_table import unknown_parsers
 from sparkd.yamlfile import MAX_BYTES, Problem, parse
 from workers import regular_file
 from workers.interpreter import module_command, program_environment

@@ -19,11 +19,11 @@ from sparkd.errors import ConfigError
 from sparkd.parsers import OFF
 from sparkd.recipe_command import Command, Table, as_argument, no_table, read_arguments, read_command
 from sparkd.recipe_file import is_foreign
+from sparkd.unknown_names import unknown_parsers
 from sparkd.vllm_args import owned_env
 from sparkd.vllm_flags import SPECULATIVE, flag_name, translated, values_of
 from sparkd.vllm_history import READ_OFF, Release
 from sparkd.vllm_known import misfits
-from sparkd.vllm_table import unknown_parsers
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (

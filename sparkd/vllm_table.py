@@ -19,13 +19,10 @@ from pathlib import Path
 
 import workers
 from sparkd.errors import StateError
-from sparkd.installed import drafts_of, formats_of, full_version_in, packages_of, parsers_of
-from sparkd.nearest import nearest
+from sparkd.installed import full_version_in, packages_of
 from sparkd.owner import as_owner
-from sparkd.quantizing import LOAD_FORMAT
-from sparkd.safetensors import shown
-from sparkd.vllm_flags import SPECULATIVE, flag_name, release_of, speculative_config, translated, values_of
-from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, among, misfits, unspeculative
+from sparkd.vllm_flags import release_of, translated
+from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
 from workers.interpreter import inherited_environment
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
@@ -44,48 +41,6 @@ def refused(
         return ()
     args = translated(args, env, release_of(table.version)).args
     return (*misfits(args, env, table), *unspeculative(args, env, table.version))
-
-
-def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
-    """A sentence for each parser of tool calls and of reasoning that the vLLM of this environment does not have: its start would end over
-    it. None where plugins may bring more, or nobody knows what it has."""
-    known = parsers_of(runtime)
-    if known is None or any(name in env for name in ANOTHER_PARSER) or any("parser-plugin" in (flag_name(arg) or "") for arg in args):
-        return
-    for flag, names in zip(("tool-call-parser", "reasoning-parser"), known, strict=True):
-        found = [value for _, _, value in values_of(args, flag)]
-        if found and found[-1] not in names:
-            near = nearest(found[-1], sorted(names))
-            cure = f"Did you mean {near}?" if near else f"It has {', '.join(sorted(names))}."
-            yield f"{flag.replace('-', '_')}: this vLLM has no parser {shown(found[-1])}. {cure}"
-
-
-def unknown_formats(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
-    """A sentence for each value of --quantization and of --load-format that the vLLM of this environment does not have. None where plugins
-    may bring more."""
-    known = formats_of(runtime)
-    if known is None or any(name in env for name in ANOTHER_PARSER):
-        return
-    for flag, names in zip(("quantization", "load-format"), (known[0], known[1] | {LOAD_FORMAT}), strict=True):
-        given = [value for _, _, value in values_of(args, flag)]
-        if given and given[-1] not in names:
-            yield f"--{flag}: this vLLM has no {shown(given[-1])}. {among(given[-1], sorted(names))}"
-
-
-def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
-    """A sentence for the method and for each key of --speculative-config that the vLLM of this environment does not have; its class
-    refuses every other (config/speculative.py)."""
-    known = drafts_of(runtime)
-    config = speculative_config(args)
-    if known is None or config is None or any(name in env for name in ANOTHER_PARSER):
-        return
-    methods, keys = known
-    for key in config:
-        if key.replace("-", "_") not in keys:
-            yield f"{SPECULATIVE}: this vLLM has no key {shown(key)} there. {among(key, sorted(keys))}"
-    method = config.get("method")
-    if method is not None and method not in methods:
-        yield f"{SPECULATIVE}: this vLLM has no method {shown(str(method))}. {among(str(method), sorted(methods))}"
 
 
 def announce() -> None:

@@ -19,7 +19,7 @@ from sparkd.installed import full_version_in, parsers_of
 from sparkd.needs import said_to
 from sparkd.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
-from sparkd.vllm_table import unknown_parsers
+from sparkd.unknown_names import unknown_parsers
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
 THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
         ({"gpu_memory_utilization": 0.5}, 61),
         ({"extra_args": [UTILIZATION, "0.5"]}, 61),
         ({"extra_args": ["--gpu_memory_utilization=0.5"]}, 61),
-        ({"gpu_memory_utilization": 0.9, "extra_args": [UTILIZATION, "0.3", "--seed", "1", UTILIZATION, "0.25"]}, 31),
+        ({"extra_args": [UTILIZATION, "0.3", "--seed", "1", UTILIZATION, "0.25"]}, 31),
         ({"extra_args": ["--kv-cache-memory-bytes", "2G"]}, 112),
         ({"gpu_memory_utilization": 0.5, "memory_gib": 7.2}, 8),
         ({"memory_gib": 3}, 3),

@@ -232,7 +232,8 @@ def test_stop_ends_the_marked_processes_and_nobody_else(
     assert {process.pid for process in head.costs()} == {process.pid for process in ours}
 
     head.stop()
-    assert [alive(process.pid) for process in ours] == [False] * 3
+    for process in ours:
+        process.wait(20)  # one that is killed has no environment any more, and ends a moment later
     assert [alive(process.pid) for process in others] == [True] * 7
     assert not head.folder.exists()
     head.stop()

@@ -108,6 +108,7 @@ class Scene:
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
+        keys = {key: value for key, value in keys.items() if value is not None}
         return await self.siting.place(self.config, parse_model("m", {"model": model, **keys}, over_admin=False))
 
     async def refused(self, model: str, **keys: Any) -> str:
@@ -228,7 +229,7 @@ async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp
         ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, "are no whole groups of 128: int4-g64 or int4-g32 would fit."),
         ({"quantize": {"layers": {"gate_proj": "fp8-block", "up_proj": "fp8-block"}}}, LoadRefused, "which fp8-block cannot express"),
         ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model was made for"),
-        ({"extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
+        ({"max_model_len": None, "extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
     ],
 )
 async def test_what_an_engine_would_end_over_is_refused_before_one_starts(

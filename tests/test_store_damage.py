@@ -495,7 +495,7 @@ def test_a_file_that_may_only_be_read_is_refused_by_name() -> None:
 # argv: method, folder. Each room leaves the next file of a start without space. One line for each: the room, and what came of it.
 FULL_DISK = """
 import logging, os, resource, subprocess, sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from sparkd import logs
@@ -532,7 +532,7 @@ for room in (0, 4096, 8192, 40960, 98304, 147456, 16 << 20):
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(base)], check=True)
         (base / "filler").write_bytes(b"x" * (SIZE - room))
     told = StringIO()
-    with redirect_stderr(told):
+    with redirect_stderr(told), redirect_stdout(StringIO()):
         try:
             outcome = start(base)
         except StateError as error:
