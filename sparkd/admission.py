@@ -30,10 +30,10 @@ from sparkd.legal import refusal, uneven_groups, unfit
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import LENGTHS, Shape, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO, LOAD_FORMAT
+from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
 from sparkd.uncounted import CACHE, KV_DTYPES, WEIGHTS, at_any_length, block_of, changed_by, counted, in_blocks, switched, unsized
-from sparkd.vllm_flags import flag_name, speculative_config, values_of
+from sparkd.vllm_flags import LOAD_FORMAT, flag_name, speculative_config, values_of
 from sparkd.vllm_history import Release
 from sparkd.weight_cost import Inventory, inventory, refuse_incomplete
 from workers import regular_file

@@ -17,10 +17,9 @@ from sparkd.hardware import Hardware
 from sparkd.kv_cost import Serving
 from sparkd.model_answers import OWN, SPARK, Answer, Question, files_of
 from sparkd.model_shape import LAYERS
-from sparkd.quantizing import LOAD_FORMAT
 from sparkd.source import folder_of
 from sparkd.uncounted import REST
-from sparkd.vllm_flags import speculative_config, with_draft, without_any
+from sparkd.vllm_flags import LOAD_FORMAT, speculative_config, with_draft, without_any
 from sparkd.weight_cost import Inventory, refuse_other_layers
 from workers.model_question import DRAFT
 from workers.stream.recipe import Recipe

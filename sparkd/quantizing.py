@@ -9,13 +9,12 @@ from sparkd import vllm_args
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.refusal import plain, refuse
 from sparkd.uncounted import unanswered
-from sparkd.vllm_flags import flag_name, values_of
+from sparkd.vllm_flags import LOAD_FORMAT, flag_name, values_of
 
 if TYPE_CHECKING:
     from sparkd.engine_flags import Keys
     from workers.stream.recipe import Recipe
 
-LOAD_FORMAT = "spark_stream"
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
 # The best format that fits, chosen when the model is placed (sparkd/admission.py).

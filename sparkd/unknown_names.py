@@ -8,9 +8,8 @@ from pathlib import Path
 
 from sparkd.installed import drafts_of, formats_of, parsers_of
 from sparkd.nearest import nearest
-from sparkd.quantizing import LOAD_FORMAT
 from sparkd.safetensors import shown
-from sparkd.vllm_flags import SPECULATIVE, flag_name, speculative_config, values_of
+from sparkd.vllm_flags import LOAD_FORMAT, SPECULATIVE, flag_name, speculative_config, values_of
 from sparkd.vllm_known import ANOTHER_PARSER, among
 
 

@@ -25,6 +25,8 @@ from sparkd.vllm_history import (
 )
 
 SPECULATIVE = "--speculative-config"
+# The loader that our plugin registers in vLLM (workers/plugin.py).
+LOAD_FORMAT = "spark_stream"
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 _RELEASE = re.compile(r"v?(\d{1,3})\.(\d{1,4})(?:[.a-z+-]|$)")
 _WORD = re.compile(r"[a-z0-9_.,-]{1,64}")
