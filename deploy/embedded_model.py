@@ -392,7 +392,7 @@ def _sha256(file: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sparkd.embedded", description="Prepare the embedded default model for vLLM.")
+    parser = argparse.ArgumentParser(prog="python deploy/embedded_model.py", description="Prepare the embedded default model for vLLM.")
     parser.add_argument("--out", type=Path, required=True, help=f"the folder to write, for example models/{FOLDER_NAME}")
     parser.add_argument("--gguf", type=Path, help=f"the GGUF file; by default that of the installed package {PACKAGE}")
     parser.add_argument("--verify", action="store_true", help="only compare every file with its recorded SHA-256; exit 1 if one differs")

@@ -264,7 +264,7 @@ def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
         draft.write_text(json.dumps(wanted, indent=1) + "\n")
         draft.replace(STAMP)
     if model is not None:
-        prepare = [_venv_python(), "-P", "-m", "sparkd.embedded", "--out", str(model)]
+        prepare = [_venv_python(), "-P", str(ROOT / "deploy" / "embedded_model.py"), "--out", str(model)]
         _Step("embedded model", quiet=(model / "config.json").exists()).run(prepare)
 
 

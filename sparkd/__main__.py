@@ -43,19 +43,19 @@ An error is said on stderr; with --json as one object on its last line, as the a
 
 # Module and its function that registers these verbs, in the order in which the help has them.
 _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("launch", "register_serve", ("serve",)),
-    ("talk", "register", ("run",)),
-    ("verbs", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
-    ("plan_verb", "register", ("plan",)),
-    ("fabric_verb", "register", ("fabric", "nodes")),
-    ("reload_verb", "register", ("reload",)),
-    ("doctor_verb", "register", ("doctor",)),
-    ("incident_verbs", "register", ("incidents",)),
-    ("join_verb", "register", ("join", "leave", "token")),
-    ("pull_verb", "register", ("pull",)),
-    ("export", "register", ("export",)),
-    ("recipe_verbs", "register", ("recipes",)),
-    ("launch", "register", ("check", "ray-node", "version")),
+    ("cli.serve", "register_serve", ("serve",)),
+    ("cli.run", "register", ("run",)),
+    ("cli.models", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
+    ("cli.plan", "register", ("plan",)),
+    ("cli.fabric", "register", ("fabric", "nodes")),
+    ("cli.reload", "register", ("reload",)),
+    ("cli.doctor", "register", ("doctor",)),
+    ("cli.incidents", "register", ("incidents",)),
+    ("cli.join", "register", ("join", "leave", "token")),
+    ("cli.pull", "register", ("pull",)),
+    ("cli.export", "register", ("export",)),
+    ("cli.recipes", "register", ("recipes",)),
+    ("cli.serve", "register", ("check", "ray-node", "version")),
 )
 
 
@@ -131,7 +131,7 @@ def command_line(verb: str = "") -> typer.Typer:
     """All verbs; or, where the command line begins with one, that one alone: to import and describe the others takes as long again."""
     import typer
 
-    from sparkd.verb_options import options
+    from sparkd.cli.options import options
 
     app = typer.Typer(
         name="sparkd",
@@ -153,7 +153,7 @@ def command_line(verb: str = "") -> typer.Typer:
 
 
 def _plain_plan(words: list[str]) -> int | None:
-    from sparkd.plan_line import run
+    from sparkd.cli.plan_fast import run
 
     return run(words)
 
@@ -177,7 +177,7 @@ def _any_verb(argv: list[str]) -> int:
 def _fail(error: SparkdError, *, as_json: bool) -> int:
     """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them. as_json: the body that the
     admin API would have, with the exit code, which a body has not."""
-    from sparkd.page import json_text, printable
+    from sparkd.render.page import json_text, printable
 
     sys.stdout.flush()
     lines = printable(f"error: {error.message}").splitlines()
@@ -194,12 +194,15 @@ def _fail(error: SparkdError, *, as_json: bool) -> int:
 
 
 def _place(error: BaseException) -> str:
-    """file:line of the innermost frame that is ours."""
+    """file:line of the innermost frame that is ours, below this package; else the file's name alone."""
     import traceback
 
+    package = Path(__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).parent.name == "sparkd"] or frames
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
+    if ours:
+        return f"{Path(ours[-1].filename).relative_to(package).as_posix()}:{ours[-1].lineno}"
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 def _usage(error: Exception) -> str:

@@ -190,7 +190,7 @@ class FlagRefused(RankError):
 
 
 class ContextTooLong(RankError):
-    """Its engine would fail for this under the same name (workers.signatures), told before one is started."""
+    """Its engine would fail for this under the same name (workers.rank.signatures), told before one is started."""
 
 
 class LoadRefused(RankError):

@@ -20,39 +20,39 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from sparkd.model_answers import Answer, Question, Runtime
+    from sparkd.inquiry.model_answers import Answer, Question, Runtime
 
 TESTS = Path(__file__).parent
 ALONE = (
     "e2e",
-    "gateway/test_huge_and_slow.py",
-    "test_sentry.py",
-    "test_team_start.py",
+    "sparkd/gateway/test_limits.py",
+    "workers/guard/test_guard.py",
+    "sparkd/cluster/test_launcher_several_nodes.py",
 )
 # Each has `questions(folder)`; one child, which imports vLLM once, answers them all (`vllm_answers`).
 MODELS = (
-    "test_rare_configs.py",
-    "test_known_architectures.py",
-    "test_model_answer.py",
+    "sparkd/inquiry/test_rare_configs.py",
+    "sparkd/inquiry/test_known_architectures.py",
+    "workers/engine/test_model_answer.py",
 )
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
-    "test_daemon.py",
-    "test_two_nodes.py",
-    "test_cli_daemon.py",
+    "sparkd/daemon/test_daemon.py",
+    "sparkd/cluster/test_two_nodes.py",
+    "sparkd/cli/test_with_daemon.py",
     "security/test_engine_door.py",
     *MODELS,
-    "test_known_formats.py",
-    "test_restart.py",
-    "test_faulty_daemon.py",
-    "gateway/test_memory.py",
+    "sparkd/inquiry/test_known_formats.py",
+    "sparkd/daemon/test_restart.py",
+    "sparkd/daemon/test_faulty_daemon.py",
+    "sparkd/gateway/test_memory.py",
     "security/test_descriptors.py",
-    "test_rayhead.py",
-    "test_agent.py",
-    "test_reconcile.py",
+    "sparkd/cluster/test_ray_head.py",
+    "workers/agent/test_actor.py",
+    "sparkd/cluster/test_reconcile.py",
     "security/test_ray_children.py",
-    "test_raylink.py",
-    "test_node_vllm.py",
+    "sparkd/cluster/test_ray_connection.py",
+    "sparkd/inquiry/test_other_node_vllm.py",
 )
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,7 +110,7 @@ class VllmAnswers:
 @pytest.fixture(scope="session")
 def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmAnswers:
     """What the installed vLLM says of the models of those MODELS that run."""
-    from sparkd.model_answers import Runtime, ask
+    from sparkd.inquiry.model_answers import Runtime, ask
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     questions = {

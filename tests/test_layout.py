@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from sparkd import metrics
 from sparkd.__main__ import command_line
-from sparkd.admin import PREFIX, admin_app
+from sparkd.admin.app import PREFIX, admin_app
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
 
@@ -86,20 +86,20 @@ def test_the_command_line_loads_neither_engine_nor_ray_nor_server() -> None:
 
 
 def test_a_plan_that_asks_nothing_loads_no_library() -> None:
-    loaded = imported_by("from sparkd import plan_command, plan_line")
+    loaded = imported_by("from sparkd.cli import plan_run, plan_fast")
 
     assert "sparkd" in loaded
     assert not loaded & {"typer", "rich", "pydantic", "yaml", "httpx", "numpy", "huggingface_hub"}
 
 
 def test_the_daemon_loads_no_engine_and_ray_only_when_it_connects() -> None:
-    loaded = imported_by("import sparkd.daemon")
+    loaded = imported_by("import sparkd.daemon.daemon")
 
     assert "uvicorn" in loaded
     assert not loaded & {"torch", "vllm", "transformers", "numpy", "ray"}
 
 
-@pytest.mark.parametrize("module", ["workers.agent", "workers.rank", "workers.shim"])
+@pytest.mark.parametrize("module", ["workers.agent.actor", "workers.rank.lifecycle", "workers.rank.shim"])
 def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> None:
     loaded = imported_by(f"import {module}")
 

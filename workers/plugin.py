@@ -14,9 +14,10 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
-from workers import media, ray_engine, remote_code
-from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE
-from workers.stream.symbols import lacking
+from workers.engine import media, remote_code
+from workers.host.media_rules import CONNECTOR, CONNECTOR_VARIABLE
+from workers.ray_executor import engine
+from workers.stream.vllm.symbols import lacking
 
 LOAD_FORMAT = "spark_stream"
 _registered = False
@@ -30,7 +31,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    ray_engine.settle(os.environ)
+    engine.settle(os.environ)
     remote_code.enforce(os.environ)
     _guard_media()
     try:
@@ -38,9 +39,9 @@ def register() -> None:
         from vllm.model_executor.layers.quantization import register_quantization_config
         from vllm.model_executor.model_loader import register_model_loader
 
-        from workers.stream.compiling import make_ready_if_told
-        from workers.stream.loader import SparkStreamLoader
-        from workers.stream.method import NAME, SparkConfig
+        from workers.stream.vllm.loader import SparkStreamLoader
+        from workers.stream.vllm.method import NAME, SparkConfig
+        from workers.stream.vllm.warmup import make_ready_if_told
 
         described = _describing(EngineArgs.create_model_config)
     except (ImportError, AttributeError) as error:
@@ -101,7 +102,7 @@ def _describing(create_model_config: Any) -> Any:
     @functools.wraps(create_model_config)
     def described(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(getattr(self, "load_format", "")) == LOAD_FORMAT:
-            from workers.stream.loader import describe
+            from workers.stream.vllm.loader import describe
 
             describe(self, os.environ)
         return create_model_config(self, *args, **kwargs)

@@ -11,12 +11,12 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from sparkd.fabric_environment import Setting
-from sparkd.fabric_findings import Finding
-from sparkd.fabric_rates import Rate
+from sparkd.fabric.checks import Finding
+from sparkd.fabric.environment import Setting
+from sparkd.fabric.rates import Rate
 from sparkd.hardware import Hardware
-from sparkd.snapshot import ModelView, NodeView
-from sparkd.state import Event, ModelState, Operation, RankHandle, Reading
+from sparkd.state.nouns import Event, ModelState, Operation, RankHandle, Reading
+from sparkd.state.snapshot import ModelView, NodeView
 
 # A private path: no answer shows it.
 _HIDDEN = ("api_key_path",)

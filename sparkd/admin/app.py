@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
-from sparkd.admin_answers import (
+from sparkd.admin.answers import (
     Accepted,
     Events,
     FabricReport,
@@ -39,10 +39,14 @@ from sparkd.admin_answers import (
     node_body,
     reading_body,
 )
-from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
-from sparkd.admin_streams import Endless, event_page, event_stream, followed_log
-from sparkd.admin_upkeep import Reload, register_upkeep
-from sparkd.config_fields import Method, ProfileName
+from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.pull import Pulls
+from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
+from sparkd.admin.upkeep import Reload, register_upkeep
+from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
+from sparkd.config.recipe_check import Choice, described, resolve, summary
+from sparkd.control.supervisor import Supervisor
 from sparkd.errors import (
     REQUEST_ID,
     BadRequest,
@@ -54,16 +58,12 @@ from sparkd.errors import (
     UnknownRoute,
     error_body,
 )
-from sparkd.measures import Measures
-from sparkd.model_config import ModelConfig
-from sparkd.offers import Offers
-from sparkd.plan_here import QuestionHere, hardware_here, planned_here
-from sparkd.pulls import Pulls
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import Choice, described, resolve, summary
-from sparkd.snapshot import Snapshot
-from sparkd.state import Operation, OperationState, Want
-from sparkd.supervisor import Supervisor
+from sparkd.fabric.peer_cache import Offers
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.schema.fields import Method, ProfileName
+from sparkd.schema.model import ModelConfig
+from sparkd.state.nouns import Operation, OperationState, Want
+from sparkd.state.snapshot import Snapshot
 
 PREFIX = "/admin/v1"
 MAX_WAIT_S = 3600.0
@@ -82,7 +82,7 @@ def admin_app(
     question: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread;
-    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.foresight)."""
+    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd import metrics
-from sparkd.boundary import Boundary
-from sparkd.config import Config
+from sparkd.config.config import Config
+from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
-from sparkd.fabric import LAN, Fabric, fabrics_of, traffic
-from sparkd.fabric_environment import environment, settings, wants_rdma
-from sparkd.fabric_findings import FAIL
-from sparkd.fabric_rates import GLOO, NCCL, Rate, finding, links, proofs
-from sparkd.ledger import Ledger
-from sparkd.nccl_log import judge, parse
-from sparkd.snapshot import Snapshot
-from sparkd.state import RESIDENT, STARTING, Operation, OperationState, Progress
+from sparkd.execution.boundary import Boundary
+from sparkd.fabric.checks import FAIL
+from sparkd.fabric.environment import environment, settings, wants_rdma
+from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
+from sparkd.fabric.nccl_log import judge, parse
+from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, links, proofs
+from sparkd.state.nouns import RESIDENT, STARTING, Operation, OperationState, Progress
+from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.measures")
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from sparkd.yamlfile import check_depth
-from workers.hub_cache import is_revision
+from sparkd.schema.yaml_file import check_depth
+from workers.host.hub_cache import is_revision
 
 
 def _revision(value: str) -> str:

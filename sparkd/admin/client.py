@@ -20,8 +20,8 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
-from sparkd.source import FOLDER_SIGNS
-from workers import regular_file
+from sparkd.models.source import FOLDER_SIGNS
+from workers.host import regular_file
 
 if TYPE_CHECKING:
     import httpx

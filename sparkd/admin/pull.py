@@ -15,16 +15,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from sparkd.boundary import Boundary
-from sparkd.config import Config, ModelConfig
+from sparkd.config.config import Config, ModelConfig
+from sparkd.control.journal import Ledger
+from sparkd.entry.trusted_commits import at_trusted_commit, moved
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, UnknownModel
-from sparkd.fabric import fabrics_of
-from sparkd.fabric_cables import cables_of
-from sparkd.ledger import Ledger
-from sparkd.state import Operation, OperationState, Progress
-from sparkd.trust import at_trusted_commit, moved
-from workers.hub_cache import is_hub_id
-from workers.interpreter import PACKAGE_DIR, module_command, program_environment
+from sparkd.execution.boundary import Boundary
+from sparkd.fabric.interfaces import fabrics_of
+from sparkd.fabric.links import cables_of
+from sparkd.state.nouns import Operation, OperationState, Progress
+from workers.host.hub_cache import is_hub_id
+from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
 
 log = logging.getLogger("sparkd.pulls")
 
@@ -209,7 +209,7 @@ class _Pull:
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         process = await asyncio.create_subprocess_exec(
-            *module_command(sys.executable, "sparkd.fetch"),
+            *module_command(sys.executable, "sparkd.models.download"),
             env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -270,7 +270,7 @@ class _Pull:
         raise RankError(f"{model} is on none of {', '.join(asked)}: check the path, or use a hub id (owner/name).")
 
     async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
-        from workers.staging.manifest import refuse_without_room
+        from workers.transfer.manifest import refuse_without_room
 
         told = await self._nodes.ask(node, "lacking", dict(manifest), dict(places), timeout_s=ASK_TIMEOUT_S)
         try:
@@ -363,7 +363,7 @@ def _some(names: Sequence[str]) -> str:
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether `one` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
     other's whole set. Files that are left over from an earlier copy are no more of the model."""
-    from workers.staging.manifest import is_loaded
+    from workers.transfer.manifest import is_loaded
 
     sizes = {file["name"]: file["size"] for file in other["files"]}
     own = {name for name in sizes if is_loaded(name)}

@@ -10,9 +10,9 @@ from dataclasses import fields
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from sparkd.control.supervisor import Supervisor
 from sparkd.errors import LATER, ClusterError, UnknownModel
-from sparkd.state import Event
-from sparkd.supervisor import Supervisor
+from sparkd.state.nouns import Event
 
 HEARTBEAT_S = 15.0
 FOLLOW_EVERY_S = 0.5

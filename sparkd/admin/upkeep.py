@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from sparkd.admin_answers import Examination, Incident, Incidents, Reloaded, answers
-from sparkd.doctor import examined
+from sparkd.admin.answers import Examination, Incident, Incidents, Reloaded, answers
+from sparkd.control.supervisor import Supervisor
+from sparkd.doctor.report import examined
 from sparkd.errors import UnknownIncident, UnknownRoute
-from sparkd.recent import Recent
-from sparkd.supervisor import Supervisor
+from sparkd.execution.shared_answer import Recent
 
 HOSTS_KEPT_S = 5.0
 

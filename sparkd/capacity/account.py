@@ -1,5 +1,5 @@
 """Owns whether a configured model is let in: what it needs at least, what it will take, and what would fit where it does not. Never starts
-anything, decides nothing that is `auto` (sparkd.resolving), and says nothing where a model's headers are not on this machine.
+anything, decides nothing that is `auto` (sparkd.capacity.auto_resolve), and says nothing where a model's headers are not on this machine.
 """
 
 from __future__ import annotations
@@ -14,31 +14,42 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from sparkd.capacity.consultation import UNCHANGED, Ask, Consultation, nobody
+from sparkd.capacity.fit import AS_STORED, Wish, choose, gib
+from sparkd.capacity.footprint import Footprint, footprint
+from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
+from sparkd.capacity.parallelism import refusal, uneven_groups, unfit
+from sparkd.capacity.profiles import engine_of, learned_of
+from sparkd.capacity.speculative import FLAG, Drafting, of_config
+from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
+from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
-from sparkd.consultation import UNCHANGED, Ask, Consultation, nobody
-from sparkd.drafting import FLAG, Drafting, of_config
-from sparkd.engine_flags import flags_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
-from sparkd.exact import EXACT, GUESS, Exact
-from sparkd.fit import AS_STORED, Wish, choose, gib
-from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
-from sparkd.kv_sizing import cache_of, in_words
-from sparkd.learned import engine_of, learned_of
-from sparkd.legal import refusal, uneven_groups, unfit
-from sparkd.model_config import ModelConfig
-from sparkd.model_shape import LENGTHS, Shape, rotary_tables, shape_of, text_config
-from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
-from sparkd.source import folder_of
-from sparkd.uncounted import CACHE, KV_DTYPES, WEIGHTS, at_any_length, block_of, changed_by, counted, in_blocks, switched, unsized
-from sparkd.vllm_flags import LOAD_FORMAT, flag_name, speculative_config, values_of
-from sparkd.vllm_history import Release
-from sparkd.weight_cost import Inventory, inventory, refuse_incomplete
-from workers import regular_file
+from sparkd.models.prequantized import prequantized
+from sparkd.models.shape import LENGTHS, Shape, rotary_tables, shape_of, text_config
+from sparkd.models.source import folder_of
+from sparkd.schema.engine_flags import flags_of
+from sparkd.schema.kv_cache import cache_of, in_words
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.releases import Release
+from sparkd.vllm.translate import LOAD_FORMAT, flag_name, speculative_config, values_of
+from sparkd.vllm.unaccounted_args import (
+    CACHE,
+    KV_DTYPES,
+    WEIGHTS,
+    at_any_length,
+    block_of,
+    changed_by,
+    counted,
+    in_blocks,
+    switched,
+    unsized,
+)
+from workers.host import regular_file
 from workers.kv.profiles import checkpoint_of
-from workers.stream.recipe import Recipe
+from workers.quantization.recipe import Recipe
 
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
@@ -56,7 +67,7 @@ class Account:
 
     cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. layout: how its
     layers share a cache, for requests of max_model_len tokens. upper: of `fixed`, that a guess may lie too low; None where it is none.
-    sureness: of its numbers, one of sparkd.exact.
+    sureness: of its numbers, one of sparkd.capacity.vllm_figures.
     """
 
     least: int
@@ -246,7 +257,7 @@ def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None 
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
     on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
     folder, length = folder_of(spec.model, spec.revision, env), counted(at_any_length(spec)).max_model_len
-    free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
+    free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/rank/command.py)
     if folder is None or not isinstance(length, int) or free.strip().lower() in ("1", "true"):
         return None
     try:

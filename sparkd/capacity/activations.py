@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sparkd.kv_cost import DRAFTED_REQUESTS, Serving
-from sparkd.model_shape import Attention, Shape, State, text_config
-from sparkd.weight_cost import Inventory
+from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
+from sparkd.capacity.weights import Inventory
+from sparkd.models.shape import Attention, Shape, State, text_config
 
 MIB = 1 << 20
 # torch keeps segments that no later block fits into: beside what is held at once so much of it, as eleven engines on an H200 reserved it
-# (tests/test_activations.py; one by one 0.1 to 0.7).
+# (tests/sparkd/capacity/test_activations.py; one by one 0.1 to 0.7).
 FRAGMENTS = 0.6
 # cuBLAS's own workspace, from torch's allocator, as torch sets it for Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp,
 # parseChosenWorkspaceSize: 8 times 4 MiB).

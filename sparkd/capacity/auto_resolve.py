@@ -1,5 +1,5 @@
 """Owns what is `auto` in a model's entry once it is known how much it may take: its format, and its longest context. Never says whether the
-model is let in (sparkd.admission), and reserves nothing.
+model is let in (sparkd.capacity.account), and reserves nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from sparkd.admission import NOTHING, Account, Evidence, Headers, Ways, account, consulted, headers_here, illegal, recipe_of
+from sparkd.capacity.account import NOTHING, Account, Evidence, Headers, Ways, account, consulted, headers_here, illegal, recipe_of
+from sparkd.capacity.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
+from sparkd.capacity.footprint import PROCESS_BYTES
+from sparkd.capacity.kv_cache import largest
+from sparkd.capacity.parallelism import uneven_groups
+from sparkd.capacity.weights import Inventory
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
-from sparkd.footprint import PROCESS_BYTES
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import largest
-from sparkd.kv_sizing import cache_of, cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
-from sparkd.legal import uneven_groups
-from sparkd.model_config import ModelConfig
-from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
-from sparkd.uncounted import at_any_length, counted
-from sparkd.weight_cost import Inventory
+from sparkd.models.prequantized import prequantized
+from sparkd.schema.kv_cache import cache_of, cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.unaccounted_args import at_any_length, counted
 from workers.kv.arithmetic import margin_of
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
@@ -51,7 +51,7 @@ def room_of(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_
 
 
 def cache_limit(spec: ModelConfig, platform: str, env: Mapping[str, str]) -> int | None:
-    """Bytes that a cache of no given size may take at most: of a CPU's memory, so much as sparkd.kv_sizing.sizing_of allows it."""
+    """Bytes that a cache of no given size may take at most: of a CPU's memory, so much as sparkd.schema.kv_cache.sizing_of allows it."""
     if platform != "cpu" or cache_of(spec) is not None or vllm_sizes(spec):
         return None
     return (cpu_space_gib(env) or CPU_KV_CACHE_GIB) * GIB
@@ -70,11 +70,11 @@ def resolved(
 ) -> ModelConfig:
     """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes
     and the entry's own limits, and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what
-    refuses it says so. evidence, headers: as in sparkd.admission.account, which counts here too. beside: whether `quantize: auto` may
-    take what this machine has of the model quantized already (sparkd.prequantized), before anything is quantized here.
+    refuses it says so. evidence, headers: as in sparkd.capacity.account.account, which counts here too. beside: whether `quantize: auto`
+    may take what this machine has of the model quantized already (sparkd.models.prequantized), before anything is quantized here.
 
     Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures. Raises
-    CheckpointError as sparkd.admission.account.
+    CheckpointError as sparkd.capacity.account.account.
     """
     spec = at_any_length(spec)
     if AUTO not in (spec.quantize, spec.max_model_len):
@@ -122,7 +122,7 @@ def _least(known: Account | None) -> float:
 
 
 def _ranked(legal: Iterable[ModelConfig], others: Iterable[ModelConfig]) -> list[ModelConfig]:
-    """As it is stored, then as others have quantized it, who had data to calibrate with, then by ourselves (sparkd.fit.rank)."""
+    """As it is stored, then as others have quantized it, who had data to calibrate with, then by ourselves (sparkd.capacity.fit.rank)."""
     own = list(legal)
     return [*(one for one in own if one.quantize is None), *others, *(one for one in own if one.quantize is not None)]
 

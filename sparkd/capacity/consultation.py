@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sparkd.capacity.fit import Wish, recipes, ways_of
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.vllm_figures import Exact, exact_of
+from sparkd.capacity.weights import Inventory, refuse_other_layers
 from sparkd.checkpoint import Checkpoint
-from sparkd.exact import Exact, exact_of
-from sparkd.fit import Wish, recipes, ways_of
 from sparkd.hardware import Hardware
-from sparkd.kv_cost import Serving
-from sparkd.model_answers import OWN, SPARK, Answer, Question, files_of
-from sparkd.model_shape import LAYERS
-from sparkd.source import folder_of
-from sparkd.uncounted import REST
-from sparkd.vllm_flags import LOAD_FORMAT, speculative_config, with_draft, without_any
-from sparkd.weight_cost import Inventory, refuse_other_layers
-from workers.model_question import DRAFT
-from workers.stream.recipe import Recipe
+from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, files_of
+from sparkd.models.shape import LAYERS
+from sparkd.models.source import folder_of
+from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
+from sparkd.vllm.unaccounted_args import REST
+from workers.engine.model_question import DRAFT
+from workers.quantization.recipe import Recipe
 
 Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
 # A format and a split: recipe, tensor-parallel and pipeline-parallel size.

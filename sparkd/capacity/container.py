@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.vllm_flags import SPECULATIVE, values_of
-from workers import ray_place
+from sparkd.vllm.translate import SPECULATIVE, values_of
 from workers.kv.settings import VARIABLE as KV_VARIABLE
+from workers.rank import ray_environment
 
 # The cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
@@ -155,7 +155,7 @@ def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list
     """`vllm serve`'s own arguments: the model first, and a local folder as it is called inside. Raises ConfigError for what is none."""
     before = next((word for word in ("--model", "serve") if word in command[:5]), None)
     if before is None:
-        what = "the workers of executor: ray are started by sparkd alone" if ray_place.KEEPER in command else f"it runs {command[2]}"
+        what = "the workers of executor: ray are started by sparkd alone" if ray_environment.KEEPER in command else f"it runs {command[2]}"
         raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
     words = list(command[command.index(before) + 2 :])
     for flag in _SKIPPED_FLAGS:
@@ -200,7 +200,7 @@ def _serves(image: str) -> bool:
 
 def _plugin() -> dict[str, str]:
     """The two packages that an engine imports, and the metadata by which vLLM finds the plugin; nothing else of this environment."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         metadata = str(distribution("sparkd").locate_file(""))
         found = next(name for name in sorted(os.listdir(metadata)) if _METADATA.fullmatch(name))

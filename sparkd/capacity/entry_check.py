@@ -6,28 +6,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from sparkd.admission import NOTHING, Evidence, Headers, account, drafting_here, machine, serving_of
-from sparkd.architectures import is_checked
+from sparkd.capacity.account import NOTHING, Evidence, Headers, account, drafting_here, machine, serving_of
+from sparkd.capacity.consultation import UNCHANGED
+from sparkd.capacity.fit import short_cache
+from sparkd.capacity.kv_cache import Serving, kv_layout, longest, sized
+from sparkd.capacity.parallelism import uneven_heads
+from sparkd.capacity.requirement import exceeds
+from sparkd.capacity.sureness import of_cache
+from sparkd.capacity.vllm_figures import GUESS, Exact
+from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import CONFIG, Checkpoint, Folder
-from sparkd.consultation import UNCHANGED
+from sparkd.checkpoint.header import AGAIN
+from sparkd.checkpoint.index import object_of
+from sparkd.checkpoint.quantization import source_quantization
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.exact import GUESS, Exact
-from sparkd.fit import short_cache
 from sparkd.hardware import GIB, SPARK, Hardware
-from sparkd.kv_cost import Serving, kv_layout, longest, sized
-from sparkd.kv_sizing import cache_of
-from sparkd.legal import uneven_heads
-from sparkd.model_config import ModelConfig
-from sparkd.model_shape import LAYERS, Shape, shape_of
-from sparkd.needs import exceeds
-from sparkd.quantizing import AUTO
-from sparkd.safetensors import AGAIN
-from sparkd.source import folder_of
-from sparkd.source_quantization import source_quantization
-from sparkd.sureness import of_cache
-from sparkd.uncounted import at_any_length
-from sparkd.weight_cost import inventory
-from sparkd.weight_index import object_of
+from sparkd.models.architectures import is_checked
+from sparkd.models.shape import LAYERS, Shape, shape_of
+from sparkd.models.source import folder_of
+from sparkd.schema.kv_cache import cache_of
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.unaccounted_args import at_any_length
 
 _MOST_RANKS = 8
 

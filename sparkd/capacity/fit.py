@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sparkd.drafting import Drafting
+from sparkd.capacity.footprint import Footprint, Learned, footprint
+from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, longest, sized
+from sparkd.capacity.parallelism import unfit, unsplit
+from sparkd.capacity.speculative import Drafting
+from sparkd.capacity.sureness import CHECKED_METHODS
+from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
+from sparkd.capacity.weights import Inventory
 from sparkd.errors import CheckpointError
-from sparkd.exact import EXACT, GUESS, Exact
-from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import KvCost, KvLayout, Serving, kv_layout, longest, sized
-from sparkd.kv_sizing import spelled
-from sparkd.legal import unfit, unsplit
-from sparkd.model_shape import LENGTHS
-from sparkd.sureness import CHECKED_METHODS
-from sparkd.weight_cost import Inventory
+from sparkd.models.shape import LENGTHS
+from sparkd.schema.kv_cache import spelled
 from workers.kv.settings import BLOCKS_FLAG
-from workers.stream.recipe import Recipe
+from workers.quantization.recipe import Recipe
 
 AS_STORED = "as stored"
 # Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
@@ -43,10 +43,10 @@ class Wish:
 
     unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
     FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
-    cache: of a given size (sparkd.kv_cost.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that the engine
-    may take, and the setting that limits it. fewest: fewer nodes before speed. beyond: a length may be more than the model's own. learned:
-    the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split, None without an answer. counted:
-    the question states `requests`.
+    cache: of a given size (sparkd.capacity.kv_cache.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that
+    the engine may take, and the setting that limits it. fewest: fewer nodes before speed. beyond: a length may be more than the model's
+    own. learned: the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split, None without an
+    answer. counted: the question states `requests`.
     """
 
     max_model_len: int | None = None
@@ -210,7 +210,7 @@ def _option(
     if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
         too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
         return Option(name, tensor, pipeline, serving, None, too_long, cause="length")
-    # As sparkd.siting: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
+    # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if tensor > 1 and tensor * pipeline in wish.unlinked:
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sparkd.activations import step_bytes
-from sparkd.exact import EXACT, GUESS, Exact
+from sparkd.capacity.activations import step_bytes
+from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout
+from sparkd.capacity.sureness import of_cache, of_weights, worst
+from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
+from sparkd.capacity.weights import Inventory, Weights
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import KvCost, Serving, kv_cost, kv_layout
-from sparkd.model_shape import Shape, reads_another_sequence, widest
-from sparkd.sureness import of_cache, of_weights, worst
-from sparkd.weight_cost import Inventory, Weights
-from workers.stream.recipe import Recipe
+from sparkd.models.shape import Shape, reads_another_sequence, widest
+from workers.quantization.recipe import Recipe
 
 MIB = 1 << 20
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
@@ -54,7 +54,7 @@ class Footprint:
     """The account of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left
     beside it and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where
     the rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there. sureness: of weights
-    and cache, one of sparkd.exact. upper_weight_bytes, upper_cache_bytes: by how much a guess of them may lie too low.
+    and cache, one of sparkd.capacity.vllm_figures. upper_weight_bytes, upper_cache_bytes: by how much a guess of them may lie too low.
     """
 
     parts: Mapping[str, int]

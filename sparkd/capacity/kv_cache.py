@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from sparkd.hardware import GIB
-from sparkd.model_shape import DTYPE_BYTES, Attention, Mixer, Shape, State
+from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, Shape, State
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -21,7 +21,7 @@ LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
 # With asynchronous scheduling, vLLM's default, a second batch is in flight (vllm/config/vllm.py, max_concurrent_batches).
-# From so many at a time on nothing is drafted: sparkd says so to vLLM (sparkd.speculation, BATCH_LIMIT).
+# From so many at a time on nothing is drafted: sparkd says so to vLLM (sparkd.recipes.speculation, BATCH_LIMIT).
 DRAFTED_REQUESTS = 32
 BATCHES_IN_FLIGHT = 2
 
@@ -33,7 +33,7 @@ class Serving:
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
     prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more.
     state_checkpoints: blocks that a Mamba-2 layer keeps besides for a long prompt: 1 since vLLM 0.32 at the latest, 0 in 0.18.
-    unknown: what the engine's flags and variables change in a way that no formula has (sparkd.uncounted.changed_by).
+    unknown: what the engine's flags and variables change in a way that no formula has (sparkd.vllm.unaccounted_args.changed_by).
     """
 
     max_model_len: int
@@ -135,7 +135,7 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
-    """Bytes of a cache whose size an entry gives (sparkd.kv_sizing.cache_of) for requests of max_model_len tokens, with the
+    """Bytes of a cache whose size an entry gives (sparkd.schema.kv_cache.cache_of) for requests of max_model_len tokens, with the
     block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
     no less for a shorter one."""
     if not isinstance(size, Mapping):

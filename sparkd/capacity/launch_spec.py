@@ -1,17 +1,17 @@
-"""Owns what every rank of a configured model is started with, wherever it runs: of a workers.spec.RankSpec, all that its entry decides.
-Never starts a rank: the daemon does, and `sparkd plan` shows the same.
+"""Owns what every rank of a configured model is started with, wherever it runs: of a workers.rank.spec.RankSpec, all that its entry
+decides. Never starts a rank: the daemon does, and `sparkd plan` shows the same.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sparkd.config import Config, ModelConfig
-from sparkd.learned import engine_of
-from sparkd.needs import runtime_of
-from sparkd.placement import GIB
-from sparkd.trust import commits_of
-from sparkd.vllm_flags import Translation
+from sparkd.capacity.profiles import engine_of
+from sparkd.capacity.requirement import runtime_of
+from sparkd.capacity.reservation import GIB
+from sparkd.config.config import Config, ModelConfig
+from sparkd.entry.trusted_commits import commits_of
+from sparkd.vllm.translate import Translation
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparkd.architectures import is_checked
+from sparkd.capacity.weights import Alike, Inventory, Part, padded_vocabulary, sides
 from sparkd.checkpoint import SourceQuantization
-from sparkd.model_shape import Shape, State
-from sparkd.weight_cost import Alike, Inventory, Part, padded_vocabulary, sides
-from workers.stream.format import Format, fitting
-from workers.stream.recipe import Recipe
+from sparkd.models.architectures import is_checked
+from sparkd.models.shape import Shape, State
+from workers.quantization.formats import Format, fitting
+from workers.quantization.recipe import Recipe
 
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
@@ -59,7 +59,7 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
 
 
 def _torn_blocks(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
-    """As workers/stream/served.py refuses them."""
+    """As workers/stream/vllm/supported.py refuses them."""
     for one in inventory.alike(recipe)[0]:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:

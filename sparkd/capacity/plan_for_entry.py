@@ -12,40 +12,53 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.admission import Evidence, Headers, advice, reads_another_config, recipe_of, serving_of
-from sparkd.architectures import remark
+from sparkd.capacity.account import Evidence, Headers, advice, reads_another_config, recipe_of, serving_of
+from sparkd.capacity.auto_resolve import resolved, room_of
+from sparkd.capacity.consultation import Answers, Ask, nobody
+from sparkd.capacity.container import hidden
+from sparkd.capacity.fit import (
+    Choice,
+    Option,
+    Wish,
+    choose,
+    doubt_in_short,
+    gib,
+    is_answered,
+    quality_of,
+    rank,
+    refuse_uncounted,
+    splits,
+    unread,
+)
+from sparkd.capacity.footprint import Learned
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_at, to_json
+from sparkd.capacity.plan_request import Others, Question
+from sparkd.capacity.profiles import FAMILIES, engine_of, learned_of
+from sparkd.capacity.requirement import runtime_of, said_to, share_too_large
+from sparkd.capacity.reservation import needed_gib
+from sparkd.capacity.speculative import drafting
+from sparkd.capacity.vllm_figures import GUESS
 from sparkd.checkpoint import CONFIG, Checkpoint
-from sparkd.config import Config, ModelConfig
-from sparkd.consultation import Answers, Ask, nobody
-from sparkd.container import hidden
-from sparkd.drafting import drafting
+from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.config.config import Config, ModelConfig
+from sparkd.entry.hub_check import is_absent, look
+from sparkd.entry.node_runtime import NodeRuntime
+from sparkd.entry.parser_choice import with_parsers
+from sparkd.entry.trusted_commits import at_trusted_commit, pinned
 from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError
-from sparkd.exact import GUESS
-from sparkd.fit import Choice, Option, Wish, choose, doubt_in_short, gib, is_answered, quality_of, rank, refuse_uncounted, splits, unread
-from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
-from sparkd.hub_model import is_absent, look
-from sparkd.kv_cost import Serving
-from sparkd.kv_sizing import given_cache, margin_bytes, utilization_of
-from sparkd.learned import FAMILIES, engine_of, learned_of
-from sparkd.model_shape import shape_of
-from sparkd.needs import runtime_of, said_to, share_too_large
-from sparkd.node_runtime import NodeRuntime
-from sparkd.parser_choice import with_parsers
-from sparkd.parsers import OFF
-from sparkd.placement import needed_gib
-from sparkd.plan_question import Others, Question
-from sparkd.planned import MASTER_PORT, OWN, Offer, network, rank_at, to_json
-from sparkd.quantizing import AUTO
-from sparkd.rank_fields import rank_fields
-from sparkd.resolving import resolved, room_of
-from sparkd.source import folder_of
-from sparkd.source_quantization import SourceQuantization
-from sparkd.trust import at_trusted_commit, pinned
-from sparkd.uncounted import KV_DTYPES, LAYOUT, NARROW, OTHER, at_any_length, counted, in_blocks, measured, unsized
-from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
-from workers.command import build_command, build_environment, parallel_flags
-from workers.runtime import API_SERVER, probe
+from sparkd.models.architectures import remark
+from sparkd.models.shape import shape_of
+from sparkd.models.source import folder_of
+from sparkd.schema.kv_cache import given_cache, margin_bytes, utilization_of
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.parsers import OFF
+from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
+from sparkd.vllm.unaccounted_args import KV_DTYPES, LAYOUT, NARROW, OTHER, at_any_length, counted, in_blocks, measured, unsized
+from workers.host.runtime import API_SERVER, probe
+from workers.rank.command import build_command, build_environment, parallel_flags
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 # The keys that a model of the entry takes from the command line instead, and those of the entry that give way to them.
@@ -102,7 +115,7 @@ def answer(
     others: Others | None = None,
     ask: Ask = nobody,
 ) -> dict[str, Any]:
-    """As sparkd.plan_question.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
+    """As sparkd.capacity.plan_request.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
     written = entry.spec.tensor_parallel
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, env = entry.spec, entry.env

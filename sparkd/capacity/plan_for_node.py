@@ -16,33 +16,33 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparkd.admission import machine
-from sparkd.amounts import MOST
-from sparkd.bounded_call import NoAnswer, call
+from sparkd.capacity.account import machine
+from sparkd.capacity.consultation import Witness
+from sparkd.capacity.plan_for_entry import Entry, entry_of
+from sparkd.capacity.plan_report import Site, vllm_json
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, Question, answer
+from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
-from sparkd.config import STATE_DIR, Config
-from sparkd.config_memory import Memory
-from sparkd.consultation import Witness
+from sparkd.config.api_keys import Keys
+from sparkd.config.config import STATE_DIR, Config
+from sparkd.config.memory import Memory
+from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, Unavailable
+from sparkd.execution.bounded_call import NoAnswer, call
+from sparkd.execution.threads import Threads
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.hub_headers import checkpoint_at, checkpoint_of
-from sparkd.installed import full_version_in
-from sparkd.keys import Keys
-from sparkd.model_answers import Away, Runtime, kept
-from sparkd.model_answers import places as answers_in
-from sparkd.model_config import ModelConfig
-from sparkd.model_folder import unusable
-from sparkd.needs import runtime_of
-from sparkd.node_runtime import NodeRuntime
-from sparkd.plan_entry import Entry, entry_of
-from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
-from sparkd.planned import Site, vllm_json
-from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
-from sparkd.threads import Threads
-from workers import processes
-from workers.meminfo import sample
-from workers.runtime import GPU_SIGNS
+from sparkd.inquiry.model_answers import Away, Runtime, kept
+from sparkd.inquiry.model_answers import places as answers_in
+from sparkd.models.folder import unusable
+from sparkd.models.prequantized import prequantized
+from sparkd.models.remote_headers import checkpoint_at, checkpoint_of
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.units import MOST
+from sparkd.vllm.installed import full_version_in
+from workers.host import processes
+from workers.host.meminfo import sample
+from workers.host.runtime import GPU_SIGNS
 
 # For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
 LIMIT_S = 60.0
@@ -149,7 +149,7 @@ def _answer_of_process(
 
 def _answer_hidden(_: bytes, *arguments: Any) -> dict[str, Any]:
     """The process's work. Its entry may hold a token, as the daemon's memory does. Beside the main thread large headers are read with
-    bounds of their own (sparkd.apart)."""
+    bounds of their own (sparkd.checkpoint.foreign_file)."""
     processes.hide()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_answer, *arguments).result()
@@ -176,7 +176,7 @@ def _answer(
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = Runtime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
-    # vLLM is asked in quiet moments (sparkd.foresight), and not while somebody waits.
+    # vLLM is asked in quiet moments (sparkd.daemon.foresight), and not while somebody waits.
     ask = Witness(lambda questions: [kept(each, answers) for each in questions])
     plan = answer(
         Question(**question.model_dump(exclude={"hardware"})),
@@ -199,7 +199,7 @@ def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:
 
 def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | None) -> bool:
     # Here, since a plan without other nodes needs none of it.
-    from sparkd.fabric_environment import wants_rdma
+    from sparkd.fabric.environment import wants_rdma
 
     if config is None:
         return wants_rdma(hardware.platform, {})
@@ -217,8 +217,8 @@ def checkpoint_here(
 ) -> tuple[str, Checkpoint, Entry | None]:
     """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
 
-    spec: that of a model that the daemon knows. progress: as sparkd.hub_headers. places: see model_folder.unusable. there: see
-    sparkd.plan_entry.entry_of. Raises ConfigError, CheckpointError.
+    spec: that of a model that the daemon knows. progress: as sparkd.models.remote_headers. places: see model_folder.unusable. there: see
+    sparkd.capacity.plan_for_entry.entry_of. Raises ConfigError, CheckpointError.
     """
     if spec is None and name.startswith((".", "~")):
         raise ConfigError("model must be a known name, a hub id or an absolute path, not one that begins with '.' or '~'.", param="model")

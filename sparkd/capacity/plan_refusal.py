@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparkd.fit import AS_STORED, Option, Wish, doubt_in_short
-from sparkd.legal import uneven_heads
-from sparkd.weight_cost import Inventory
+from sparkd.capacity.fit import AS_STORED, Option, Wish, doubt_in_short
+from sparkd.capacity.parallelism import uneven_heads
+from sparkd.capacity.weights import Inventory
 
 _MOST_RANKS = 8
 

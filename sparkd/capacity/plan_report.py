@@ -9,28 +9,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkd import kv_sizing, quantizing
-from sparkd.engine_flags import flags_of
+from sparkd.capacity.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
+from sparkd.capacity.footprint import Learned
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_refusal import refusal
+from sparkd.capacity.profiles import engine_of, learned_of
+from sparkd.capacity.weights import Inventory
+from sparkd.checkpoint.header import shown
 from sparkd.errors import ConfigError
-from sparkd.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
-from sparkd.footprint import Learned
 from sparkd.hardware import GIB, JIT_CAPS, Hardware
-from sparkd.installed import full_version_in
-from sparkd.kv_cost import Serving
-from sparkd.learned import engine_of, learned_of
-from sparkd.plan_refusal import refusal
-from sparkd.safetensors import shown
-from sparkd.source import folder_of, name_of
-from sparkd.weight_cost import Inventory
-from workers.command import build_command, build_environment, parallel_flags
-from workers.runtime import API_SERVER
-from workers.spec import RankSpec
-from workers.stream.recipe import Recipe
+from sparkd.models.source import folder_of, name_of
+from sparkd.schema import kv_cache as kv_sizing
+from sparkd.schema import quantize as quantizing
+from sparkd.schema.engine_flags import flags_of
+from sparkd.vllm.installed import full_version_in
+from workers.host.runtime import API_SERVER
+from workers.quantization.recipe import Recipe
+from workers.rank.command import build_command, build_environment, parallel_flags
+from workers.rank.spec import RankSpec
 
 if TYPE_CHECKING:
-    from sparkd.config import Config
-    from sparkd.consultation import Witness
-    from sparkd.model_answers import Runtime
+    from sparkd.capacity.consultation import Witness
+    from sparkd.config.config import Config
+    from sparkd.inquiry.model_answers import Runtime
 
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -292,17 +293,17 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
 
 
 def rank_at(number: int, nodes: int, fields: Mapping[str, Any]) -> RankSpec:
-    """A rank as a start would make it, on a node that has no name yet. fields: as sparkd.rank_fields has them."""
+    """A rank as a start would make it, on a node that has no name yet. fields: as sparkd.capacity.launch_spec has them."""
     own = {"rank_id": "plan", "generation": 0, "node_id": "node", "run_dir": "/run/sparkd", "log_path": "/dev/null", "config_hash": ""}
     return RankSpec.from_dict({**fields, **own, "rank": number, "world": nodes})
 
 
 def network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
-    """The variables that sparkd.fabric_environment computes for each rank, as far as it is known without a look at the nodes."""
+    """The variables that sparkd.fabric.environment computes for each rank, as far as it is known without a look at the nodes."""
     found = dict(JIT_CAPS) if hardware.unified else {}
     if nodes > 1:
         # Here, since most plans are of one node and all are to be quick.
-        from sparkd.fabric_environment import expected, wants_rdma
+        from sparkd.fabric.environment import expected, wants_rdma
 
         found |= expected(rdma=wants_rdma(hardware.platform, configured))
     return found

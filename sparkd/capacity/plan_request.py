@@ -8,22 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sparkd.architectures import remark
+from sparkd.capacity.consultation import Ask, Consultation, nobody
+from sparkd.capacity.fit import Wish, choose, is_answered, refuse_uncounted, unread
+from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.capacity.plan_report import Offer, Site, learned_with, to_json
+from sparkd.capacity.speculative import Drafting, drafting, kv_dtype
+from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
-from sparkd.consultation import Ask, Consultation, nobody
-from sparkd.drafting import Drafting, drafting, kv_dtype
 from sparkd.errors import ConfigError
-from sparkd.fit import Wish, choose, is_answered, refuse_uncounted, unread
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
-from sparkd.model_shape import shape_of
-from sparkd.planned import Offer, Site, learned_with, to_json
-from sparkd.quantizing import AUTO
-from sparkd.weight_cost import Inventory, inventory, refuse_incomplete
+from sparkd.models.architectures import remark
+from sparkd.models.shape import shape_of
+from sparkd.schema.quantize import AUTO
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-# A user's name of a model -> folder or hub id, its headers, and its entry (sparkd.plan_entry.Entry) where it is configured.
+# A user's name of a model -> folder or hub id, its headers, and its entry (sparkd.capacity.plan_for_entry.Entry) where it is configured.
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
@@ -32,9 +32,9 @@ Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 class Question:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
-    quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of sparkd.drafting.METHODS.
-    For a configured model, whatever is not None goes before its entry; for any other, None is one node, one request, a cache of `auto` and
-    CUDA graphs.
+    quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of
+    sparkd.capacity.speculative.METHODS. For a configured model, whatever is not None goes before its entry; for any other, None is one
+    node, one request, a cache of `auto` and CUDA graphs.
     """
 
     model: str
@@ -62,7 +62,7 @@ def answer(
     ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
-    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. site: of the machine that would
+    format would do. unlinked: see sparkd.capacity.fit.Wish. read: the headers of a draft. site: of the machine that would
     start what has no entry. ask: vLLM, about the model. Blocks.
 
     Raises ConfigError and CheckpointError.
@@ -70,9 +70,9 @@ def answer(
     source, checkpoint, entry = find(question.model)
     site = site or Site()
     if entry is not None:
-        from sparkd import plan_entry
+        from sparkd.capacity import plan_for_entry
 
-        return plan_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
+        return plan_for_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
     shape, platform = shape_of(checkpoint.config), hardware.platform
     # All formats of a model without an entry are tried anyway.
     quantize = None if question.quantize == AUTO else question.quantize

@@ -8,8 +8,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from sparkd.engine_flags import Keys, flags_of
-from sparkd.footprint import Learned
+from sparkd.capacity.footprint import Learned
+from sparkd.schema.engine_flags import Keys, flags_of
 from workers.kv.profiles import checkpoint_of, profiles_of
 
 # These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
@@ -32,8 +32,8 @@ def engine_of(model: Keys, env: Mapping[str, str], vllm: str | None, platform: s
 def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> Learned | None:
     """The last measurements of such an engine's rank 0, over so many ranks; None where none of them has run on this node.
 
-    held: the folder of its weights (sparkd.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware, or
-    `node`.
+    held: the folder of its weights (sparkd.models.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware,
+    or `node`.
     """
     device = _DEVICES.get(hardware)
     if device is None or held is None:

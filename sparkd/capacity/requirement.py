@@ -11,27 +11,27 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Evidence, Ways, account, advice, fault, illegal, machine, too_long, uneven
-from sparkd.config import Config, ModelConfig
-from sparkd.consultation import Answers
+from sparkd.capacity.account import Account, Evidence, Ways, account, advice, fault, illegal, machine, too_long, uneven
+from sparkd.capacity.auto_resolve import cache_limit, resolved
+from sparkd.capacity.consultation import Answers
+from sparkd.capacity.fit import short_cache
+from sparkd.capacity.kv_cache import fitting, longest, sized
+from sparkd.capacity.reservation import GIB, needed_gib
+from sparkd.config.config import Config, ModelConfig
+from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
-from sparkd.fit import short_cache
 from sparkd.hardware import Hardware
-from sparkd.installed import full_version_in, release_in
-from sparkd.kv_cost import fitting, longest, sized
-from sparkd.kv_sizing import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
-from sparkd.model_answers import Away, Runtime, kept, places
-from sparkd.model_folder import unusable
-from sparkd.parser_choice import with_parsers
-from sparkd.parsers import Parsers
-from sparkd.placement import GIB, needed_gib
-from sparkd.resolving import cache_limit, resolved
-from sparkd.uncounted import SHARE, counted, share_of
-from sparkd.unknown_names import unknown_drafts, unknown_parsers
-from sparkd.vllm_flags import Translation, release_of, translated
-from sparkd.vllm_table import refused
+from sparkd.inquiry.flag_table import refused
+from sparkd.inquiry.model_answers import Away, Runtime, kept, places
+from sparkd.models.folder import unusable
+from sparkd.schema.kv_cache import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
+from sparkd.vllm.installed import full_version_in, release_in
+from sparkd.vllm.parsers import Parsers
+from sparkd.vllm.translate import Translation, release_of, translated
+from sparkd.vllm.unaccounted_args import SHARE, counted, share_of
+from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
+from workers.host.meminfo import sample
 from workers.kv.settings import MARGIN_VARIABLE
-from workers.meminfo import sample
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
@@ -66,10 +66,10 @@ def need_of(
     spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
 ) -> Need:
     """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own. beside:
-    see sparkd.resolving.resolved.
+    see sparkd.capacity.auto_resolve.resolved.
 
     Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model, CheckpointError as
-    sparkd.admission.account.
+    sparkd.capacity.account.account.
     """
     engine = config.engine
     if why := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkd.admission import Account
-from sparkd.config import Config, ModelConfig
+from sparkd.capacity.account import Account
+from sparkd.config.config import Config, ModelConfig
 from sparkd.errors import ConfigError
-from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
-from sparkd.parsers import Parsers
-from sparkd.uncounted import BYTES, SHARE, blocks_of, share_of, unsized
-from sparkd.vllm_flags import Translation, flag_name, values_of
-from sparkd.vllm_known import amount
+from sparkd.schema.kv_cache import cpu_space_gib, vllm_sizes
+from sparkd.vllm.arg_check import amount
+from sparkd.vllm.parsers import Parsers
+from sparkd.vllm.translate import Translation, flag_name, values_of
+from sparkd.vllm.unaccounted_args import BYTES, SHARE, blocks_of, share_of, unsized
+from workers.host.meminfo import sample
 from workers.kv.settings import CPU_KV_CACHE_GIB
-from workers.meminfo import sample
 
 GIB = 1 << 30
 # An engine's own processes: imports, CUDA context, Python heaps. Three processes measured at 0.6 to 1.7 GiB together on a CPU build.

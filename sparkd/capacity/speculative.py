@@ -1,6 +1,6 @@
 """Owns what speculative decoding adds to a model's account: tokens ahead, layers with a cache, weights of a draft. Never reads a weight.
 
-Which flags a method has is sparkd.speculation's; here its configuration, as vLLM takes it, is counted.
+Which flags a method has is sparkd.recipes.speculation's; here its configuration, as vLLM takes it, is counted.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.weights import Inventory, Part, has_layers_ahead, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.kv_cost import Serving
-from sparkd.model_shape import Shape, shape_of
-from sparkd.uncounted import CACHE, WEIGHTS
-from sparkd.vllm_flags import draft_method
-from sparkd.vllm_known import misdrafts
-from sparkd.weight_cost import Inventory, Part, has_layers_ahead, inventory
+from sparkd.models.shape import Shape, shape_of
+from sparkd.vllm.arg_check import misdrafts
+from sparkd.vllm.translate import draft_method
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 if TYPE_CHECKING:
-    from sparkd.config_fields import Method
-    from sparkd.recipe_file import RecipeFile
+    from sparkd.recipes.file import RecipeFile
+    from sparkd.schema.fields import Method
 
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
 FLAG = "--speculative-config"
@@ -75,7 +75,7 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 
     Raises ConfigError and CheckpointError.
     """
-    from sparkd.speculation import speculating
+    from sparkd.recipes.speculation import speculating
 
     if method == "off":
         return None
@@ -133,8 +133,8 @@ def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Check
 
 
 def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
-    """The dtype of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does, and then the checkpoint
-    does.
+    """The dtype of the cache, as sparkd.capacity.kv_cache has it: a draft that works with one only decides where nobody does, and then the
+    checkpoint does.
 
     stored: what that says (SourceQuantization.kv_dtype)."""
     needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"
@@ -155,7 +155,7 @@ def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
     """The recipe for this folder or hub id, and its variant."""
     import os
 
-    from sparkd.recipe_book import Book
+    from sparkd.recipes.library import Book
 
     book = Book(None, os.environ)
     name = model.rstrip("/").rpartition("/")[2].lower()

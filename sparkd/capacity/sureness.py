@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sparkd.architectures import is_checked
-from sparkd.exact import EXACT, GUESS, KNOWN, Exact
-from sparkd.model_shape import Shape
-from sparkd.source_quantization import SourceQuantization
-from sparkd.uncounted import CACHE, OTHER, WEIGHTS
+from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN, Exact
+from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.models.architectures import is_checked
+from sparkd.models.shape import Shape
+from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 
 _BEST_FIRST = (EXACT, KNOWN, GUESS)
-# The ways in which checkpoints are quantized whose weights the tests compare with vLLM's (tests/test_known_architectures.py).
+# The ways in which checkpoints are quantized whose weights the tests compare with vLLM's
+# (tests/sparkd/inquiry/test_known_architectures.py).
 CHECKED_METHODS = frozenset({"fp8_block", "mxfp4"})
 
 
 def of_weights(shape: Shape, source: SourceQuantization | None, exact: Exact, unknown: Collection[str] = ()) -> str:
-    """source: how the checkpoint is quantized, None for one that is not. unknown: as sparkd.uncounted.changed_by names it."""
+    """source: how the checkpoint is quantized, None for one that is not. unknown: as sparkd.vllm.unaccounted_args.changed_by names it."""
     if exact.weight_bytes is not None and OTHER not in unknown:
         return EXACT
     is_counted = is_checked(shape) and (source is None or source.method in CHECKED_METHODS)

@@ -1,5 +1,5 @@
 """Owns the numbers that vLLM's own answer about a model puts in place of sparkd's formulas: how the layers share the cache, the bytes of a
-rank's weights, and the reason why vLLM refuses a split. Never asks anything (sparkd.consultation).
+rank's weights, and the reason why vLLM refuses a split. Never asks anything (sparkd.capacity.consultation).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkd.kv_cost import KvLayout, Serving
-from sparkd.model_answers import Answer, Layer, Stage
-from sparkd.uncounted import CACHE, WEIGHTS
-from sparkd.weight_cost import Weights
+from sparkd.capacity.kv_cache import KvLayout, Serving
+from sparkd.capacity.weights import Weights
+from sparkd.inquiry.model_answers import Answer, Layer, Stage
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 # How sure a plan's numbers are: vLLM's own; those of a formula that the tests compare with vLLM's answer; those of any other formula.
 EXACT, KNOWN, GUESS = "exact", "known", "guess"
@@ -35,7 +35,8 @@ class Exact:
         return self.layout is not None or self.weight_bytes is not None or self.refusal is not None
 
     def settles(self, unknown: Collection[str]) -> bool:
-        """Whether it counts everything that flags change and that no formula counts. unknown: as sparkd.uncounted.changed_by names it."""
+        """Whether it counts everything that flags change and that no formula counts. unknown: as sparkd.vllm.unaccounted_args.changed_by
+        names it."""
         answered = {CACHE: self.layout is not None, WEIGHTS: self.weight_bytes is not None}
         return all(answered.get(change, False) for change in unknown)
 
@@ -109,7 +110,7 @@ def _counted(layout: KvLayout, stage: Stage, answer: Answer) -> KvLayout | None:
 
 
 def _group(group: Mapping[str, Any], layers: Mapping[str, Layer]) -> tuple[int, int | None, bool]:
-    """As sparkd.kv_cost.KvLayout has it."""
+    """As sparkd.capacity.kv_cache.KvLayout has it."""
     first = next((layers[name] for name in group["layers"] if name in layers), None)
     # A decoder keeps its encoder's output at one length, like a state.
     if first is None or first.state_bytes or first.spec == "CrossAttentionSpec":

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
-from sparkd.architectures import is_checked
+from sparkd.capacity.kv_cache import stages_of
+from sparkd.capacity.unloaded_weights import unloaded_part
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
+from sparkd.checkpoint.classification import WRAPPED
+from sparkd.checkpoint.tensors import alike
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.kv_cost import stages_of
-from sparkd.model_shape import LAYERS, Attention, Shape, of_layers, text_config
-from sparkd.tensor_class import WRAPPED
-from sparkd.tensors import alike
-from sparkd.unloaded import unloaded_part
-from workers.stream.assignment import is_unknown_expert
-from workers.stream.format import Format
-from workers.stream.packed_scale import packed_module_of
-from workers.stream.recipe import Recipe
+from sparkd.models.architectures import is_checked
+from sparkd.models.shape import LAYERS, Attention, Shape, of_layers, text_config
+from workers.quantization.assignment import is_unknown_expert
+from workers.quantization.formats import Format
+from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.recipe import Recipe
 
 
 def _words(text: str) -> frozenset[str]:
@@ -116,7 +116,7 @@ class Alike:
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded. unloaded: bytes of each
-    part that vLLM leaves on the disk: AHEAD, `lm_head`, or one of sparkd.unloaded."""
+    part that vLLM leaves on the disk: AHEAD, `lm_head`, or one of sparkd.capacity.unloaded_weights."""
 
     checkpoint: Checkpoint
     shape: Shape

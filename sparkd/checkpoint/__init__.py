@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from sparkd.checkpoint.classification import CLASSES, VISION_PARTS, tensor_class, towers_of
+from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header, shown
+from sparkd.checkpoint.index import INDEX, object_of, read_index
+from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
+from sparkd.checkpoint.tensors import FileTensors, TensorRef, Tensors, any_twice
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
-from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
-from sparkd.source_quantization import SourceQuantization, source_quantization
-from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class, towers_of
-from sparkd.tensors import FileTensors, TensorRef, Tensors, any_twice
-from sparkd.weight_index import INDEX, object_of, read_index
 
 __all__ = [
     "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "towers_of",

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparkd.bounded_call import NoAnswer, call
 from sparkd.errors import CheckpointError
+from sparkd.execution.bounded_call import NoAnswer, call
 
 # Less is read in this process: JSON of this size takes some 60 ms.
 SMALL_BYTES = 256 << 10

@@ -20,9 +20,9 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
-from sparkd.apart import apart, is_apart
+from sparkd.checkpoint.foreign_file import apart, is_apart
+from sparkd.checkpoint.tensors import FileTensors, Kind, TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.tensors import FileTensors, Kind, TensorRef
 
 # Some 250,000 tensors in one file, more than any that is published. The reference reader takes 100 MB (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 32 << 20

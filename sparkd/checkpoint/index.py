@@ -12,10 +12,10 @@ from itertools import compress, count, islice, pairwise
 from operator import lt, ne
 from typing import Any
 
-from sparkd.apart import apart, is_apart
+from sparkd.checkpoint.foreign_file import apart, is_apart
+from sparkd.checkpoint.header import loads, parsed_json, shown
+from sparkd.checkpoint.tensors import any_twice
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import loads, parsed_json, shown
-from sparkd.tensors import any_twice
 
 INDEX = "model.safetensors.index.json"
 AGAIN = "Download the index again"

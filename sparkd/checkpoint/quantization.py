@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sparkd.tensors import TensorRef
+from sparkd.checkpoint.tensors import TensorRef
 
 # The formats that the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
@@ -49,7 +49,6 @@ class SourceQuantization:
         if isinstance(scheme, Mapping):
             return "fp8" if scheme.get("num_bits") == 8 and scheme.get("type") == "float" else "auto"
         return "fp8" if str(scheme).lower() == "fp8" else "auto"
-
 
     def modelopt_file(self) -> dict[str, Any]:
         """hf_quant_config.json, as far as vLLM reads it."""
@@ -149,7 +148,7 @@ def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any])
     """The kind of the first scaled FP8 weight, None where there is no such weight."""
     weights = dict(_fp8_weights(tensors.items()))
     wanted = {name.removesuffix("weight") + each for name in weights for each in _SCALE_NAMES}
-    # Not looked up by name, see sparkd.tensors.Tensors.
+    # Not looked up by name, see sparkd.checkpoint.tensors.Tensors.
     scales = {name: tensor for name, tensor in tensors.items() if name in wanted} if wanted else {}
     for name, tensor in weights.items():
         stem = name.removesuffix("weight")

@@ -13,18 +13,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd import config, kv_sizing, loud, quantizing, yamlfile
-from sparkd.config import Config, Reading
-from sparkd.config_source import blamed, in_order, place_of, problems_of, without_key
+from sparkd.config import config
+from sparkd.config.api_keys import KeyRing, load_keys
+from sparkd.config.config import Config, Reading
 from sparkd.errors import CheckpointUncounted, ConfigError
-from sparkd.installed import full_version_in, has_module, release_in
-from sparkd.keys import KeyRing, load_keys
-from sparkd.model_config import ModelConfig
-from sparkd.model_folder import unusable
-from sparkd.source import folder_of
-from sparkd.uncounted import NUMBERS, SHARE, number_of, reserved_whole, share_of
-from sparkd.vllm_flags import flag_name, translated, values_of
-from sparkd.yamlfile import Items, Place, Problem, Table
+from sparkd.models.folder import unusable
+from sparkd.models.source import folder_of
+from sparkd.schema import kv_cache, quantize, yaml_file
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
+from sparkd.schema.yaml_file import Items, Place, Problem, Table
+from sparkd.vllm import logging_args
+from sparkd.vllm.installed import full_version_in, has_module, release_in
+from sparkd.vllm.translate import flag_name, translated, values_of
+from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
 
 # Each pass takes at least one wrong key out.
 _PASSES = 50
@@ -58,7 +60,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     seen: dict[tuple[str | None, int | None, str], Problem] = {}
     for problem in problems:
         seen.setdefault((problem.file, problem.line, problem.message), problem)
-    return yamlfile.masked(in_order(seen.values()), reading.env_names, environ)
+    return yaml_file.masked(in_order(seen.values()), reading.env_names, environ)
 
 
 def _without_wrong(reading: Reading, problems: list[Problem]) -> Config | None:
@@ -193,9 +195,7 @@ def _machine(valid: Config, tree: Table) -> Iterator[Problem]:
     ties, preloaded = valid.groups.ties(valid.names()), valid.preload()
     for name in preloaded:
         if rivals := ties.rivals_of(name).intersection(preloaded[: preloaded.index(name)]):
-            message = (
-                f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude has one of them run at a time."
-            )
+            message = f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude has one of them run at a time."
             yield place_of(tree, ("models", name, "preload")).problem(message)
 
 
@@ -217,9 +217,9 @@ class _Entry:
         self._tree = tree
         env = model.environment(valid.engine)
         # A problem names these already; the rest of the entry is judged without them.
-        self._loads = quantizing.unreachable(model, env) is None
+        self._loads = quantize.unreachable(model, env) is None
         self._model = model if self._loads else model.model_copy(update={"quantize": None})
-        self._env = env if kv_sizing.unreadable(model, env) is None else kv_sizing.without_variables(env)
+        self._env = env if kv_cache.unreadable(model, env) is None else kv_cache.without_variables(env)
         self._runtime = model.runtime_of(valid.engine)
         self._vllm = model.runs_vllm(valid.engine)
 
@@ -230,13 +230,13 @@ class _Entry:
             yield from self._of_files()
 
     def _of_itself(self) -> Iterator[Problem]:
-        for key, message in kv_sizing.impossible(self._model):
+        for key, message in kv_cache.impossible(self._model):
             yield self._at(key, message)
-        for remark in quantizing.remarks(self._model, self._env) if self._loads else ():
+        for remark in quantize.remarks(self._model, self._env) if self._loads else ():
             yield self._at("quantize", remark, "warning", bare=True)
         for remark in reserved_whole(self._model, ModelConfig.model_fields):
             yield self._at("extra_args", remark, "warning", bare=True)
-        if loudness := loud.remark(self._model.vllm_flags(), self._env):
+        if loudness := logging_args.remark(self._model.vllm_flags(), self._env):
             yield self._at("extra_args", loudness, "warning", bare=True)
         if runtime := _not_run(self._model.runtime):
             yield self._at("runtime", runtime[1], runtime[0])
@@ -268,8 +268,8 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[Problem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
-        from sparkd.vllm_table import refused
+        from sparkd.inquiry.flag_table import refused
+        from sparkd.vllm.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env, release_in(self._runtime))
@@ -299,16 +299,16 @@ class _Entry:
             return
         if not self._vllm:
             return
-        from sparkd.trust import at_trusted_commit, refusal
+        from sparkd.entry.trusted_commits import at_trusted_commit, refusal
 
         model = at_trusted_commit(self._model, self._config)
         if reason := refusal(self._model, self._config):
             yield self._at("trust_remote_code", reason)
         if folder_of(model.model, model.revision, self._env) is None:
             return
-        from sparkd.admission import Evidence, fault, too_long, uneven, unmet
-        from sparkd.entry_shape import misfits
-        from sparkd.model_answers import Runtime, kept_here, places
+        from sparkd.capacity.account import Evidence, fault, too_long, uneven, unmet
+        from sparkd.capacity.entry_check import misfits
+        from sparkd.inquiry.model_answers import Runtime, kept_here, places
 
         if (broken := fault(model, self._env)) is not None:
             known = not isinstance(broken, CheckpointUncounted)

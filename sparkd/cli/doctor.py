@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from sparkd import show
+from sparkd.cli.models import Session, verb
+from sparkd.cli.options import option
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.verb_options import option
-from sparkd.verbs import Session, verb
+from sparkd.render import models as show
 
 HERE = Path("/")
 
@@ -43,16 +43,16 @@ def doctor(
     if session.json:
         show.say_json(found | ({"fixed": mended} if fix else {}))
     elif not fix:
-        from sparkd import show_fabric
+        from sparkd.render import fabric
 
-        show_fabric.findings(found["findings"], session.out)
+        fabric.findings(found["findings"], session.out)
     if found["verdict"] == "fail" and not fix:
         raise typer.Exit(SparkdError.exit_code)
 
 
 def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    from sparkd.doctor import report
-    from workers.host_reading import sample
+    from sparkd.doctor.report import report
+    from workers.host.inspection import sample
 
     # Engines' default Python is sparkd's own; a daemon, which knows the configuration, is asked first.
     raw = sample(root, sys.executable if root == HERE else None)
@@ -62,7 +62,7 @@ def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:
-    from workers.disk_rate import largest, rate
+    from workers.host.disk_rate import largest, rate
 
     path = largest([Path(one["path"]) for one in raw["hubs"]] + [Path("/models"), Path("/var/lib/sparkd/quantized")])
     if path is None:
@@ -75,7 +75,7 @@ def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mend(session: Session, found: dict[str, Any], raw: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    from sparkd.doctor_fix import apply, fixes_of, may_change
+    from sparkd.doctor.fixes import apply, fixes_of, may_change
 
     fixes = fixes_of(found["findings"], raw)
     if not fixes and not session.json:

@@ -14,14 +14,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparkd import show
+from sparkd.cli.models import Session, verb
+from sparkd.cli.options import argument, option
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
-from sparkd.verb_options import argument, option
-from sparkd.verbs import Session, verb
-from workers.interpreter import module_command, program_environment
+from sparkd.render import models as show
+from workers.host.interpreter import module_command, program_environment
 
 if TYPE_CHECKING:
-    from sparkd.cached import Chosen
+    from sparkd.cli.quantized import Chosen
 
 # The time that a program that was interrupted gets to remove what it has written.
 REMOVE_S = 60.0
@@ -45,8 +45,8 @@ def export(
 
     Any vLLM can serve it by itself. Copied where it is cached; needs no daemon.
     """
-    from sparkd.cached import chosen
-    from sparkd.config_file import config_of
+    from sparkd.cli.config_file import config_of
+    from sparkd.cli.quantized import chosen
 
     wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
     _check_groups(wanted)
@@ -71,10 +71,10 @@ def export(
 def _check_groups(wanted: Chosen) -> None:
     """Raises CheckpointError for what the program would refuse after half a minute of imports. A checkpoint that cannot be read, or is of a
     kind that is not known here, is left to it."""
+    from sparkd.capacity.parallelism import uneven_groups
+    from sparkd.capacity.weights import inventory
     from sparkd.checkpoint import read_checkpoint
-    from sparkd.legal import uneven_groups
-    from sparkd.model_shape import shape_of
-    from sparkd.weight_cost import inventory
+    from sparkd.models.shape import shape_of
 
     try:
         checkpoint = read_checkpoint(wanted.folder)

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from sparkd import show
+from sparkd.cli.models import POLL_S, Session, Timeout, verb
+from sparkd.cli.options import option
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
-from sparkd.verb_options import option
-from sparkd.verbs import POLL_S, Session, Timeout, verb
+from sparkd.render import models as show
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +44,7 @@ def fabric(
     if session.json:
         show.say_json(found)
     else:
-        from sparkd import show_fabric
+        from sparkd.render import fabric as show_fabric
 
         (show_fabric.environment if env else show_fabric.fabric)(found, session.out)
     if found["verdict"] == "fail":
@@ -56,7 +56,7 @@ def nodes(session: Session) -> None:
 
     Offered is who answers at the other end of a QSFP cable. Nobody is joined by being found: `sparkd join` on that node does it.
     """
-    from sparkd import show_fabric
+    from sparkd.render import fabric as show_fabric
 
     found = session.client.get("/nodes")
     if session.json:
@@ -94,8 +94,8 @@ def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None)
 
 
 def _of_folders(roots: list[Path]) -> dict[str, Any]:
-    from sparkd.fabric_report import report
-    from workers.fabric_reading import sample
+    from sparkd.fabric.report import report
+    from workers.host.network import sample
 
     for root in roots:
         if not (root / "sys").is_dir():
@@ -105,9 +105,9 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
 
 def _of_this_node() -> dict[str, Any]:
     """A node that has joined a head has no peer to offer: a machine that it meets is of that cluster, or to join that head."""
-    from sparkd.fabric_report import report
-    from workers.fabric_knock import knock
-    from workers.fabric_reading import sample
+    from sparkd.fabric.report import report
+    from workers.host.link_peers import knock
+    from workers.host.network import sample
 
     answers = knock()
     raw = sample() | {"answers": answers}
@@ -117,11 +117,11 @@ def _of_this_node() -> dict[str, Any]:
 
 def _has_joined() -> bool:
     """False too where this user may not read it."""
-    from sparkd import joined
-    from sparkd.config import load_config
-    from sparkd.launch import config_path
+    from sparkd.cli.serve import config_path
+    from sparkd.cluster import membership
+    from sparkd.config.config import load_config
 
     try:
-        return joined.read(load_config(config_path(None, os.environ, alone=True), environ=os.environ)) is not None
+        return membership.read(load_config(config_path(None, os.environ, alone=True), environ=os.environ)) is not None
     except (SparkdError, OSError):
         return False

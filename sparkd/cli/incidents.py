@@ -12,11 +12,11 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from sparkd import show
+from sparkd.cli.models import Session, verb
+from sparkd.cli.options import argument
 from sparkd.errors import Unavailable, UnknownIncident
-from sparkd.ragged import Ragged
-from sparkd.verb_options import argument
-from sparkd.verbs import Session, verb
+from sparkd.render import models as show
+from sparkd.render.ragged_table import Ragged
 
 GIB = 1 << 30
 STATE_DIR = "/var/lib/sparkd"
@@ -62,7 +62,7 @@ def ls(session: Session) -> None:
 
 def show_one(session: Session, incident: Annotated[str, argument(metavar="INCIDENT", help="Its id, as ls shows it.")]) -> None:
     """One incident: two minutes of memory, who held it, the engine's last lines."""
-    from workers.incidents import INCIDENT_ID, read
+    from workers.guard.incidents import INCIDENT_ID, read
 
     if not INCIDENT_ID.fullmatch(incident):
         # Else a part of a path might be asked for.
@@ -121,7 +121,7 @@ def _readings(bundle: Mapping[str, Any], console: Console) -> None:
 
 
 def _here(session: Session) -> list[dict[str, Any]]:
-    from workers.incidents import summaries
+    from workers.guard.incidents import summaries
 
     if not session.json:
         session.err.print("This node alone, since no daemon answers.", style="dim", markup=False)

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparkd.cli.options import Asked, Json, argument, option
+from sparkd.cli.serve import ConfigFile, config_path
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
-from sparkd.launch import ConfigFile, config_path
-from sparkd.owner import as_owner, refuse_another_users
-from sparkd.page import say_json
-from sparkd.verb_options import Asked, Json, argument, option
-from workers import processes
-from workers.interpreter import inherited_environment
-from workers.processes import Identity
+from sparkd.execution.as_owner import as_owner, refuse_another_users
+from sparkd.render.page import say_json
+from workers.host import processes
+from workers.host.interpreter import inherited_environment
+from workers.host.processes import Identity
 
 if TYPE_CHECKING:
-    from sparkd.config import Config
-    from sparkd.fabric import Fabric
-    from sparkd.joined import Joined
+    from sparkd.cluster.membership import Joined
+    from sparkd.config.config import Config
+    from sparkd.fabric.interfaces import Fabric
 
 UNIT = "sparkd-ray.service"
 SYSTEM_TOKEN = Path("/etc/sparkd/ray.token")
@@ -67,9 +67,10 @@ def join(
     until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave` undoes it. Without --token it asks for it, unless this
     node had joined that head before.
     """
-    from sparkd import joined, show
-    from sparkd.join_head import ask_head, clock_doubt, find_head
-    from sparkd.join_way import way_to
+    from sparkd.cluster import membership
+    from sparkd.cluster.head_probe import ask_head, clock_doubt, find_head
+    from sparkd.cluster.join_route import way_to
+    from sparkd.render import models as show
 
     loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
     found = find_head(head)
@@ -86,7 +87,7 @@ def join(
     units = not foreground and _has_units(loaded)
     if not units:
         refuse_another_users(loaded.state_dir)
-    kept = joined.token_path(loaded) if before is not None and before.address == found.address else None
+    kept = membership.token_path(loaded) if before is not None and before.address == found.address else None
     secret = _token(token, kept)
     way = way_to(found.host, found.routed, _fabric(), node_ip)
     with tempfile.TemporaryDirectory(prefix="sparkd-join-") as folder:
@@ -99,23 +100,23 @@ def join(
     err.print(way.why, markup=False)
     for doubt in (*way.doubts, *filter(None, [clocks])):
         err.print(f"warn: {doubt}", style="yellow", markup=False)
-    as_owner(loaded.state_dir, lambda: joined.keep_token(loaded, secret))
+    as_owner(loaded.state_dir, lambda: membership.keep_token(loaded, secret))
     if units:
         earlier = before if before is not None and before.unit else None
         enabled = earlier.enabled if earlier else _systemctl("is-enabled", UNIT)
         active = earlier.active if earlier else _systemctl("is-active", UNIT)
-        record = joined.Joined(found.address, way.node_ip, True, enabled, active)
-        as_owner(loaded.state_dir, lambda: joined.keep(loaded, record))
+        record = membership.Joined(found.address, way.node_ip, True, enabled, active)
+        as_owner(loaded.state_dir, lambda: membership.keep(loaded, record))
         if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
             raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
         err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
         if as_json:
             say_json({**told, "unit": UNIT})
         return
-    record = joined.Joined(found.address, way.node_ip)
+    record = membership.Joined(found.address, way.node_ip)
     if me := processes.identity(os.getpid()):
         record = replace(record, pid=me.pid, start_ticks=me.start_ticks, boot_id=me.boot_id)
-    joined.keep(loaded, record)
+    membership.keep(loaded, record)
     err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
     if as_json:
         say_json({**told, "unit": None})
@@ -128,12 +129,13 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
     Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
     """
     # Imported before the work is another user's.
-    from sparkd import joined, raynode, show  # noqa: F401
+    from sparkd.cluster import membership
+    from sparkd.render import models as show
 
     loaded, out = _loaded(config, state_dir), show.terminal()
     found = _joined(loaded)
     if found is None:
-        raise ConfigError(f"This node has joined nobody: there is no {loaded.state_dir / joined.RECORD}.")
+        raise ConfigError(f"This node has joined nobody: there is no {loaded.state_dir / membership.RECORD}.")
     as_owner(loaded.state_dir, lambda: _interrupt(found))
     # The record is the word of who can write there: only that of the system's folder speaks of the system's unit.
     unit = found.unit and _has_units(loaded)
@@ -183,7 +185,7 @@ def token(
 
 
 def _loaded(config: Path | None, state_dir: Path | None) -> Config:
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     return load_config(config_path(config, os.environ, alone=state_dir is None), flags={"state_dir": state_dir}, environ=os.environ)
 
@@ -198,7 +200,7 @@ def _token(given: str | None, kept: Path | None) -> str:
     elif given is not None:
         if "/" in given:
             raise ConfigError("--token names a file that is not there.")
-        from sparkd import show
+        from sparkd.render import models as show
 
         show.terminal(stderr=True).print(
             "warn: every user of this node can read a command line: prefer --token - or a file.", style="yellow"
@@ -226,8 +228,8 @@ def _is_file(text: str) -> bool:
 
 
 def _fabric() -> Fabric | None:
-    from sparkd.fabric import fabric_of
-    from workers.fabric_reading import sample
+    from sparkd.fabric.interfaces import fabric_of
+    from workers.host.network import sample
 
     try:
         raw = sample()
@@ -238,8 +240,8 @@ def _fabric() -> Fabric | None:
 
 def _stay(config: Config, node_ip: str) -> None:
     """Until Ctrl-C; then nothing of it is left."""
-    from sparkd import logs
-    from sparkd.raynode import run_node
+    from sparkd.cluster.ray_node import run_node
+    from sparkd.daemon import logs
 
     logs.set_up(config.log_level, None)
     logging.getLogger("sparkd").setLevel(config.log_level.upper())
@@ -251,17 +253,17 @@ def _stay(config: Config, node_ip: str) -> None:
 
 def _end(config: Config, node_ip: str) -> None:
     """Remove what is left once Ray has ended: ranks, which nobody would look after, and the files."""
-    from sparkd import joined
-    from sparkd.rank_folders import rank_folders
-    from sparkd.raynode import end_ranks, forget_folder, node_of
+    from sparkd.cluster import membership
+    from sparkd.cluster.node_paths import rank_folders
+    from sparkd.cluster.ray_node import end_ranks, forget_folder, node_of
 
     run_dir = rank_folders(config, node_ip)[0]
     with suppress(ConfigError):
-        ray = node_of(joined.applied(config), os.environ)
+        ray = node_of(membership.applied(config), os.environ)
         ray.stop()
         ray.forget()
     left = end_ranks(run_dir, float(config.engine.stop_timeout_s))
-    joined.forget(config)
+    membership.forget(config)
     if not left:
         forget_folder(run_dir)
     else:
@@ -270,12 +272,12 @@ def _end(config: Config, node_ip: str) -> None:
 
 def _offered_address(config: Config, path: Path | None) -> str:
     """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
-    from sparkd.config import is_loopback
+    from sparkd.config.config import is_loopback
 
     if (found := _joined(config)) is not None:
         raise ConfigError(f"This node has joined {found.address}: run `sparkd token` there.")
     if config.cluster.address is not None:
-        from sparkd.rayhead import is_here
+        from sparkd.cluster.ray_head import is_here
 
         if not is_here(config.cluster.address.rpartition(":")[0].strip("[]")):
             raise ConfigError(f"This node joins {config.cluster.address}: run `sparkd token` there.")
@@ -285,7 +287,7 @@ def _offered_address(config: Config, path: Path | None) -> str:
         return f"{node_ip}:{port}"
     if running := _running_address(config):
         return running
-    from sparkd.join_head import PORT
+    from sparkd.cluster.head_probe import PORT
 
     rail = _own_rail() if node_ip is None or is_loopback(node_ip) else (node_ip, "")
     settings = f"cluster: {{node_ip: {rail[0] if rail else 'THIS NODE ON THE CABLE'}, port: {port or PORT}}}"
@@ -298,8 +300,8 @@ def _offered_address(config: Config, path: Path | None) -> str:
 
 def _running_address(config: Config) -> str | None:
     """Where the Ray that runs here listens for others: its daemon may have another configuration file than was named here."""
-    from sparkd.config import is_loopback
-    from sparkd.rayhead import living_head
+    from sparkd.cluster.ray_head import living_head
+    from sparkd.config.config import is_loopback
 
     address = living_head(config.runtime_path())
     return None if address is None or is_loopback(address.rpartition(":")[0].strip("[]")) else address
@@ -313,7 +315,7 @@ def _own_rail() -> tuple[str, str] | None:
 
 def _token_file(config: Config) -> Path:
     """As the units have it: systemd hands the system's file to them as a credential."""
-    from sparkd.config import STATE_DIR
+    from sparkd.config.config import STATE_DIR
 
     if config.cluster.token_file is None and config.state_dir == STATE_DIR:
         with suppress(OSError):
@@ -324,7 +326,7 @@ def _token_file(config: Config) -> Path:
 
 def _has_units(config: Config) -> bool:
     """Whether root is to hand this node over to the systemd unit."""
-    from sparkd.config import STATE_DIR
+    from sparkd.config.config import STATE_DIR
 
     return os.geteuid() == 0 and config.state_dir == STATE_DIR and Path("/run/systemd/system").is_dir() and _systemctl("cat", UNIT)
 
@@ -351,14 +353,14 @@ def _systemctl(*words: Any) -> bool:
 
 
 def _joined(config: Config) -> Joined | None:
-    from sparkd import joined
+    from sparkd.cluster import membership
 
     def read() -> dict[str, Any] | None:
-        found = joined.read(config)
+        found = membership.read(config)
         return None if found is None else asdict(found)
 
     raw = as_owner(config.state_dir, read)
-    return None if raw is None else joined.Joined(**raw)
+    return None if raw is None else membership.Joined(**raw)
 
 
 def _interrupt(found: Joined) -> None:

@@ -9,23 +9,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.capacity.consultation import Consultation
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.sureness import of_weights
+from sparkd.capacity.vllm_figures import Exact
+from sparkd.capacity.weights import inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
-from sparkd.consultation import Consultation
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError, Unavailable
-from sparkd.exact import Exact
-from sparkd.hub_headers import Progress, checkpoint_of
-from sparkd.kv_cost import Serving
-from sparkd.model_shape import shape_of
-from sparkd.quantizing import AUTO
-from sparkd.source import CONFIG_PATH, source_of
-from sparkd.sureness import of_weights
-from sparkd.weight_cost import inventory, refuse_incomplete
-from workers.stream.format import Format, fitting
-from workers.stream.packed_scale import packed_module_of
-from workers.stream.recipe import Assignment, Recipe
+from sparkd.models.remote_headers import Progress, checkpoint_of
+from sparkd.models.shape import shape_of
+from sparkd.models.source import CONFIG_PATH, source_of
+from sparkd.schema.quantize import AUTO
+from workers.quantization.formats import Format, fitting
+from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.recipe import Assignment, Recipe
 
 if TYPE_CHECKING:
-    from sparkd.config import Config, ModelConfig
+    from sparkd.config.config import Config, ModelConfig
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # The tensors that stand beside an FP8 weight and go with it into its new format.
@@ -57,9 +57,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The parts of a checkpoint that one GPU holds under a recipe. bytes: of parameters and buffers; sureness: one of sparkd.exact;
-    unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so, without a full stop, None where it
-    does."""
+    """The parts of a checkpoint that one GPU holds under a recipe. bytes: of parameters and buffers; sureness: one of
+    sparkd.capacity.vllm_figures; unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so,
+    without a full stop, None where it does."""
 
     bytes: int
     sureness: str
@@ -193,7 +193,7 @@ def settings_around(config_file: Path | None, environ: Mapping[str, str]) -> tup
     path = _config_path(config_file, environ)
     if path is None:
         return None
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     return load_config(path, environ=environ), str(path)
 
@@ -202,7 +202,7 @@ def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) 
     """The entry that names this recipe and nothing else; as `configured`."""
     if ("/" in model and "@" not in model) or model.startswith((".", "~", "/")):
         return None
-    from sparkd.config import load_config, parse_model
+    from sparkd.config.config import load_config, parse_model
 
     config = load_config(_config_path(config_file, environ), environ=environ)
     book = config.book()
@@ -225,8 +225,8 @@ def _named(
     """(folder or hub id, revision, quantize, environment of the engine) of a name."""
     path = _config_path(config_file, environ)
     if path is not None:
-        from sparkd.config import load_config
-        from sparkd.trust import at_trusted_commit
+        from sparkd.config.config import load_config
+        from sparkd.entry.trusted_commits import at_trusted_commit
 
         config = load_config(path, environ=environ)
         found = next((each for each in config.models.values() if model in each.served_names()), None)

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sparkd import show
-from sparkd.amounts import MOST, real, whole
-from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
+from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url, model_path
+from sparkd.cli.options import Asked, Json, KeyFile, Url, argument, option
 from sparkd.errors import ABSENT, UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
-from sparkd.verb_options import Asked, Json, KeyFile, Url, argument, option
+from sparkd.render import models as show
+from sparkd.units import MOST, real, whole
 
 POLL_S = 1.0
 LOG_LINES = 200
@@ -302,9 +302,9 @@ def events(
 
 
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
-    from sparkd.layers import listing_of
-    from sparkd.page import headers_of
-    from sparkd.plan_command import consult
+    from sparkd.cli.layers import listing_of
+    from sparkd.cli.plan_run import consult
+    from sparkd.render.page import headers_of
 
     unheard: list[str] = []
     with headers_of(model) as progress:
@@ -318,9 +318,9 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 
 
 def _list_cached(session: Session, config: Path | None) -> None:
-    from sparkd.cached import listing
-    from sparkd.config_file import config_of
-    from sparkd.owner import as_owner
+    from sparkd.cli.config_file import config_of
+    from sparkd.cli.quantized import listing
+    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
     found = as_owner(loaded.quantized_path(), lambda: listing(loaded))
@@ -331,9 +331,9 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
-    from sparkd.cached import remove
-    from sparkd.config_file import config_of
-    from sparkd.owner import as_owner
+    from sparkd.cli.config_file import config_of
+    from sparkd.cli.quantized import remove
+    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
     removed, swept_bytes = as_owner(loaded.quantized_path(), lambda: remove(model, loaded))

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from sparkd.amounts import MOST, real, whole
-from sparkd.verb_options import argument, option
-from sparkd.verbs import Session, verb
+from sparkd.cli.models import Session, verb
+from sparkd.cli.options import argument, option
+from sparkd.units import MOST, real, whole
 
 NODES, SEQS = whole("--nodes", 1, MOST["nodes"]), whole("--seqs", 1, MOST["requests"])
 CONTEXT = whole("--ctx", 1, MOST["max_model_len"], tokens=True)
@@ -47,9 +47,9 @@ def plan(
 
     From headers, here or on the hub, and what the installed vLLM says of them.
     """
-    from sparkd import plan_command
+    from sparkd.cli import plan_run
 
-    code = plan_command.run(
+    code = plan_run.run(
         lambda: session.client,
         json=session.json,
         model=model,

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkd.amounts import MOST
+from sparkd.units import MOST
 
 if TYPE_CHECKING:
-    from sparkd.client import Client
+    from sparkd.admin.client import Client
 
 # From 1, and of no more digits than any of these options may have.
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -33,7 +33,7 @@ def _up_to(most: float, read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _count, _word = _matching(_COUNT, int), _matching(_WORD, str)
-# Option -> parameter of sparkd.plan_command.run, and what reads its value: None for one that is not plain.
+# Option -> parameter of sparkd.cli.plan_run.run, and what reads its value: None for one that is not plain.
 VALUES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "--nodes": ("nodes", _up_to(MOST["nodes"], _count)),
     "--ctx": ("context", _up_to(MOST["max_model_len"], _count)),
@@ -60,10 +60,10 @@ def run(words: Sequence[str]) -> int | None:
     if any(os.environ.get(name) for name in ("SPARKD_URL", "SPARKD_ADMIN_KEY")):
         # Refused as any verb refuses them, whether a daemon is asked or not.
         _client()
-    from sparkd import plan_command
+    from sparkd.cli import plan_run
 
     try:
-        return plan_command.run(_client, **asked)
+        return plan_run.run(_client, **asked)
     finally:
         if _client.cache_info().currsize:
             _client().close()
@@ -72,13 +72,13 @@ def run(words: Sequence[str]) -> int | None:
 
 @cache
 def _client() -> Client:
-    from sparkd.client import DEFAULT_URL, Client, admin_key, base_url
+    from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url
 
     return Client(base_url(os.environ.get("SPARKD_URL") or DEFAULT_URL), admin_key(None, os.environ))
 
 
 def read(words: Sequence[str]) -> dict[str, Any] | None:
-    """The parameters of sparkd.plan_command.run; None for a command line that has anything unusual, such as an option twice."""
+    """The parameters of sparkd.cli.plan_run.run; None for a command line that has anything unusual, such as an option twice."""
     asked: dict[str, Any] = {}
     key: str
     value: Any

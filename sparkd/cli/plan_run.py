@@ -11,30 +11,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from sparkd import show_plan
+from sparkd.capacity.consultation import Consultation, Witness
+from sparkd.capacity.plan_report import STATE_DIR, Site, vllm_json
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, Question, answer
+from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
-from sparkd.consultation import Consultation, Witness
-from sparkd.drafting import METHODS, recipe_for
-from sparkd.engine_flags import flags_of
+from sparkd.cli.layers import meant, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
-from sparkd.hub_headers import checkpoint_of
-from sparkd.installed import full_version_in
-from sparkd.layers import meant, of_recipe, settings_around, value_of
-from sparkd.model_answers import Answer, Runtime, ask, kept, places
-from sparkd.model_answers import Question as Asked
-from sparkd.page import headers_of, printable, say_json, standard
-from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
-from sparkd.planned import STATE_DIR, Site, vllm_json
-from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
-from sparkd.source import source_of
+from sparkd.inquiry.model_answers import Answer, Runtime, ask, kept, places
+from sparkd.inquiry.model_answers import Question as Asked
+from sparkd.models.prequantized import prequantized
+from sparkd.models.remote_headers import checkpoint_of
+from sparkd.models.source import source_of
+from sparkd.render import plan as show_plan
+from sparkd.render.page import headers_of, printable, say_json, standard
+from sparkd.schema.engine_flags import flags_of
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.installed import full_version_in
 
 if TYPE_CHECKING:
-    from sparkd.client import Client
-    from sparkd.config import Config, ModelConfig
+    from sparkd.admin.client import Client
+    from sparkd.config.config import Config, ModelConfig
 
-# A daemon looks at a model's headers for at most a minute (sparkd.plan_here).
+# A daemon looks at a model's headers for at most a minute (sparkd.capacity.plan_for_node).
 DAEMON_S = 75.0
 KV_DTYPES = get_args(KvDtype)
 
@@ -73,7 +73,7 @@ def run(
         told = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
         raise ConfigError(f"{told}: give a configured name, a folder, or a hub id (owner/name).")
     if model.endswith((".yaml", ".yml")):
-        from sparkd.recipe_file import refuse_as_model
+        from sparkd.recipes.file import refuse_as_model
 
         refuse_as_model(model)
     if json and (docker or compose):
@@ -153,7 +153,7 @@ def found(
         entry = None
         if own is not None:
             # These modules are imported for an entry alone.
-            from sparkd.plan_entry import entry_of
+            from sparkd.capacity.plan_for_entry import entry_of
 
             entry = entry_of(*own)
             source, revision, engine = entry.spec.model, entry.spec.revision, {**os.environ, **entry.env}
@@ -221,7 +221,7 @@ def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unh
         def progress(step: str, number: int) -> None:
             if not lines:
                 # Its terminal is a library that a plan which asks nothing need not wait for.
-                from sparkd import show
+                from sparkd.render import models as show
 
                 lines.append(shown.enter_context(show.progress(show.terminal(stderr=True))))
             if number >= 0:
@@ -287,7 +287,7 @@ def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) 
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
     import yaml
 
-    from sparkd.container import containers, shell
+    from sparkd.capacity.container import containers, shell
 
     choice = plan["choice"]
     if choice is not None and image is None and not choice.get("configured"):

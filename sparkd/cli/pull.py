@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sparkd import show
-from sparkd.client import model_path
+from sparkd.admin.client import model_path
+from sparkd.cli.models import POLL_S, NoWait, Session, Timeout, verb
+from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
-from sparkd.verb_options import argument, option
-from sparkd.verbs import POLL_S, NoWait, Session, Timeout, verb
+from sparkd.render import models as show
 
 
 def register(app: typer.Typer) -> None:

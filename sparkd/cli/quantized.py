@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import CheckpointError, ConfigError, Conflict
-from sparkd.quantizing import AUTO
-from sparkd.source import name_of, snapshot_of, source_of
-from workers.stream import cache
-from workers.stream.manifest import model_name
+from sparkd.models.source import name_of, snapshot_of, source_of
+from sparkd.schema.quantize import AUTO
+from workers.stream.cache import store
+from workers.stream.cache.manifest import model_name
 
 if TYPE_CHECKING:
-    from sparkd.config import Config
-    from workers.stream.recipe import Recipe
+    from sparkd.config.config import Config
+    from workers.quantization.recipe import Recipe
 
 
 _AS_ITS_USER = "Run this as the user that sparkd runs as."
@@ -38,14 +38,14 @@ def listing(config: Config) -> dict[str, Any]:
     entries = _entries(config)
     swept_bytes, sweep_fault = 0, None
     try:
-        swept_bytes = cache.swept(folder)
+        swept_bytes = store.swept(folder)
     except OSError as error:
         sweep_fault = f"{error.filename or folder}: {error.strerror}"
     return {
         "folder": folder,
-        "limit_bytes": None if limit_gib is None else int(limit_gib * cache.GIB),
+        "limit_bytes": None if limit_gib is None else int(limit_gib * store.GIB),
         "cached": [_row(entry) for entry in entries],
-        "writing_bytes": cache.written_now(folder),
+        "writing_bytes": store.written_now(folder),
         "swept_bytes": swept_bytes,
         "sweep_fault": sweep_fault,
     }
@@ -59,7 +59,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     """
     found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
     try:
-        swept_bytes = cache.swept(str(config.quantized_path()))
+        swept_bytes = store.swept(str(config.quantized_path()))
     except OSError as error:
         raise ConfigError(f"{error.filename or config.quantized_path()}: {error.strerror}. {_AS_ITS_USER}") from None
     if not found:
@@ -71,7 +71,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     for entry in found:
         row = {"name": entry.name, "folder": entry.folder, "size_bytes": entry.size_bytes}
         try:
-            (removed if cache.remove(entry.folder) else in_use).append(row)
+            (removed if store.remove(entry.folder) else in_use).append(row)
         except OSError as error:
             raise ConfigError(f"{error.filename or entry.folder}: {error.strerror}. {_AS_ITS_USER}") from None
     if in_use:
@@ -87,8 +87,8 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
 
     quantize: a recipe as YAML, in place of the configured one.
     """
-    from sparkd.trust import at_trusted_commit
-    from workers.stream.recipe import Recipe
+    from sparkd.entry.trusted_commits import at_trusted_commit
+    from workers.quantization.recipe import Recipe
 
     configured = config.lookup(model)
     configured = configured and at_trusted_commit(configured, config)
@@ -111,16 +111,16 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
 
 
-def _entries(config: Config) -> list[cache.Entry]:
+def _entries(config: Config) -> list[store.Entry]:
     folder = str(config.quantized_path())
     try:
-        return cache.entries(folder)
+        return store.entries(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}. Run this as the user that sparkd runs as, or set quantized_cache.dir.") from None
 
 
-def _row(entry: cache.Entry) -> dict[str, Any]:
-    manifest, fault = entry.manifest, cache.fault_of(entry)
+def _row(entry: store.Entry) -> dict[str, Any]:
+    manifest, fault = entry.manifest, store.fault_of(entry)
     return {
         "name": entry.name,
         "model": model_name(manifest.source.folder) if manifest else None,
@@ -137,7 +137,7 @@ def _row(entry: cache.Entry) -> dict[str, Any]:
     }
 
 
-def _is_of(entry: cache.Entry, model: str, config: Config) -> bool:
+def _is_of(entry: store.Entry, model: str, config: Config) -> bool:
     """Whether an entry is what a user means by `model`."""
     if entry.name == model or entry.manifest is None:
         return entry.name == model

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd import registry_verbs
+from sparkd.cli import registries
+from sparkd.cli.options import Asked, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.page import printable, say_json
-from sparkd.verb_options import Asked, Json, argument, option
-from workers import regular_file
+from sparkd.render.page import printable, say_json
+from workers.host import regular_file
 
 if TYPE_CHECKING:
-    from sparkd.recipe_book import Book
-    from sparkd.vllm_history import Release
-    from sparkd.vllm_known import FlagTable
-    from sparkd.yamlfile import Problem
+    from sparkd.recipes.library import Book
+    from sparkd.schema.yaml_file import Problem
+    from sparkd.vllm.arg_check import FlagTable
+    from sparkd.vllm.releases import Release
 
 recipes = typer.Typer(
     name="recipes",
@@ -38,7 +38,7 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or N
 
 
 def register(app: typer.Typer) -> None:
-    registry_verbs.register(recipes)
+    registries.register(recipes)
     app.add_typer(recipes)
 
 
@@ -52,11 +52,11 @@ def ls(
 ) -> None:
     """Every recipe: the model, and how fast it has been seen."""
     if registry:
-        registry_verbs.list_registries(name, _json(ctx, json))
+        registries.list_registries(name, _json(ctx, json))
         return
     if name is not None:
         raise ConfigError(f"{name[:64]!r}: `recipes ls` takes a name with --registry alone; `sparkd recipes show NAME` shows one recipe.")
-    from sparkd.recipe_check import summary
+    from sparkd.config.recipe_check import summary
 
     book = _book(folder)
     rows, wrong = [], list[Any]()
@@ -68,7 +68,8 @@ def ls(
     if _json(ctx, json):
         say_json({"recipes": rows, "problems": [_problem(problem) for problem in wrong]})
         return
-    from sparkd import show, show_recipes
+    from sparkd.render import models as show
+    from sparkd.render import recipes as show_recipes
 
     show_recipes.listed(rows, show.terminal())
     for problem in wrong:
@@ -86,8 +87,8 @@ def show_(
     json: Json = False,
 ) -> None:
     """One recipe: what it sets, the flags it comes to, figures and their sources."""
-    from sparkd.parser_choice import explained
-    from sparkd.recipe_check import Choice, described, resolve
+    from sparkd.config.recipe_check import Choice, described, resolve
+    from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
     recipe, variant = book.split(name)
@@ -99,7 +100,8 @@ def show_(
     if _json(ctx, json):
         say_json(description)
     else:
-        from sparkd import show, show_recipes
+        from sparkd.render import models as show
+        from sparkd.render import recipes as show_recipes
 
         show_recipes.described(description, show.terminal())
         sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(recipe)[1])
@@ -118,8 +120,8 @@ def check(
 
     Prints `file:line: message` for each problem; the exit code is 0 if all can be used, 2 if not.
     """
-    from sparkd.recipe_book import AsWritten
-    from sparkd.recipe_check import checked, load, parsed
+    from sparkd.config.recipe_check import checked, load, parsed
+    from sparkd.recipes.library import AsWritten
 
     book, release = _book(folder), _release(vllm)
     problems: list[Problem] = []
@@ -163,11 +165,11 @@ def import_(
     Shell hooks are never taken over. stderr and the recipe's head tell first where it trusts a model's code or names a folder, then what is
     missing, then what was left out. A recipe that cannot be used here is not written, and the exit code is 2.
     """
-    from sparkd.recipe_book import AsWritten
-    from sparkd.recipe_check import unusable, with_risks
-    from sparkd.recipe_file import is_foreign
-    from sparkd.recipe_import import Imported, imported
-    from sparkd.yamlfile import parse
+    from sparkd.config.recipe_check import unusable, with_risks
+    from sparkd.recipes.file import is_foreign
+    from sparkd.recipes.importer import Imported, imported
+    from sparkd.recipes.library import AsWritten
+    from sparkd.schema.yaml_file import parse
 
     (raw, shown, origin), release = _raw(file), _release(vllm)
     document = parse(raw, shown, AsWritten())
@@ -206,15 +208,15 @@ def import_(
 
 def _flags() -> FlagTable | None:
     """The flags of the vLLM beside sparkd; reading them takes as long as its import, once."""
-    from sparkd.config_file import config_of
-    from sparkd.vllm_table import announce, flag_table, places
+    from sparkd.cli.config_file import config_of
+    from sparkd.inquiry.flag_table import announce, flag_table, places
 
     return flag_table(None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
 
 
 def _book(folder: Path | None) -> Book:
-    from sparkd.config_file import config_of
-    from sparkd.recipe_book import AsWritten, Book
+    from sparkd.cli.config_file import config_of
+    from sparkd.recipes.library import AsWritten, Book
 
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--dir {folder}: there is no such folder.")
@@ -224,8 +226,8 @@ def _book(folder: Path | None) -> Book:
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
     """(content, name in messages, address and commit) of a recipe of a registry, or of a file, which has no such."""
-    from sparkd.recipe_file import SUFFIXES
-    from sparkd.source import FOLDER_SIGNS
+    from sparkd.models.source import FOLDER_SIGNS
+    from sparkd.recipes.file import SUFFIXES
 
     name = str(file)
     if not file.exists() and file.suffix not in SUFFIXES and not name.startswith(FOLDER_SIGNS):
@@ -247,9 +249,9 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
 
 def _release(version: str | None) -> Release:
     """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
-    from sparkd.installed import release_in
-    from sparkd.vllm_flags import release_of
-    from sparkd.vllm_history import READ_OFF
+    from sparkd.vllm.installed import release_in
+    from sparkd.vllm.releases import READ_OFF
+    from sparkd.vllm.translate import release_of
 
     if version is not None:
         if (release := release_of(version)) is None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparkd.cli.options import Asked, Json, argument, option
 from sparkd.errors import Conflict, SparkdError
-from sparkd.page import printable, say_json
-from sparkd.verb_options import Asked, Json, argument, option
+from sparkd.render.page import printable, say_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sparkd.registry import Registries
+    from sparkd.recipes.registry import Registries
 
 _SIGNED = {
     "good": "signed by {}",
@@ -43,9 +43,9 @@ def add_registry(
 
     Its recipes are NAME@REGISTRY then. Nothing of it is ever run, and it stays at that commit until `sparkd recipes update`.
     """
+    from sparkd.cli.registry_fetch import fetched, source_of
     from sparkd.errors import ConfigError
-    from sparkd.registry import NAME
-    from sparkd.registry_fetch import fetched, source_of
+    from sparkd.recipes.registry import NAME
 
     where = source_of(source)
     chosen = where.default_name if name is None else name
@@ -76,8 +76,8 @@ def update(
     json: Json = False,
 ) -> None:
     """Bring registries to their newest commit and tell what that changes. One that cannot be brought stays as it is."""
-    from sparkd.registry import Change
-    from sparkd.registry_fetch import fetched, source_of
+    from sparkd.cli.registry_fetch import fetched, source_of
+    from sparkd.recipes.registry import Change
 
     def bring(registries: Registries) -> list[dict[str, Any]]:
         rows = list[dict[str, Any]]()
@@ -131,7 +131,8 @@ def list_registries(name: str | None, as_json: bool) -> None:
         if as_json:
             say_json({"registries": rows})
         elif usable or not rows:
-            from sparkd import show, show_recipes
+            from sparkd.render import models as show
+            from sparkd.render import recipes as show_recipes
 
             show_recipes.registries(({**row, "signed": _signed(row)} for row in usable), show.terminal())
         if len(usable) < len(rows):
@@ -144,7 +145,8 @@ def list_registries(name: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"registry": registry, "recipes": recipes})
         return
-    from sparkd import show, show_recipes
+    from sparkd.render import models as show
+    from sparkd.render import recipes as show_recipes
 
     show_recipes.of_registry(recipes, show.terminal())
     _say(f"{registry['url']} at {_commit(registry)}.")
@@ -153,9 +155,9 @@ def list_registries(name: str | None, as_json: bool) -> None:
 
 def _on_registries(work: Any) -> Any:
     """The result of `work`, as JSON has it, for the registries of this machine's sparkd; as the user that its state folder belongs to."""
-    from sparkd.config_file import config_of
-    from sparkd.owner import as_owner
-    from sparkd.registry import Registries
+    from sparkd.cli.config_file import config_of
+    from sparkd.execution.as_owner import as_owner
+    from sparkd.recipes.registry import Registries
 
     state_dir: Path = config_of(None, os.environ).state_dir
     return as_owner(state_dir, lambda: work(Registries(state_dir)))
@@ -175,7 +177,7 @@ def _signed(registry: dict[str, Any]) -> str:
 
 
 def _short(commit: str) -> str:
-    from sparkd.registry import SHOWN_COMMIT  # other verbs do without its imports
+    from sparkd.recipes.registry import SHOWN_COMMIT  # other verbs do without its imports
 
     return commit[:SHOWN_COMMIT]
 

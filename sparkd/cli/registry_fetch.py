@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sparkd import yamlfile
 from sparkd.errors import ConfigError, SparkdError, StateError
-from sparkd.page import printable
-from sparkd.recipe_book import AsWritten
-from sparkd.registry import NAME, Registry, Signature
-from sparkd.source import FOLDER_SIGNS
-from workers.private import private_folder
+from sparkd.models.source import FOLDER_SIGNS
+from sparkd.recipes.library import AsWritten
+from sparkd.recipes.registry import NAME, Registry, Signature
+from sparkd.render.page import printable
+from sparkd.schema import yaml_file
+from workers.host.private_files import private_folder
 
 FETCH_S, LOOK_S = 120.0, 30.0
 MAX_PACK_BYTES = 256 << 20
@@ -296,9 +296,9 @@ class _Repository:
 def _folders(entries: Mapping[str, _Entry], repository: _Repository) -> list[str]:
     """Those that sparkrun's manifest names, else `recipes`, as eugr's has it, else the whole repository."""
     manifest = entries.get(MANIFEST)
-    if manifest is not None and manifest.mode.startswith("100") and manifest.size <= yamlfile.MAX_BYTES:
+    if manifest is not None and manifest.mode.startswith("100") and manifest.size <= yaml_file.MAX_BYTES:
         (raw,) = repository.contents([manifest])
-        rows = yamlfile.parse(raw, MANIFEST, {}, last_counts=True).table.get("registries")
+        rows = yaml_file.parse(raw, MANIFEST, {}, last_counts=True).table.get("registries")
         tables = [row for row in rows if isinstance(row, Mapping) and row.get("enabled") is not False] if isinstance(rows, list) else []
         named = [str(row.get("subpath") or row.get("recipes") or _RECIPES).strip("/") for row in tables]
         if folders := list(dict.fromkeys(folder for folder in named if _PATH.fullmatch(folder))):
@@ -321,8 +321,8 @@ def _chosen(entries: list[_Entry], repository: _Repository) -> tuple[dict[str, _
                 left_out["hidden, or a name that is not plain"] += 1
             elif entry.kind != "blob" or not entry.mode.startswith("100"):
                 left_out["a link"] += 1
-            elif entry.size > yamlfile.MAX_BYTES:
-                left_out[f"larger than {yamlfile.MAX_BYTES >> 10} KiB"] += 1
+            elif entry.size > yaml_file.MAX_BYTES:
+                left_out[f"larger than {yaml_file.MAX_BYTES >> 10} KiB"] += 1
             elif len(chosen) >= MAX_RECIPES or text_bytes + entry.size > MAX_TEXT_BYTES:
                 left_out[f"more than {MAX_RECIPES} files or {MAX_TEXT_BYTES >> 20} MiB"] += 1
             else:
@@ -336,7 +336,7 @@ def _texts(chosen: Mapping[str, _Entry], repository: _Repository) -> tuple[dict[
     """(name -> text of each recipe, name -> why a file is no YAML)."""
     texts, unreadable = dict[str, str](), dict[str, str]()
     for name, raw in zip(chosen, repository.contents(list(chosen.values())), strict=True):
-        if problems := yamlfile.parse(raw, "", AsWritten(), last_counts=True).problems:
+        if problems := yaml_file.parse(raw, "", AsWritten(), last_counts=True).problems:
             line = f"line {problems[0].line}: " if problems[0].line else ""
             unreadable[name] = f"{line}{problems[0].message}"
         elif _RECIPE.search(raw) is not None:  # else a benchmark's or a container's file

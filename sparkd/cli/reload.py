@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from sparkd import show
-from sparkd.verbs import Session, verb
+from sparkd.cli.models import Session, verb
+from sparkd.render import models as show
 
 _TOLD = (
     ("added", "added"),

@@ -8,14 +8,14 @@ from urllib.parse import quote
 
 import typer
 
-from sparkd import show
-from sparkd.client import Client, model_path
+from sparkd.admin.client import Client, model_path
+from sparkd.cli.models import Session, verb
+from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
+from sparkd.models.source import check_there, name_of, source_of
 from sparkd.nearest import nearest
-from sparkd.source import check_there, name_of, source_of
-from sparkd.verb_options import argument, option
-from sparkd.verbs import Session, verb
-from sparkd.vllm_args import check_args
+from sparkd.render import models as show
+from sparkd.vllm.reserved_args import check_args
 
 PROMPT = ">>> "
 GREETING = "Hello!"
@@ -43,7 +43,7 @@ def run(
     if extra and not extra[0].startswith("-"):
         raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
     if model.endswith((".yaml", ".yml")):
-        from sparkd.recipe_file import refuse_as_model
+        from sparkd.recipes.file import refuse_as_model
 
         refuse_as_model(model)
     # The daemon would refuse them too, as extra_args of an entry, which nobody wrote here.

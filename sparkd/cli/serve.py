@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd import __version__
-from sparkd.amounts import whole
+from sparkd.cli.options import Asked, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.page import printable, say_json
-from sparkd.source import CONFIG_PATH, check_there, name_of, source_of
-from sparkd.verb_options import Asked, Json, argument, option
+from sparkd.models.source import CONFIG_PATH, check_there, name_of, source_of
+from sparkd.render.page import printable, say_json
+from sparkd.units import whole
 
 if TYPE_CHECKING:
-    from sparkd.yamlfile import Problem
+    from sparkd.schema.yaml_file import Problem
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -61,7 +61,7 @@ def serve(
     flags |= {key: value for key, value in named.items() if value is not None}
     if model is not None:
         if model.endswith((".yaml", ".yml")):
-            from sparkd.recipe_file import refuse_as_model
+            from sparkd.recipes.file import refuse_as_model
 
             refuse_as_model(model)
         source = source_of(model)
@@ -78,7 +78,7 @@ def serve(
         flags["models"] = {entry: keys}
     elif name is not None:
         raise ConfigError("--name names the model that --model brings: give both, or none.")
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     loaded = load_config(path, flags=flags, environ=os.environ)
     if port is not None:
@@ -87,10 +87,10 @@ def serve(
             raise ConfigError(f"--listen says port {loaded.port} and --port says {port}: give one of them.")
         flags["listen"] = f"{host}:{port}"
         loaded = load_config(path, flags=flags, environ=os.environ)
-    from sparkd import logs
-    from sparkd.daemon import Options
-    from sparkd.daemon import serve as serve_forever
-    from sparkd.owner import refuse_another_users
+    from sparkd.daemon import logs
+    from sparkd.daemon.daemon import Options
+    from sparkd.daemon.daemon import serve as serve_forever
+    from sparkd.execution.as_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
 
@@ -98,11 +98,11 @@ def serve(
     quiet = log_level is None and sys.stdout.isatty() and sys.stderr.isatty()
     log_file = logs.set_up(loaded.log_level, loaded.state_dir if quiet else None)
     if log_file:
-        from sparkd import show
+        from sparkd.render import models as show
 
         show.terminal().print(f"[dim]The log is in {log_file}[/]", soft_wrap=True)
     if path is None and not loaded.models:
-        from sparkd import show
+        from sparkd.render import models as show
 
         show.terminal().print(f"No configuration is used ({CONFIG_PATH} or --config FILE), and no model is configured.", soft_wrap=True)
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
@@ -112,7 +112,7 @@ def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool
     """Whether a word names a recipe: of the operator's folder, of those that come with sparkd, or of a registry."""
     if "/" in source and "@" not in source:
         return False
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     return load_config(path, flags=flags, environ=os.environ).book().has(source)
 
@@ -124,12 +124,12 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     engines stay.
     """
     path = config_path(config, os.environ, alone=True)
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
-    from sparkd import logs
-    from sparkd.owner import refuse_another_users
-    from sparkd.raynode import run_node
+    from sparkd.cluster.ray_node import run_node
+    from sparkd.daemon import logs
+    from sparkd.execution.as_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
@@ -148,7 +148,7 @@ def check(
     Prints `file:line: message` for each problem, and for each model the parsers of tool calls and of reasoning. The exit code is 2 where
     the file is wrong or an entry of it cannot start, else 0.
     """
-    from sparkd.config_check import check as problems_of
+    from sparkd.cli.config_check import check as problems_of
 
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
@@ -157,7 +157,7 @@ def check(
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": found, "parsers": parsers})
     else:
-        from sparkd.parser_choice import in_words
+        from sparkd.entry.parser_choice import in_words
 
         for problem in problems:
             sys.stdout.write(f"{printable(str(problem))}\n")
@@ -170,9 +170,9 @@ def check(
 
 
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
-    from sparkd.config import load_config
-    from sparkd.parser_choice import explained
-    from sparkd.trust import at_trusted_commit
+    from sparkd.config.config import load_config
+    from sparkd.entry.parser_choice import explained
+    from sparkd.entry.trusted_commits import at_trusted_commit
 
     config = load_config(path, environ=os.environ)
     book, models = config.book(), [at_trusted_commit(model, config) for model in config.models.values()]
@@ -211,9 +211,9 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
     """
     import yaml
 
-    from sparkd.config import Config
-    from sparkd.config_source import canonical, error_of, table_of
-    from sparkd.yamlfile import Place
+    from sparkd.config.config import Config
+    from sparkd.schema.overlay import canonical, error_of, table_of
+    from sparkd.schema.yaml_file import Place
 
     problems: list[Problem] = []
     flags: dict[str, Any] = {}

@@ -11,34 +11,34 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.abilities import Abilities
-from sparkd.boundary import Boundary
-from sparkd.config import Config, ModelConfig
+from sparkd.capacity.reservation import Placement, offered_gib
+from sparkd.cluster.launcher import Attempt, Starter, Tell
+from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
+from sparkd.cluster.node_tracker import Look, Observation, Sight, facts_of, told_of, told_of_strangers, told_of_unreadable
+from sparkd.cluster.placer import HUB, Siting
+from sparkd.cluster.ray_connection import RayLink, or_none
+from sparkd.cluster.ray_head import LOOPBACK, RayHead, costs_of, node_environment
+from sparkd.cluster.read_memory import reading
+from sparkd.cluster.reservations import Places
+from sparkd.config.config import Config, ModelConfig
+from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
+from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
+from sparkd.entry.parser_choice import expected
+from sparkd.entry.tasks import abilities_of
+from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, ModelUnusable, NodeRefused, RankError, refused_by
-from sparkd.fabric import Fabric
-from sparkd.fabric_findings import Finding
-from sparkd.fabric_nodes import FabricNodes, ray_environment
-from sparkd.memory import reading
-from sparkd.model_folder import unusable
-from sparkd.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
-from sparkd.parser_choice import expected
-from sparkd.parsers import Parsers
-from sparkd.placement import Placement, offered_gib
-from sparkd.places import Places
-from sparkd.rank_folders import agent_arguments, rank_folders, remove_empty
-from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
-from sparkd.raylink import RayLink, or_none
-from sparkd.room import Book
-from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers, told_of_unreadable
-from sparkd.siting import HUB, Siting
-from sparkd.snapshot import NodeView
-from sparkd.start import Attempt, Starter, Tell
-from sparkd.state import RankFact, RankHandle
-from sparkd.tasks import abilities_of
-from sparkd.transport import proof
-from sparkd.trust import at_trusted_commit
-from sparkd.upstream import ServedModels, Upstream, served_models, served_routes
-from workers.agent import Agent
+from sparkd.execution.boundary import Boundary
+from sparkd.fabric.checks import Finding
+from sparkd.fabric.interfaces import Fabric
+from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.transport import proof
+from sparkd.models.folder import unusable
+from sparkd.state.abilities import Abilities
+from sparkd.state.memory_book import Book
+from sparkd.state.nouns import RankFact, RankHandle
+from sparkd.state.snapshot import NodeView
+from sparkd.vllm.parsers import Parsers
+from workers.agent.actor import Agent
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -168,11 +168,11 @@ class Cluster:
         )
 
     async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
-        """By node, what workers.fabric_reading.sample says there now; None of a node whose agent does not answer."""
+        """By node, what workers.host.network.sample says there now; None of a node whose agent does not answer."""
         return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
     def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """By model, what the guards of the nodes must know: see workers.sentry.Sentry. They hear it with the next look."""
+        """By model, what the guards of the nodes must know: see workers.guard.guard.Sentry. They hear it with the next look."""
         self._told = told
         self._here.sentry.hear(told)
 
@@ -267,7 +267,7 @@ class Cluster:
         """Stop a rank and verify that no process of it is left. Raises RankError naming those that would not die.
 
         hangs: its engine has been found to; it will finish nothing, and is killed at once. Returns what else it left behind on its node:
-        see workers.rank.stop.
+        see workers.rank.lifecycle.stop.
         """
         # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkd.errors import DoesNotFit, RankError
-from sparkd.fabric_nodes import FabricNodes
+from sparkd.fabric.readings import FabricNodes
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -21,7 +21,7 @@ async def team_of(
 ) -> tuple[str, ...]:
     """The first `size` of `nodes` that have a sound rail between each two and would serve the same; none where so many are not there.
 
-    identify: what workers.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
+    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
     linked, RankError where no so many of these would serve the same, both with the cure; ClusterError where a node does not answer.
     """
     if len(nodes) < size:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd import __version__
-from sparkd.config_fields import split_address
+from sparkd.cluster.ray_head import VERSION_LABEL, is_here, node_environment
 from sparkd.errors import ConfigError, RayUnavailable
-from sparkd.rayhead import VERSION_LABEL, is_here, node_environment
-from workers.agent_version import VERSION
-from workers.interpreter import inherited_environment, module_command
-from workers.ray_probe import CLOCK_S
+from sparkd.schema.fields import split_address
+from workers.agent.ray_probe import CLOCK_S
+from workers.agent.version import VERSION
+from workers.host.interpreter import inherited_environment, module_command
 
 PORT = 6379
 REACH_TIMEOUT_S = 5.0
@@ -103,11 +103,11 @@ def clock_doubt(ahead_s: float | None) -> str | None:
 
 
 def probe_head(address: str, token_path: Path, node_ip: str, *more: str) -> dict[str, object]:
-    """The answer of workers.ray_probe, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most
+    """The answer of workers.agent.ray_probe, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most
     PROBE_TIMEOUT_S."""
     try:
         done = subprocess.run(
-            module_command(sys.executable, "workers.ray_probe", address, *more),
+            module_command(sys.executable, "workers.agent.ray_probe", address, *more),
             env=inherited_environment(os.environ) | node_environment(token_path, node_ip) | {"RAY_BACKEND_LOG_LEVEL": "fatal"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from sparkd.errors import ConfigError
-from sparkd.fabric import LAN, QSFP, WIFI, Cage, Fabric, Interface
-from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, findings
+from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, findings
+from sparkd.fabric.interfaces import LAN, QSFP, WIFI, Cage, Fabric, Interface
 
 
 @dataclass(frozen=True, slots=True)

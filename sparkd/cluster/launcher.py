@@ -9,18 +9,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparkd.config import Config, ModelConfig
+from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.requirement import said_to
+from sparkd.capacity.reservation import GIB, Placement
+from sparkd.cluster.ray_connection import RayLink
+from sparkd.config.config import Config, ModelConfig
+from sparkd.entry.trusted_commits import remember
 from sparkd.errors import ClusterError, RankError
-from sparkd.fabric_environment import wants_rdma
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.needs import said_to
-from sparkd.placement import GIB, Placement
-from sparkd.rank_fields import rank_fields
-from sparkd.raylink import RayLink
-from sparkd.state import RankHandle
-from sparkd.trust import remember
-from sparkd.vllm_flags import Translation
-from workers.command import parallel_flags
+from sparkd.fabric.environment import wants_rdma
+from sparkd.fabric.readings import FabricNodes
+from sparkd.state.nouns import RankHandle
+from sparkd.vllm.translate import Translation
+from workers.rank.command import parallel_flags
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -158,7 +158,7 @@ def _foreign(node: str, one: Mapping[str, Any]) -> str:
 
 
 def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, said: Translation) -> dict[str, Any]:
-    """The fields of a workers.spec.RankSpec that every rank of the model has in common. Reads the checkpoint's headers."""
+    """The fields of a workers.rank.spec.RankSpec that every rank of the model has in common. Reads the checkpoint's headers."""
     return {
         **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),
         "generation": attempt.generation,

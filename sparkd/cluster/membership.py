@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sparkd.config import Config
+from sparkd.config.config import Config
 from sparkd.errors import ConfigError, StateError
-from workers.private import write_private
+from workers.host.private_files import write_private
 
 RECORD = "join.json"
 TOKEN = "join.token"
@@ -23,7 +23,7 @@ TOKEN = "join.token"
 class Joined:
     """address: the head's, host:port. node_ip: this node's address in the cluster. unit: whether the systemd unit keeps Ray here; enabled
     and active: what the unit was before. pid, start_ticks, boot_id: the `sparkd join` that keeps it otherwise, as in
-    workers.processes.Identity."""
+    workers.host.processes.Identity."""
 
     address: str
     node_ip: str

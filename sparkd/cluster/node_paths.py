@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sparkd.config import Config
+from sparkd.config.config import Config
 
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 
@@ -22,7 +22,7 @@ def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
 
 
 def agent_arguments(config: Config, here: str, node_ip: str) -> tuple[Any, ...]:
-    """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
+    """See workers.agent.actor.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
     run_dir, log_dir, *_ = rank_folders(config, here)
     own, memory = run_dir.with_name(folder_name(node_ip)), config.memory
     return str(own), str(log_dir), memory.sample_s, "/proc", node_ip != here, memory.guard_settings()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparkd.errors import ClusterError, CodeDiffers
-from sparkd.rows import noun_of
-from sparkd.snapshot import NodeView
-from sparkd.state import Progress, RankFact, Reading
-from workers.ray_probe import CLOCK_S
-from workers.signatures import Diagnosis
+from sparkd.state.nouns import Progress, RankFact, Reading
+from sparkd.state.rows import noun_of
+from sparkd.state.snapshot import NodeView
+from workers.agent.ray_probe import CLOCK_S
+from workers.rank.signatures import Diagnosis
 
 log = logging.getLogger("sparkd.cluster")
 

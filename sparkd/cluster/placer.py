@@ -9,25 +9,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparkd.admission import Ways
-from sparkd.config import Config, ModelConfig
+from sparkd.capacity.account import Ways
+from sparkd.capacity.fit import AS_STORED, quality_of
+from sparkd.capacity.requirement import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.compatibility import team_of
+from sparkd.cluster.node_paths import slug_of
+from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.reservations import Places
+from sparkd.config.config import Config, ModelConfig
+from sparkd.entry.hub_check import is_absent, look, note_commit
+from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
+from sparkd.entry.trusted_commits import at_trusted_commit, pinned
 from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom, RankError
-from sparkd.fabric_environment import wants_rdma
-from sparkd.fabric_nodes import FabricNodes, Stages
-from sparkd.fit import AS_STORED, quality_of
-from sparkd.hub_model import is_absent, look, note_commit
-from sparkd.needs import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
-from sparkd.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
-from sparkd.placement import Placement
-from sparkd.places import Places
-from sparkd.quantizing import AUTO
-from sparkd.rank_folders import slug_of
-from sparkd.raylink import RayLink
-from sparkd.team import team_of
-from sparkd.threads import Threads
-from sparkd.trust import at_trusted_commit, pinned
-from workers.hub_cache import cache_places
-from workers.runtime import GUARDED
+from sparkd.execution.threads import Threads
+from sparkd.fabric.environment import wants_rdma
+from sparkd.fabric.readings import FabricNodes, Stages
+from sparkd.schema.quantize import AUTO
+from workers.host.hub_cache import cache_places
+from workers.host.runtime import GUARDED
 
 log = logging.getLogger("sparkd.cluster")
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from sparkd import __version__
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, RayUnavailable, refused_by
-from workers.agent import Agent
-from workers.agent_version import VERSION
-from workers.processes import LACKS
-from workers.ray_place import DEVICE, DEVICE_SHARE
-from workers.ray_probe import AGENT_KEY, CLOCK_KEY, KEYS_NAMESPACE
+from workers.agent.actor import Agent
+from workers.agent.ray_probe import AGENT_KEY, CLOCK_KEY, KEYS_NAMESPACE
+from workers.agent.version import VERSION
+from workers.host.processes import LACKS
+from workers.rank.ray_environment import DEVICE, DEVICE_SHARE
 
 NAMESPACE = "sparkd"
 RESOURCE = "unified_memory_gib"
@@ -85,7 +85,7 @@ class RayLink:
         self.connected = True
 
     async def tell_time(self) -> None:
-        """For a node that wants to join, and compares its clock and its code (workers.ray_probe). Raises RayUnavailable."""
+        """For a node that wants to join, and compares its clock and its code (workers.agent.ray_probe). Raises RayUnavailable."""
         await self._answer(self._tell_time)
 
     async def refresh(self) -> set[str]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
-from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
-from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
-from workers.private import private_folder, write_private
-from workers.processes import LACKS
+from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
+from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
+from workers.host.private_files import private_folder, write_private
+from workers.host.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"
 # A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
@@ -199,7 +199,7 @@ class RayHead:
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
             "--num-cpus=1",
-            # One of each node, shared by its models in hundredths: only vLLM's Ray executor asks for it (workers.ray_place).
+            # One of each node, shared by its models in hundredths: only vLLM's Ray executor asks for it (workers.rank.ray_environment).
             "--num-gpus=1",
             "--include-log-monitor=false",
             "--disable-usage-stats",
@@ -299,7 +299,7 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
-        "RAY_START_HOOK": "workers.ray_start.trim",
+        "RAY_START_HOOK": "workers.host.ray_start_hook.trim",
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_prestart_worker_first_driver": "0",

@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from sparkd import joined
-from sparkd.config import Config
+from sparkd.capacity.reservation import offered_gib
+from sparkd.cluster import membership
+from sparkd.cluster.head_probe import probe_head
+from sparkd.cluster.node_paths import rank_folders, remove_empty
+from sparkd.cluster.ray_head import LOOPBACK, RayHead, is_here
+from sparkd.config.config import Config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
-from sparkd.fabric_nodes import ray_environment
-from sparkd.join_head import probe_head
-from sparkd.placement import offered_gib
-from sparkd.rank_folders import rank_folders, remove_empty
-from sparkd.rayhead import LOOPBACK, RayHead, is_here
+from sparkd.fabric.readings import ray_environment
 from sparkd.systemd import Systemd
-from workers import rank
+from workers.rank import lifecycle
 
 LAST_WORDS = 5
 
@@ -37,7 +37,7 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     """
     environ = dict(environ)
     systemd = Systemd.take()
-    ray = node_of(joined.applied(config), environ)
+    ray = node_of(membership.applied(config), environ)
     runtime = config.runtime_path()
     try:
         runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,9 +69,9 @@ def _run(ray: RayHead, systemd: Systemd, again_s: float | None) -> None:
 def end_ranks(run_dir: Path, grace_s: float) -> list[str]:
     """End every rank of this node; the model names of those that would not die. For a node that leaves: nobody will look after them."""
     left = []
-    for fact in rank.scan(str(run_dir)):
-        if rank.stop({"rank_id": fact["rank_id"]}, run_dir=str(run_dir), grace_s=grace_s)["gone"]:
-            rank.forget(fact["rank_id"], str(run_dir))
+    for fact in lifecycle.scan(str(run_dir)):
+        if lifecycle.stop({"rank_id": fact["rank_id"]}, run_dir=str(run_dir), grace_s=grace_s)["gone"]:
+            lifecycle.forget(fact["rank_id"], str(run_dir))
             (run_dir / f"{fact['rank_id']}.key").unlink(missing_ok=True)
         else:
             left.append(str((fact["handle"] or {}).get("model", fact["rank_id"])))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.rows import noun_of
-from sparkd.state import Reading
-from workers.guard import LEVELS
+from sparkd.state.nouns import Reading
+from sparkd.state.rows import noun_of
+from workers.guard.policy import LEVELS
 
 GIB = 1 << 30
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from sparkd.cluster.ray_connection import RayLink
 from sparkd.errors import ClusterError, MemoryReturns, NoRoom
-from sparkd.raylink import RayLink
-from sparkd.room import Book, Held, Lack
+from sparkd.state.memory_book import Book, Held, Lack
 
 log = logging.getLogger("sparkd.cluster")
 

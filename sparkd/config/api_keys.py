@@ -12,10 +12,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SecretStr
 
-from sparkd.config_fields import AbsolutePath, Section, one_or_many
 from sparkd.errors import ConfigError
-from sparkd.yamlfile import Problem
-from workers import regular_file
+from sparkd.schema.fields import AbsolutePath, Section, one_or_many
+from sparkd.schema.yaml_file import Problem
+from workers.host import regular_file
 
 SHORT_KEY = 16
 _KEY = re.compile(r"[!-~]{1,512}")

@@ -19,9 +19,16 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd import kv_sizing, quantizing, yamlfile
-from sparkd.added import refuse_over_admin, refuse_paths
-from sparkd.config_fields import (
+from sparkd.config.api_keys import Keys, load_keys
+from sparkd.config.groups import Groups, known_or_nearest
+from sparkd.config.memory import Memory
+from sparkd.errors import ConfigError
+from sparkd.models.folder import places_of
+from sparkd.recipes.admin_policy import refuse_over_admin, refuse_paths
+from sparkd.recipes.expand import book_of, expand_models, expanded
+from sparkd.recipes.library import Book
+from sparkd.schema import kv_cache, quantize, yaml_file
+from sparkd.schema.fields import (
     AbsolutePath,
     Address,
     Count,
@@ -39,9 +46,8 @@ from sparkd.config_fields import (
     no_bool,
     split_address,
 )
-from sparkd.config_groups import Groups, known_or_nearest
-from sparkd.config_memory import Memory
-from sparkd.config_source import (
+from sparkd.schema.model import ModelConfig, config_hash
+from sparkd.schema.overlay import (
     canonical,
     error_of,
     in_order,
@@ -51,15 +57,9 @@ from sparkd.config_source import (
     problems_of,
     table_of,
 )
-from sparkd.errors import ConfigError
-from sparkd.keys import Keys, load_keys
-from sparkd.model_config import ModelConfig, config_hash
-from sparkd.model_folder import places_of
-from sparkd.recipe_book import Book
-from sparkd.recipes import book_of, expand_models, expanded
-from sparkd.yamlfile import Place, Problem, Table
-from workers import regular_file
-from workers.hub_cache import cache_places
+from sparkd.schema.yaml_file import Place, Problem, Table
+from workers.host import regular_file
+from workers.host.hub_cache import cache_places
 
 __all__ = ["Config", "ModelConfig", "Problem", "config_hash", "is_loopback", "load_config", "parse_model"]
 
@@ -219,13 +219,13 @@ class Config(Section):
 
     def sizing_of(self, model: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
         """See kv_sizing.sizing_of."""
-        return kv_sizing.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), reserved_bytes)
+        return kv_cache.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), reserved_bytes)
 
     def loader_of(self, model: ModelConfig) -> dict[str, Any]:
         """See quantizing.loader_of."""
         limit_gib = self.quantized_cache.limit_gib
         limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-        return quantizing.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
+        return quantize.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
 
     def book(self) -> Book:
         """The recipes that a model may name."""
@@ -306,7 +306,7 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
 def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
-    over_admin refuses what an admin key alone must not bring in (sparkd.added): code, files, addresses, another Python.
+    over_admin refuses what an admin key alone must not bring in (sparkd.recipes.admin_policy): code, files, addresses, another Python.
     The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
     problems: list[Problem] = []
@@ -341,15 +341,15 @@ class Reading:
 
 def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Reading:
     """File, environment and flags. Never raises."""
-    document = yamlfile.Document()
+    document = yaml_file.Document()
     if path is not None:
         try:
-            raw = regular_file.read(path, yamlfile.MAX_BYTES + 1)
+            raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "its name holds a zero byte"
             problem = Problem(str(path), None, f"The file cannot be read: {reason}. Give the path of a sparkd.yaml.")
             return Reading(None, Table(), [problem], (), None)
-        document = yamlfile.parse(raw, str(path), environ)
+        document = yaml_file.parse(raw, str(path), environ)
     problems = document.problems
     tree = canonical(document.table, Config, problems)
     overlay_environ(tree, environ, document.env_names, problems, Config)
@@ -362,7 +362,7 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
         problems += problems_of(error, tree)
     if config is not None:
         problems += cross_problems(config, tree)
-    problems = yamlfile.masked(in_order(problems), document.env_names, environ)
+    problems = yaml_file.masked(in_order(problems), document.env_names, environ)
     return Reading(None if problems else config, tree, problems, document.env_names, base)
 
 
@@ -397,7 +397,7 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tu
                         (model.name, key),
                         f"models.{model.name}.{key}: {alias!r} is a name of the model {owner[alias]!r}. Choose another.",
                     )
-        if why := quantizing.unreachable(model, model.environment(engine)):
+        if why := quantize.unreachable(model, model.environment(engine)):
             yield (model.name, "quantize"), f"models.{model.name}.quantize: {why}"
-        if why := kv_sizing.unreadable(model, model.environment(engine)):
+        if why := kv_cache.unreadable(model, model.environment(engine)):
             yield (model.name, "env"), f"models.{model.name}.env: {why}"

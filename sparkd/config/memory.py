@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sparkd.config_fields import Gib, PositiveSeconds, Section, no_bool
+from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
-    from workers.guard import Limits
+    from workers.guard.policy import Limits
 
 GIB = 1 << 30
 
@@ -37,13 +37,13 @@ class Memory(Section):
         return self
 
     def guard_settings(self) -> dict[str, Any]:
-        """As workers.sentry.Sentry takes them."""
+        """As workers.guard.guard.Sentry takes them."""
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return {"mode": self.guard} | {name: None if limit == "auto" else limit for name, limit in limits.items()}
 
     def limits(self, mem_total_bytes: int) -> Limits:
         """The guard's, on a node with so much memory."""
-        from workers.guard import Limits
+        from workers.guard.policy import Limits
 
         given = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return Limits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})

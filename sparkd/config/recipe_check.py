@@ -10,22 +10,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.config import ModelConfig, parse_model
-from sparkd.config_fields import Method, ProfileName
+from sparkd.config.config import ModelConfig, parse_model
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.recipe_book import VARIANT, AsWritten, Book
-from sparkd.recipe_command import Table, no_table
-from sparkd.recipe_file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
-from sparkd.recipe_import import Imported, imported, is_fork, parser_flags
-from sparkd.recipes import PROFILES, default_method, offered
-from sparkd.registry import is_of_hub
-from sparkd.speculation import NOTES
-from sparkd.unknown_names import unknown_parsers
-from sparkd.vllm_flags import draft_method, speculative_config, translated
-from sparkd.vllm_history import READ_OFF, Release
-from sparkd.yamlfile import MAX_BYTES, Problem, parse
-from workers import regular_file
-from workers.interpreter import module_command, program_environment
+from sparkd.recipes.expand import PROFILES, default_method, offered
+from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
+from sparkd.recipes.importer import Imported, imported, is_fork, parser_flags
+from sparkd.recipes.library import VARIANT, AsWritten, Book
+from sparkd.recipes.registry import is_of_hub
+from sparkd.recipes.speculation import NOTES
+from sparkd.recipes.vllm_command import Table, no_table
+from sparkd.schema.fields import Method, ProfileName
+from sparkd.schema.yaml_file import MAX_BYTES, Problem, parse
+from sparkd.vllm.releases import READ_OFF, Release
+from sparkd.vllm.translate import draft_method, speculative_config, translated
+from sparkd.vllm.unknown_names import unknown_parsers
+from workers.host import regular_file
+from workers.host.interpreter import module_command, program_environment
 
 PARSE_TIMEOUT_S = 300.0
 # Where a draft lies inside the checkpoint, the model has to be a folder.
@@ -191,7 +191,7 @@ def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
     asked."""
     try:
         done = subprocess.run(
-            module_command(runtime, "workers.parse_args"),
+            module_command(runtime, "workers.engine.parse_args"),
             input=json.dumps([each.line for each in found]),
             capture_output=True,
             text=True,

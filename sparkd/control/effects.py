@@ -12,21 +12,22 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from sparkd import gauges, metrics
-from sparkd.boundary import Boundary
-from sparkd.cluster import Cluster
+from sparkd import metrics
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.launcher import Attempt
+from sparkd.control import gauges
+from sparkd.control.journal import Ledger, Served
+from sparkd.control.lease import Door
+from sparkd.control.plan import Backoff
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import ClusterError, CommitUnknown, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
-from sparkd.lease import Door
-from sparkd.ledger import Ledger, Served
-from sparkd.plan import Backoff
-from sparkd.record import Record
-from sparkd.room import Lack
-from sparkd.roster import Roster
-from sparkd.start import Attempt
-from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
-from sparkd.transport import in_order, moved, told_of
-from sparkd.upstream import ServedModels, Upstream
-from workers.signatures import LASTING
+from sparkd.execution.boundary import Boundary
+from sparkd.fabric.transport import in_order, moved, told_of
+from sparkd.state.memory_book import Lack
+from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
+from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -136,7 +137,7 @@ class Actions:
             self._ledger.say("started", record.name, _started(handle), pid=handle.pid)
 
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
-        """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.turns)."""
+        """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.control.scheduler)."""
         lack = Lack(error.gib, error.nodes, error.only)
         if not isinstance(error, MemoryReturns) and self._cluster.book().has_room(record.name, lack):
             # The book is wrong, or Ray is: to ask again at once would end the same.

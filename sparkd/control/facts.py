@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkd.residency import Stay
-from sparkd.room import Lack
-from sparkd.state import STARTING, ModelState, RankFact, Want
+from sparkd.control.residency import Stay
+from sparkd.state.memory_book import Lack
+from sparkd.state.nouns import STARTING, ModelState, RankFact, Want
 
 # A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
 ENDS_S = 60.0
@@ -22,8 +22,8 @@ class ModelFacts:
     `ranks` is None where nobody could look. For a model on several nodes it may lack those of a node that is out of sight: then `unseen`
     is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
     workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
-    sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed;
-    silent_s: read or written.
+    sentence of an engine that has stopped to compute (sparkd.control.watchdog). still_s: for how long no rank has read, written or
+    computed; silent_s: read or written.
 
     claims: somebody waits for it or has asked for it by hand, so that others make room; asked_since_s: since when. lack: what it asked
     for when there was no room. stay: for how long it does not go for another one's sake. yields: it goes for another one's sake.

@@ -9,9 +9,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from sparkd import metrics
-from sparkd.snapshot import ModelView, NodeView, Snapshot
-from sparkd.state import ModelState, Progress, RankFact
-from workers.guard import LEVELS
+from sparkd.state.nouns import ModelState, Progress, RankFact
+from sparkd.state.snapshot import ModelView, NodeView, Snapshot
+from workers.guard.policy import LEVELS
 
 _models: set[str] = set()
 _nodes: set[str] = set()

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkd.boundary import Boundary
+from sparkd.control.load_costs import Loads, recalled
+from sparkd.control.record import Record
 from sparkd.errors import StateError, UnknownOperation
-from sparkd.loads import Loads, recalled
-from sparkd.record import Record
-from sparkd.rows import DAMAGES_SHOWN, Damage
-from sparkd.state import (
+from sparkd.execution.boundary import Boundary
+from sparkd.state.nouns import (
     EVENTS_KEPT,
     OPERATIONS_KEPT,
     Desired,
@@ -27,6 +26,7 @@ from sparkd.state import (
     Store,
     Want,
 )
+from sparkd.state.rows import DAMAGES_SHOWN, Damage
 
 log = logging.getLogger("sparkd.events")
 

@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.abilities import Need
-from sparkd.boundary import Boundary
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.control.residency import PROMISE_S
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     DoesNotFit,
     Draining,
@@ -24,15 +26,13 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
-from sparkd.model_config import ModelConfig
-from sparkd.parsers import Parsers, of_handle
-from sparkd.recent import Shared
-from sparkd.record import Record
-from sparkd.residency import PROMISE_S
-from sparkd.roster import Roster
-from sparkd.state import STARTING, ModelState, Want
-from sparkd.upstream import Upstream
-from workers.signatures import LASTING
+from sparkd.execution.boundary import Boundary
+from sparkd.execution.shared_answer import Shared
+from sparkd.schema.model import ModelConfig
+from sparkd.state.abilities import Need
+from sparkd.state.nouns import STARTING, ModelState, Want
+from sparkd.vllm.parsers import Parsers, of_handle
+from workers.rank.signatures import LASTING
 
 A = TypeVar("A")
 T = TypeVar("T")

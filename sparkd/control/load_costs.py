@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from sparkd.residency import Budget
-from sparkd.state import STARTING, Event, ModelState
+from sparkd.control.residency import Budget
+from sparkd.state.nouns import STARTING, Event, ModelState
 
 
 class Loads:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd import metrics
+from sparkd.cluster.node_tracker import Observation
+from sparkd.control.journal import Ledger
+from sparkd.control.lease import Door
+from sparkd.control.memory_release import Release
+from sparkd.control.pressure import Pressure
+from sparkd.control.record import Record
 from sparkd.errors import Unavailable
-from sparkd.lease import Door
-from sparkd.ledger import Ledger
-from sparkd.pressure import Pressure
-from sparkd.record import Record
-from sparkd.release import Release
-from sparkd.sight import Observation
-from sparkd.state import ModelState, Want
-from workers.guard import Limits
+from sparkd.state.nouns import ModelState, Want
+from workers.guard.policy import Limits
 
 RETRY_AFTER_S = 30
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd import metrics
-from sparkd.ledger import Ledger
-from sparkd.returning import Held, Look, Returning, last_held
-from sparkd.sight import Observation
-from sparkd.state import RankFact, RankHandle, Reading
-from workers.guard import Limits
+from sparkd.cluster.node_tracker import Observation
+from sparkd.control.journal import Ledger
+from sparkd.control.returning_memory import Held, Look, Returning, last_held
+from sparkd.state.nouns import RankFact, RankHandle, Reading
+from workers.guard.policy import Limits
 
 GIB = 1 << 30
 # Below this an engine's end cannot be told from what else happens on a machine.
@@ -115,8 +115,8 @@ class Release:
         return f"MemoryReturns: {', '.join(returning)}." if returning else None
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
-        """The leftovers of a rank that has ended on its node besides memory: see workers.rank.stop. Told at once, and again with what
-        does not come back."""
+        """The leftovers of a rank that has ended on its node besides memory: see workers.rank.lifecycle.stop. Told at once, and again with
+        what does not come back."""
         where, node = (handle.model, handle.node_id), handle.node_id
         self._stays.pop(where, None)
         if removed := [one for one in found if one["removed"]]:

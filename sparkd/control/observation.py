@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sparkd.config import Config
-from sparkd.facts import ModelFacts
-from sparkd.record import Record
-from sparkd.residency import PROMISE_S, Stay
-from sparkd.sight import Observation
-from sparkd.state import RankFact
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.config import Config
+from sparkd.control.facts import ModelFacts
+from sparkd.control.record import Record
+from sparkd.control.residency import PROMISE_S, Stay
+from sparkd.state.nouns import RankFact
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkd.facts import ModelFacts
-from sparkd.state import STARTING, ModelState, Progress, RankFact, Want
-from sparkd.team_progress import progress_of
-from sparkd.turns import Turn
-from workers.progress import signal_name
+from sparkd.control.facts import ModelFacts
+from sparkd.control.scheduler import Turn
+from sparkd.state.combined_progress import progress_of
+from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want
+from workers.rank.log_parser import signal_name
 
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
@@ -136,10 +136,10 @@ def plan(
 ) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
-    `strangers` are ranks of models nobody knows. turn: whose it is to be started (sparkd.turns); None: anybody's. Only one model starts
-    at a time: two that load together each see memory that the other is about to take, and on unified memory that is a frozen host, not
-    an error (reference: one STARTING worker for each node). A model that is being ended counts, too: it may still load, and what an earlier
-    daemon left is in no book.
+    `strangers` are ranks of models nobody knows. turn: whose it is to be started (sparkd.control.scheduler); None: anybody's. Only one
+    model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that is a frozen
+    host, not an error (reference: one STARTING worker for each node). A model that is being ended counts, too: it may still load, and what
+    an earlier daemon left is in no book.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]

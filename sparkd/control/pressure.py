@@ -1,6 +1,6 @@
 """Owns the control plane's part where a node's guard says that memory is short: it begins no load, evicts an idle model.
 
-The hard end, a kill, is the guard's own, on the node (workers.guard). Never reads memory itself.
+The hard end, a kill, is the guard's own, on the node (workers.guard.policy). Never reads memory itself.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from sparkd import metrics
-from sparkd.ledger import Ledger
-from sparkd.record import Record
-from sparkd.sight import Observation
-from sparkd.state import ModelState, Reading, Want
+from sparkd.cluster.node_tracker import Observation
+from sparkd.control.journal import Ledger
+from sparkd.control.record import Record
+from sparkd.state.nouns import ModelState, Reading, Want
 
 GIB = 1 << 30
 # Memory takes up to a minute to come back from an engine that ended: the next one goes only if that was not enough.
@@ -74,7 +74,7 @@ class Pressure:
 
 
 def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
-    """By model, what the guards of the nodes must know of it: see workers.sentry.Sentry."""
+    """By model, what the guards of the nodes must know of it: see workers.guard.guard.Sentry."""
     return {
         record.name: {
             "in_flight": record.in_flight,

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkd.abilities import Abilities
-from sparkd.config import ModelConfig
-from sparkd.residency import Evicted
-from sparkd.room import Lack
-from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle, Want
-from sparkd.team_progress import progress_of
-from sparkd.upstream import Upstream
+from sparkd.config.config import ModelConfig
+from sparkd.control.residency import Evicted
+from sparkd.engine.upstream import Upstream
+from sparkd.state.abilities import Abilities
+from sparkd.state.combined_progress import progress_of
+from sparkd.state.memory_book import Lack
+from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, RankHandle, Want
 
 # A share of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second
 # apart.

@@ -10,15 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparkd.config import Config, config_hash, parse_model
-from sparkd.config_fields import is_name
+from sparkd.config.config import Config, config_hash, parse_model
+from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
-from sparkd.loud import remark
-from sparkd.model_config import ModelConfig
-from sparkd.record import Record
-from sparkd.rows import DAMAGES_SHOWN, Damage
-from sparkd.snapshot import ModelView
-from sparkd.state import Desired, ModelState, Progress, Store, Want
+from sparkd.schema.fields import is_name
+from sparkd.schema.model import ModelConfig
+from sparkd.state.nouns import Desired, ModelState, Progress, Store, Want
+from sparkd.state.rows import DAMAGES_SHOWN, Damage
+from sparkd.state.snapshot import ModelView
+from sparkd.vllm.logging_args import remark
 
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")

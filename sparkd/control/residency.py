@@ -2,10 +2,10 @@
 
 A model that has been idle for swap_idle_s makes room, and one in use after min_residency_s. Either waits until the budget covers the loads
 of all that would go together, because an evicted model is loaded again if it is still in demand. Each second of a load that evictions
-caused (sparkd.loads) spends one second, also where the load fails, and each other second gives EARNED_S back. The budget is KEPT_LOADS
-loads of the longest, so one client may change its mind at once, also between a quick model and a slow one. Over time such loads take at
-most EARNED_S / (1 + EARNED_S), 43 %, whatever the demand. A budget that is empty, and loads that are shorter the second time, come on top
-once (tests/bench/swap.py).
+caused (sparkd.control.load_costs) spends one second, also where the load fails, and each other second gives EARNED_S back. The budget is
+KEPT_LOADS loads of the longest, so one client may change its mind at once, also between a quick model and a slow one. Over time such loads
+take at most EARNED_S / (1 + EARNED_S), 43 %, whatever the demand. A budget that is empty, and loads that are shorter the second time, come
+on top once (tests/bench/swap.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Owns whose turn it is among the models that wait to be started, and which others go for its sake. Pure: never waits, starts or ends one.
 
 A model that is claimed (a request waits for it, or an operator asked by hand) goes before others, in the order of the claims; the others
-wait even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays: sparkd.residency.
+wait even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays:
+sparkd.control.residency.
 """
 
 from __future__ import annotations
@@ -9,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from sparkd.config_groups import Ties
-from sparkd.facts import ModelFacts
-from sparkd.residency import Budget
-from sparkd.room import Book
-from sparkd.state import ModelState, Want
-from sparkd.waits import ASKED_FIRST, ENDS, EXCLUDED, LEAVE, LOADS, NO_ROOM, PASS, RETURNS, STARTED_FIRST, STAY, UNCLAIMED, Wait
+from sparkd.config.groups import Ties
+from sparkd.control.facts import ModelFacts
+from sparkd.control.residency import Budget
+from sparkd.control.wait_reasons import (
+    ASKED_FIRST,
+    ENDS,
+    EXCLUDED,
+    LEAVE,
+    LOADS,
+    NO_ROOM,
+    PASS,
+    RETURNS,
+    STARTED_FIRST,
+    STAY,
+    UNCLAIMED,
+    Wait,
+)
+from sparkd.state.memory_book import Book
+from sparkd.state.nouns import ModelState, Want
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
 _AWAY = (ModelState.STOPPED, ModelState.FAILED)
@@ -79,7 +93,7 @@ def _waits(facts: ModelFacts, now_s: float) -> bool:
 
 
 def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
-    """The models to start or end before the first of those that wait: one at a time (sparkd.plan)."""
+    """The models to start or end before the first of those that wait: one at a time (sparkd.control.plan)."""
     if starts := sorted(name for name, facts in models.items() if facts.starts):
         return Wait(LOADS, f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time.", tuple(starts))
     if ends := sorted(name for name, facts in models.items() if facts.ends(now_s)):

@@ -11,33 +11,34 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sparkd import gauges, metrics
-from sparkd.abilities import Need
-from sparkd.actions import FOR_ITS_OWNER, Actions, AskFunction
-from sparkd.boundary import Boundary
-from sparkd.cluster import Cluster
-from sparkd.config import Config
+from sparkd import metrics
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.config import Config
+from sparkd.control import gauges
+from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction
+from sparkd.control.facts import ModelFacts
+from sparkd.control.journal import Ledger
+from sparkd.control.lease import Door, Lease, Waits
+from sparkd.control.load_gate import Gate
+from sparkd.control.observation import Found
+from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
+from sparkd.control.pressure import told_of
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.control.scheduler import Turn
+from sparkd.control.swap import Swap, bar_of
+from sparkd.control.watchdog import Pulse
+from sparkd.engine.upstream import Upstream
+from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import Conflict, DoesNotFit
-from sparkd.fabric_rates import Rate
-from sparkd.fabric_report import report
-from sparkd.facts import ModelFacts
-from sparkd.found import Found
-from sparkd.gate import Gate
-from sparkd.lease import Door, Lease, Waits
-from sparkd.ledger import Ledger
-from sparkd.node_runtime import NodeRuntime
-from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.pressure import told_of
-from sparkd.pulse import Pulse
-from sparkd.record import Record
-from sparkd.roster import Roster
-from sparkd.sight import Observation
-from sparkd.snapshot import Snapshot
-from sparkd.state import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
-from sparkd.swap import Swap, bar_of
-from sparkd.turns import Turn
-from sparkd.upstream import Upstream
-from workers.fabric_reading import VARIABLES
+from sparkd.execution.boundary import Boundary
+from sparkd.fabric.rates import Rate
+from sparkd.fabric.report import report
+from sparkd.state.abilities import Need
+from sparkd.state.nouns import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
+from sparkd.state.snapshot import Snapshot
+from workers.host.network import VARIABLES
 
 log = logging.getLogger("sparkd.supervisor")
 

@@ -1,6 +1,6 @@
 """Owns how several models share the nodes: whose turn it is, who goes for whom, and what they are told.
 
-sparkd.turns decides which model is to go. Never ends a model itself: it wishes.
+sparkd.control.scheduler decides which model is to go. Never ends a model itself: it wishes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd import metrics
-from sparkd.config_groups import Ties
-from sparkd.facts import ModelFacts
-from sparkd.gate import Gate
-from sparkd.ledger import Ledger
-from sparkd.record import Record
-from sparkd.residency import Evicted
-from sparkd.room import Book
-from sparkd.sight import Observation
-from sparkd.state import ModelState, RankFact, Want
-from sparkd.turns import Turn, turn
-from sparkd.waits import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.groups import Ties
+from sparkd.control.facts import ModelFacts
+from sparkd.control.journal import Ledger
+from sparkd.control.load_gate import Gate
+from sparkd.control.record import Record
+from sparkd.control.residency import Evicted
+from sparkd.control.scheduler import Turn, turn
+from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.state.memory_book import Book
+from sparkd.state.nouns import ModelState, RankFact, Want
 
 
 def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:

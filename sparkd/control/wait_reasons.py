@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkd.room import Lack
+from sparkd.state.memory_book import Lack
 
 # Others come first: one is started first, or asked first and waits for room.
 STARTED_FIRST, ASKED_FIRST = "StartedFirst", "AskedFirst"

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkd.control.record import Record
+from sparkd.engine.metrics import page_of, samples
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import SparkdError, Unavailable
-from sparkd.record import Record
-from sparkd.scrape import page_of, samples
-from sparkd.state import STARTING, ModelState, Reading
-from sparkd.upstream import Upstream
+from sparkd.state.nouns import STARTING, ModelState, Reading
 
 # Not a step for so long, and no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
 IDLE_S = 8.0

@@ -12,13 +12,13 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.text import Text
 
-from sparkd import show
-from sparkd.client import DEFAULT_URL
+from sparkd.admin.client import DEFAULT_URL
+from sparkd.control.supervisor import Supervisor
+from sparkd.daemon.first_answer import Asker
 from sparkd.errors import SparkdError
-from sparkd.question import Asker
-from sparkd.snapshot import ModelView, Snapshot
-from sparkd.state import STARTING, ModelState, Want
-from sparkd.supervisor import Supervisor
+from sparkd.render import models as show
+from sparkd.state.nouns import STARTING, ModelState, Want
+from sparkd.state.snapshot import ModelView, Snapshot
 
 EVERY_S = 0.25
 WATCH_EVERY_S = 1.0

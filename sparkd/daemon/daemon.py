@@ -21,33 +21,34 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from sparkd import joined, metrics
-from sparkd.boundary import Boundary
-from sparkd.cluster import Cluster
-from sparkd.config import Config, ModelConfig, load_config
-from sparkd.console import Console
+from sparkd import metrics
+from sparkd.admin.bandwidth import Measures
+from sparkd.admin.pull import Pulls
+from sparkd.cluster import membership
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.node_paths import remove_empty
+from sparkd.config.api_keys import load_keys
+from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.control.supervisor import Supervisor
+from sparkd.daemon.console import Console
+from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.foresight import Foresight
+from sparkd.daemon.reload import Reloader
+from sparkd.engine.metrics import Scraper
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
-from sparkd.foresight import Foresight
+from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
-from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.pages import origins_of
+from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
-from sparkd.keys import load_keys
-from sparkd.measures import Measures
-from sparkd.pulls import Pulls
-from sparkd.question import Asker
-from sparkd.rank_folders import remove_empty
-from sparkd.reload import Reloader
-from sparkd.scrape import Scraper
-from sparkd.state import Store, Want
-from sparkd.supervisor import Supervisor
+from sparkd.state.nouns import Store, Want
 from sparkd.systemd import Systemd
-from sparkd.upstream import Upstream
-from workers import memlock, processes
-from workers.private import private_file
+from workers.host import memlock, processes
+from workers.host.private_files import private_file
 
 log = logging.getLogger("sparkd")
 
@@ -87,7 +88,7 @@ async def _serve(config: Config, options: Options) -> None:
     environ = dict(os.environ)
     systemd = Systemd.take()
     config.check_bind(environ)
-    if (head := joined.read(config)) is not None:
+    if (head := membership.read(config)) is not None:
         raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
     with _lock(config.state_dir):
         _private_folder(config.runtime_path())
@@ -208,7 +209,7 @@ class Daemon:
             gc.freeze()
 
     def _build_admin(self) -> App:
-        from sparkd.admin import admin_app
+        from sparkd.admin.app import admin_app
 
         parts = self._supervisor, self._cluster.costs, self._pulls, self._reloader.now, self._measures
         return admin_app(*parts, lambda: self._foresight.open)

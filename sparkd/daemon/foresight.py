@@ -14,21 +14,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from sparkd.admission import Ways, recipe_of
+from sparkd.capacity.account import Ways, recipe_of
+from sparkd.capacity.consultation import UNCHANGED, Consultation
+from sparkd.capacity.requirement import platform_of, runtime_of, this_node
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config import Config
-from sparkd.consultation import UNCHANGED, Consultation
-from sparkd.engine_flags import flags_of
+from sparkd.config.config import Config
+from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import SparkdError
-from sparkd.model_answers import Answer, Away, Question, Runtime, ask, places
-from sparkd.model_config import ModelConfig
-from sparkd.needs import platform_of, runtime_of, this_node
-from sparkd.node_inquiry import Agents, NodeInquiry
-from sparkd.node_runtime import NodeRuntime
-from sparkd.quantizing import AUTO
-from sparkd.snapshot import Snapshot
-from sparkd.source import folder_of
-from sparkd.state import ModelState
+from sparkd.inquiry.model_answers import Answer, Away, Question, Runtime, ask, places
+from sparkd.inquiry.other_node import Agents, NodeInquiry
+from sparkd.models.source import folder_of
+from sparkd.schema.engine_flags import flags_of
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ NO_ROOM_S = 60.0
 YIELD_S = 0.5
 # A child that answers ends within this time; that of another node too, where its agent answers.
 END_S = 5.0
-# A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.model_answers.
+# A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.inquiry.model_answers.
 LEAST_FREE_BYTES = 12 << 30
 _RESTING = frozenset({ModelState.STOPPED, ModelState.READY, ModelState.FAILED})
 
 
 class Nodes(Agents, Protocol):
-    """The part of sparkd.cluster.Cluster that is needed here. runtimes: raises ClusterError."""
+    """The part of sparkd.cluster.cluster.Cluster that is needed here. runtimes: raises ClusterError."""
 
     async def runtimes(self, interpreter: str) -> list[NodeRuntime]: ...
 

@@ -13,7 +13,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from sparkd.errors import StateError
-from workers.logfile import Redactor
+from workers.rank.log import Redactor
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 FILE_NAME = "sparkd.log"

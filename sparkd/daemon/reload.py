@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkd.config import Config
+from sparkd.config.config import Config
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.systemd import Systemd
 

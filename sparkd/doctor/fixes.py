@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import StateError
-from sparkd.owner import create_below
-from workers.interpreter import inherited_environment
+from sparkd.execution.as_owner import create_below
+from workers.host.interpreter import inherited_environment
 
 TIMEOUT_S = 30.0
 SYSCTL_FILE = "etc/sysctl.d/60-sparkd-{name}.conf"

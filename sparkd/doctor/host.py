@@ -1,4 +1,4 @@
-"""Owns one node as the doctor sees it: typed looks at what workers.host_reading.sample read. Never judges anything."""
+"""Owns one node as the doctor sees it: typed looks at what workers.host.inspection.sample read. Never judges anything."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.fabric_findings import OK, Finding
-from workers.meminfo import count_of, parse_fields
+from sparkd.fabric.checks import OK, Finding
+from workers.host.meminfo import count_of, parse_fields
 
 GIB = 1 << 30
-# As workers.host_reading asks for them.
+# As workers.host.inspection asks for them.
 GPU_WORDS = ("name", "driver_version", "utilization.gpu", "power.draw", "clocks.current.sm", "clocks.max.sm")
 SPARK = re.compile(r"\bGB10\b")
 

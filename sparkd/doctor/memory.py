@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sparkd.doctor_host import GIB, Host, gib
-from sparkd.fabric_findings import FAIL, WARN, Finding
-from workers.meminfo import count_of, unaccounted_bytes
+from sparkd.doctor.host import GIB, Host, gib
+from sparkd.fabric.checks import FAIL, WARN, Finding
+from workers.host.meminfo import count_of, unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB
 GOOD_SWAP_GIB = 16

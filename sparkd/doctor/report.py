@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sparkd import doctor_files, doctor_memory, doctor_system
-from sparkd.config import Config
-from sparkd.doctor_files import TIME_NAMES
-from sparkd.doctor_host import Host
-from sparkd.fabric_findings import FAIL, OK, WARN, Finding, worst
-from sparkd.snapshot import ModelView
-from sparkd.state import ModelState
+from sparkd.config.config import Config
+from sparkd.doctor import memory, storage, system
+from sparkd.doctor.host import Host
+from sparkd.doctor.storage import TIME_NAMES
+from sparkd.fabric.checks import FAIL, OK, WARN, Finding, worst
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import ModelView
 
 
 def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> dict[str, Any]:
-    """readings: by a node's name, what `workers.host_reading.sample` answered; None where nobody did. models: findings on failed models."""
+    """readings: by a node's name, what `workers.host.inspection.sample` answered; None where nobody did. models: findings on failed
+    models."""
     hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
     silent = [name for name, raw in readings.items() if raw is None]
     found = (
@@ -47,7 +48,7 @@ def examined(readings: Mapping[str, Mapping[str, Any] | None], config: Config, v
 
 
 def of_node(host: Host) -> tuple[Finding, ...]:
-    return (*doctor_system.findings(host), *doctor_memory.findings(host), *doctor_files.findings(host))
+    return (*system.findings(host), *memory.findings(host), *storage.findings(host))
 
 
 def _differences(hosts: list[Host]) -> Iterator[Finding]:

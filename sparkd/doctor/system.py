@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
-from sparkd.doctor_host import Host, gib
-from sparkd.fabric_findings import FAIL, WARN, Finding
-from workers.signatures import Diagnosis, diagnose
+from sparkd.doctor.host import Host, gib
+from sparkd.fabric.checks import FAIL, WARN, Finding
+from workers.rank.signatures import Diagnosis, diagnose
 
 # NV-Kernels 590: memory that the kernel keeps for its contiguous allocator is counted as free, and none of it can be pinned.
 KHO_KERNELS = ("7.0.0-1019", "7.0.0-31")

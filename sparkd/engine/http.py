@@ -19,7 +19,7 @@ import httptools
 from sparkd.errors import EngineError, EngineGone
 
 CONNECT_TIMEOUT_S = 2.0
-# vLLM's server closes a connection that was idle for 5 s, unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE says more (workers.command does); a
+# vLLM's server closes a connection that was idle for 5 s, unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE says more (workers.rank.command does); a
 # request that is written at that moment is lost and may not be sent again. So the gateway is the first to close.
 IDLE_S = 4.0
 MAX_HEAD_BYTES = 64 * 1024

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from sparkd import metrics
-from sparkd.boundary import Boundary
-from sparkd.upstream import Upstream
+from sparkd.engine.upstream import Upstream
+from sparkd.execution.boundary import Boundary
 
 EVERY_S = 5.0
 TIMEOUT_S = 2.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from sparkd.wire import Pool
+from sparkd.engine.http import Pool
 
 CONNECT_TIMEOUT_S = 2.0
 KEEPALIVE_S = 30.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
-from sparkd.model_config import ModelConfig
-from sparkd.model_folder import holds_model
-from sparkd.source import folder_of
+from sparkd.models.folder import holds_model
+from sparkd.models.source import folder_of
+from sparkd.schema.model import ModelConfig
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0
@@ -69,7 +69,7 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
             _answers.pop(old, None)
         kept = _answers[key] = (time.monotonic(), _asked(spec, env, near))
         if isinstance(kept[1], Remote) and kept[1].commit is not None:
-            # An entry that trusts its code is started at the commit (sparkd.trust).
+            # An entry that trusts its code is started at the commit (sparkd.entry.trusted_commits).
             _answers[_key(spec.model_copy(update={"revision": kept[1].commit}), env)] = kept
     if isinstance(kept[1], Remote):
         return kept[1]
@@ -100,7 +100,7 @@ def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:
 
 
 def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _Answer:
-    from sparkd.hub import Hub
+    from sparkd.models.hub import Hub
 
     try:
         hub = Hub(spec.model, spec.revision, env)

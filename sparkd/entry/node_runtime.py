@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sparkd.errors import RankError, SparkdError
-from workers.runtime import PROBE_TIMEOUT_S
+from workers.host.runtime import PROBE_TIMEOUT_S
 
 # A probe has its own limit on the node.
 RUNTIME_S = PROBE_TIMEOUT_S + 10.0
@@ -19,21 +19,21 @@ _ALIKE = ("platform", "vllm", "entrypoint")
 
 log = logging.getLogger(__name__)
 
-# A node's agent's answer about an interpreter: workers.runtime.Runtime as JSON.
+# A node's agent's answer about an interpreter: workers.host.runtime.Runtime as JSON.
 Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRuntime:
-    """facts: workers.runtime.Runtime as JSON. node: whose. only: the nodes that have one like it, None where this node has it and nobody
-    else was asked."""
+    """facts: workers.host.runtime.Runtime as JSON. node: whose. only: the nodes that have one like it, None where this node has it and
+    nobody else was asked."""
 
     facts: Mapping[str, Any]
     node: str
     only: frozenset[str] | None = None
 
     def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """See sparkd.needs.Node."""
+        """See sparkd.capacity.requirement.Node."""
         return self.facts
 
 

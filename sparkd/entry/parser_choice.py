@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd.checkpoint import CONFIG, Folder
+from sparkd.entry.hub_check import looked_at
 from sparkd.errors import CheckpointError
-from sparkd.hub_model import looked_at
-from sparkd.installed import parsers_of
-from sparkd.model_config import ModelConfig
-from sparkd.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
-from sparkd.source import folder_of, name_of
-from sparkd.vllm_flags import flag_name, values_of
-from workers import regular_file
+from sparkd.models.source import folder_of, name_of
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.installed import parsers_of
+from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
+from sparkd.vllm.translate import flag_name, values_of
+from workers.host import regular_file
 
 TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 # All that is read of a model here.
@@ -89,7 +89,7 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
 
 def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
-    neither here nor were looked at on its hub (sparkd.hub_model). An entry's keys and flags win. Blocks."""
+    neither here nor were looked at on its hub (sparkd.entry.hub_check). An entry's keys and flags win. Blocks."""
     files = _files(spec, env)
     chosen_parsers = Parsers() if files is None else _read(spec, files, runtime)
     own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparkd.abilities import GENERATE, POOL, TRANSCRIBE, Abilities
 from sparkd.checkpoint import CONFIG
 from sparkd.errors import CheckpointError
-from sparkd.model_config import ModelConfig
-from sparkd.model_shape import shape_of
-from sparkd.source import folder_of
-from sparkd.vllm_flags import flag_name
-from workers import regular_file
+from sparkd.models.shape import shape_of
+from sparkd.models.source import folder_of
+from sparkd.schema.model import ModelConfig
+from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities
+from sparkd.vllm.translate import flag_name
+from workers.host import regular_file
 
 # vllm/config/model.py, _SUFFIX_TO_DEFAULTS, and the tables of vllm/model_executor/models/registry.py (0.32). An architecture that neither
 # an end nor a name tells may do anything.

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import CONFIG, Folder
-from sparkd.config import Config
+from sparkd.config.config import Config
+from sparkd.entry.hub_check import commit_of, is_elsewhere, looked_at
 from sparkd.errors import CheckpointError, CommitUnknown, LoadRefused
-from sparkd.hub_model import commit_of, is_elsewhere, looked_at
-from sparkd.model_config import ModelConfig
-from sparkd.source import folder_of
-from sparkd.vllm_flags import SPECULATIVE, flag_name, values_of
-from workers.hub_cache import is_hub_id
-from workers.private import write_private
-from workers.trusted_code import Commits
+from sparkd.models.source import folder_of
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.translate import SPECULATIVE, flag_name, values_of
+from workers.host.hub_cache import is_hub_id
+from workers.host.private_files import write_private
+from workers.host.trusted_code import Commits
 
 FILE = "trusted_code.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -10,7 +10,7 @@ from traceback import walk_tb
 from typing import Any
 
 from sparkd import metrics
-from workers.interpreter import PACKAGE_DIR
+from workers.host.interpreter import PACKAGE_DIR
 
 log = logging.getLogger("sparkd.boundary")
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from sparkd.errors import SparkdError
-from workers.interpreter import module_command, program_environment
+from workers.host.interpreter import module_command, program_environment
 
 log = logging.getLogger("sparkd.bounded_call")
 
@@ -72,7 +72,7 @@ def _run(request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and stderr of the process. Nothing that it started outlives it, but what begins a session of its own."""
     try:
         process = subprocess.Popen(
-            module_command(sys.executable, "sparkd.bounded_call"),
+            module_command(sys.executable, "sparkd.execution.bounded_call"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-from sparkd.boundary import Boundary
 from sparkd.errors import SparkdError
+from sparkd.execution.boundary import Boundary
 
 T = TypeVar("T")
 

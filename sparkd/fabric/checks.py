@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 
-from sparkd.fabric import FULL_MBPS, GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface, rdma_mtu
+from sparkd.fabric.interfaces import FULL_MBPS, GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface, rdma_mtu
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 ONE_RAIL_GB_S = 13.9

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
-from sparkd.fabric import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
-from sparkd.fabric_cables import RING, Cable, cables_of, rails, topology
+from sparkd.fabric.interfaces import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
+from sparkd.fabric.links import RING, Cable, cables_of, rails, topology
 from sparkd.hardware import JIT_CAPS
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

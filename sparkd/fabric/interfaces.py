@@ -150,7 +150,7 @@ class Fabric:
 
 
 def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> Fabric:
-    """What `workers.fabric_reading.sample` answered, in this module's nouns. address: the node's in the cluster; loopback is none."""
+    """What `workers.host.network.sample` answered, in this module's nouns. address: the node's in the cluster; loopback is none."""
     rdma = _rdma_of(raw["rdma"])
     found = [_interface(one, rdma) for one in raw["interfaces"]]
     own = _address(address)

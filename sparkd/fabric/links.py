@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
 
-from sparkd.fabric import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
-from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding, findings
+from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding, findings
+from sparkd.fabric.interfaces import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
 
 ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "switch", "apart"
 
@@ -116,7 +116,7 @@ def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True, ring_proved:
 
 def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
-    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.fit.Wish.
+    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.Wish.
     """
     found = {}
     for size in range(2, len(nodes) + 1):

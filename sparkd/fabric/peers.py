@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from sparkd.fabric import Cage, Fabric
+from sparkd.fabric.interfaces import Cage, Fabric
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sparkd.fabric import Fabric, Interface
-from sparkd.fabric_cables import cables_of
-from sparkd.fabric_findings import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, Finding
-from sparkd.nccl_log import SOCKET, judge_rate
+from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, Finding
+from sparkd.fabric.interfaces import Fabric, Interface
+from sparkd.fabric.links import cables_of
+from sparkd.fabric.nccl_log import SOCKET, judge_rate
 
 NCCL, GLOO = "nccl", "gloo"
 # Findings of the ranks that run which a rate has more to say about.
@@ -45,7 +45,7 @@ class Rate:
 
     @property
     def normal(self) -> str | None:
-        """GB/s, as owners of Sparks measure it (sparkd.fabric_findings)."""
+        """GB/s, as owners of Sparks measure it (sparkd.fabric.checks)."""
         if not self.real:
             return None
         if self.rails:

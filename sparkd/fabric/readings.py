@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.errors import ClusterError
-from sparkd.fabric import Fabric, fabrics_of, with_proofs
-from sparkd.fabric_cables import teams, unlinked
-from sparkd.fabric_environment import environment, settings
-from workers.fabric_reading import VARIABLES, sample
+from sparkd.fabric.environment import environment, settings
+from sparkd.fabric.interfaces import Fabric, fabrics_of, with_proofs
+from sparkd.fabric.links import teams, unlinked
+from workers.host.network import VARIABLES, sample
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -25,13 +25,13 @@ Reading = Mapping[str, Any]
 
 
 class FabricNodes:
-    """`read(node)` asks one node what workers.fabric_reading.sample says there; it raises ClusterError where nobody answers."""
+    """`read(node)` asks one node what workers.host.network.sample says there; it raises ClusterError where nobody answers."""
 
     def __init__(self, read: Callable[[str], Awaitable[Reading]], clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
-        # The pairs of these nodes between which a live NCCL test has passed over the links that they have now (sparkd.measures).
+        # The pairs of these nodes between which a live NCCL test has passed over the links that they have now (sparkd.admin.bandwidth).
         self.passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]] = lambda _nodes: frozenset()
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:

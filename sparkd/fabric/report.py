@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparkd.fabric import Fabric, Interface, fabrics_of, with_proofs
-from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
-from sparkd.fabric_environment import settings
-from sparkd.fabric_findings import FAIL, Finding, findings, worst
-from sparkd.fabric_peers import peers
-from sparkd.fabric_rates import Rate, holds, proofs, shown, with_loss
-from sparkd.fabric_rates import finding as rated
+from sparkd.fabric.checks import FAIL, Finding, findings, worst
+from sparkd.fabric.environment import settings
+from sparkd.fabric.interfaces import Fabric, Interface, fabrics_of, with_proofs
+from sparkd.fabric.links import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
+from sparkd.fabric.peers import peers
+from sparkd.fabric.rates import Rate, holds, proofs, shown, with_loss
+from sparkd.fabric.rates import finding as rated
 
 
 def report(
@@ -21,7 +21,7 @@ def report(
     proved: Iterable[Mapping[str, str]] = (),
     rates: Sequence[Rate] = (),
 ) -> dict[str, Any]:
-    """readings: by a node's address in the cluster or its name, what `workers.fabric_reading.sample` answered; None where nobody did.
+    """readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None where nobody did.
 
     configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
     fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparkd.fabric import fabrics_of, traffic
-from sparkd.fabric_environment import environment, settings
-from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.nccl_log import IB, SOCKET, judge, parse
-from sparkd.state import RankHandle
+from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+from sparkd.fabric.environment import environment, settings
+from sparkd.fabric.interfaces import fabrics_of, traffic
+from sparkd.fabric.nccl_log import IB, SOCKET, judge, parse
+from sparkd.fabric.readings import FabricNodes
+from sparkd.state.nouns import RankHandle
 
 _ORDER = (FAIL, WARN, OK)
 # A first chat over two nodes moves a MiB even of a model of 135 M parameters: two all-reduces a layer, of each token of the question.
@@ -62,7 +62,7 @@ def moved(
 ) -> tuple[Finding, ...]:
     """The traffic of the RDMA ports of each of their nodes between two readings, the first chat between them; worst first.
 
-    before, after: by node, what workers.fabric_reading.sample answered. Nothing where a node cannot be read, has no RDMA to use, or is
+    before, after: by node, what workers.host.network.sample answered. Nothing where a node cannot be read, has no RDMA to use, or is
     meant to use sockets.
     """
     nodes = list(dict.fromkeys(handle.node_id for handle in handles))

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Protocol
 
 from sparkd import metrics
-from sparkd.boundary import Boundary
 from sparkd.errors import Unavailable
-from sparkd.gateway.answers import date, error_bytes, new_request_id
+from sparkd.execution.boundary import Boundary
 from sparkd.gateway.exchange import count_refused
+from sparkd.gateway.responses import date, error_bytes, new_request_id
 
 log = logging.getLogger("sparkd.gateway")
 

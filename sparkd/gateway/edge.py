@@ -29,7 +29,15 @@ from sparkd.errors import (
     Unavailable,
     UnknownRoute,
 )
-from sparkd.gateway.answers import (
+from sparkd.gateway.exchange import ClientGone, Exchange
+from sparkd.gateway.keys import Keys, Role
+from sparkd.gateway.limits import Limits
+from sparkd.gateway.local import check_local
+from sparkd.gateway.models_list import model_entry, models_list
+from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
+from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
+from sparkd.gateway.proxy import Leases, Proxy, leave
+from sparkd.gateway.responses import (
     App,
     Message,
     RawHeaders,
@@ -42,14 +50,6 @@ from sparkd.gateway.answers import (
     new_request_id,
     send_whole,
 )
-from sparkd.gateway.exchange import ClientGone, Exchange
-from sparkd.gateway.keys import Keys, Role
-from sparkd.gateway.limits import Limits
-from sparkd.gateway.listing import model_entry, models_list
-from sparkd.gateway.local import check_local
-from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
-from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.proxy import Leases, Proxy, leave
 from sparkd.gateway.routes import Kind, Route, find, nearest
 
 _log = logging.getLogger("sparkd.gateway")

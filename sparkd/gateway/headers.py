@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sparkd.gateway.answers import RawHeaders
+from sparkd.gateway.responses import RawHeaders
 
 # RFC 9110 7.6.1: they speak of one connection.
 _HOP_BY_HOP = frozenset(
@@ -35,7 +35,7 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     """The head of the engine's request: the client's headers in printable ASCII.
 
     Left out are the client's credentials, what speaks of its connection (and what `Connection` names), and what sparkd says itself. No
-    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.wire.Pool's.
+    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.engine.http.Pool's.
     """
     hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.errors import SparkdError
-from sparkd.gateway.answers import error_event
 from sparkd.gateway.body import wants_stream
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.protocol import BoundedProtocol
+from sparkd.gateway.responses import error_event
 from sparkd.gateway.routes import Route
 
 # Words are for people, who look at them: soon, and again when there is news.

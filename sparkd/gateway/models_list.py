@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.errors import BadRequest, UnknownModel
-from sparkd.snapshot import ModelView
+from sparkd.state.snapshot import ModelView
 
 _SHOWN_NAMES = 20
 # vllm/entrypoints/serve/engine/protocol.py, ModelPermission.

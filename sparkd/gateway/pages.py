@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from sparkd.gateway.answers import RawHeaders
+from sparkd.gateway.responses import RawHeaders
 
 PREFLIGHT = b"access-control-request-method"
 _KEPT_S = 600

@@ -2,7 +2,7 @@
 
 uvicorn with httptools has no cap on headers, no deadline for headers or bodies, accepts a missing and a second Host, loses the
 disconnect of a request behind which another was pipelined, and says its errors in plain text. This subclass relies on the inner
-workings of uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py); tests/gateway/test_protocol.py holds them.
+workings of uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py); tests/sparkd/gateway/test_protocol.py holds them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, UpgradeNotServed
-from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes, new_request_id
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
+from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, new_request_id
 
 CONNECTION = "sparkd.connection"
 

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from sparkd.abilities import Need
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -25,21 +25,21 @@ from sparkd.errors import (
     UnknownResponse,
     UnsupportedMediaType,
 )
-from sparkd.gateway.answers import Receive, Scope
 from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing
-from sparkd.gateway.engine import request_head
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
+from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import Limits
-from sparkd.gateway.listing import find_model, model_meant
+from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.outline import outline
-from sparkd.gateway.pipe import Peek, Pipe
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
+from sparkd.gateway.relay import Peek, Pipe
+from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Kind, Route
-from sparkd.parsers import Parsers
-from sparkd.snapshot import Snapshot
-from sparkd.state import ModelState
-from sparkd.upstream import Upstream
+from sparkd.state.abilities import Need
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import Snapshot
+from sparkd.vllm.parsers import Parsers
 
 _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
@@ -55,7 +55,7 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class Lease(Protocol):
-    """The right to one engine, for one request. answered: see sparkd.lease.Lease."""
+    """The right to one engine, for one request. answered: see sparkd.control.lease.Lease."""
 
     answered: bool | None
 
@@ -180,7 +180,7 @@ class Proxy:
         exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: Lease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        """The engine's whole answer. Its bytes go from socket to socket within sparkd.wire's callbacks; this only waits."""
+        """The engine's whole answer. Its bytes go from socket to socket within sparkd.engine.http's callbacks; this only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
         if route.kind is Kind.RESPONSE and scope["query_string"]:

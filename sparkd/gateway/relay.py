@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter
 
+from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
-from sparkd.gateway.answers import RawHeaders, error_event
-from sparkd.gateway.engine import response_headers
 from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.headers import response_headers
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.protocol import BoundedProtocol
-from sparkd.wire import Connection
+from sparkd.gateway.responses import RawHeaders, error_event
 
 # How an event ends, and a chunk that ends with one.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -91,7 +91,7 @@ class Pipe:
             return
         self._client.cut()
 
-    # --- sparkd.wire.Sink -----------------------------------------------------------------------------------------------
+    # --- sparkd.engine.http.Sink -----------------------------------------------------------------------------------------------
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status

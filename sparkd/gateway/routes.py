@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from sparkd.abilities import GENERATE, POOL, TRANSCRIBE, Need
 from sparkd.gateway.keys import Role
 from sparkd.nearest import nearest as nearest_word
+from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Need
 
 ADMIN_ROOT = "/admin/v1"
 

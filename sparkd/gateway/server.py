@@ -12,12 +12,12 @@ from functools import partial
 
 import uvicorn
 
-from sparkd.boundary import Boundary
 from sparkd.errors import ConfigError
+from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import BACKLOG, Acceptor
-from sparkd.gateway.answers import App
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.protocol import bounded_protocol
+from sparkd.gateway.responses import App
 
 REST_S, CUT_S = 2.0, 1.0
 LOOK_EVERY_S = 0.1

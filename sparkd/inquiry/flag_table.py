@@ -19,15 +19,15 @@ from pathlib import Path
 
 import workers
 from sparkd.errors import StateError
-from sparkd.installed import full_version_in, packages_of
-from sparkd.owner import as_owner
-from sparkd.vllm_flags import release_of, translated
-from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
-from workers.interpreter import inherited_environment
+from sparkd.execution.as_owner import as_owner
+from sparkd.vllm.arg_check import ANOTHER_PARSER, FlagTable, misfits, unspeculative
+from sparkd.vllm.installed import full_version_in, packages_of
+from sparkd.vllm.translate import release_of, translated
+from workers.host.interpreter import inherited_environment
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
-_PROGRAM = Path(workers.__file__).with_name("flag_table.py")
+_PROGRAM = Path(workers.__file__).parent / "engine" / "flag_table.py"
 _tables: dict[str, FlagTable | None] = {}
 
 

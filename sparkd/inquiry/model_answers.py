@@ -1,7 +1,7 @@
 """Owns the answers of the installed vLLM about models: asked of a child in its Python environment, and kept on disk. Never imports vLLM.
 
-A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/model_answer.py has the JSON
-of the answer. `kept` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as vLLM's import.
+A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py has the
+JSON of the answer. `kept` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as vLLM's import.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import workers
-from sparkd import vllm_table
 from sparkd.checkpoint import MODELOPT, Checkpoint, read_checkpoint
+from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, EngineError, StateError
-from sparkd.installed import full_version_in
-from sparkd.owner import as_owner
-from sparkd.tensors import TensorRef
-from sparkd.vllm_flags import release_of, speculative_config, translated, with_draft, without_any
-from sparkd.vllm_table import neighbours, write_whole
-from workers import regular_file
-from workers.interpreter import inherited_environment
-from workers.model_question import DRAFT, FILES, conversation
-from workers.runtime import cpu_abilities
+from sparkd.execution.as_owner import as_owner
+from sparkd.inquiry import flag_table
+from sparkd.inquiry.flag_table import neighbours, write_whole
+from sparkd.vllm.installed import full_version_in
+from sparkd.vllm.translate import release_of, speculative_config, translated, with_draft, without_any
+from workers.engine.model_question import DRAFT, FILES, conversation
+from workers.host import regular_file
+from workers.host.interpreter import inherited_environment
+from workers.host.runtime import cpu_abilities
 
 OWN = "own"
 SPARK = "cuda:12.1"
@@ -54,7 +54,7 @@ _FRONT_END = frozenset({
     "pp", "model", "tokenizer", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
     "data-parallel-address", "download-dir", "generation-config",
 })  # fmt: skip
-_PROGRAMS = tuple(Path(workers.__file__).with_name(name) for name in ("model_answer.py", "meta_model.py", "cuda_stand_in.py"))
+_PROGRAMS = tuple(Path(workers.__file__).parent / "engine" / name for name in ("model_answer.py", "meta_model.py", "cuda_stand_in.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """vLLM's answer about a model. platform: that it ran on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
-    the fields of workers.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
+    the fields of workers.engine.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
     `cache_dtype`, `quantization`, `tasks`, `block_size`, ..). groups: of vLLM's block pool, as JSON."""
 
     vllm: str
@@ -158,7 +158,7 @@ def _nobody(_request: Mapping[str, Any], _cancel: threading.Event) -> Iterator[d
 @dataclass(frozen=True, slots=True)
 class Away:
     """A runtime that this node has not got. vllm: its version; packages: a digest of all that is installed there. conversation: as
-    workers.model_question.conversation, with the interpreter of that node; its answers were checked."""
+    workers.engine.model_question.conversation, with the interpreter of that node; its answers were checked."""
 
     node: str
     vllm: str
@@ -199,7 +199,7 @@ class Runtime:
 
 def places(state_dir: Path) -> list[Path]:
     """Where answers are kept: the daemon's folder where it is there, and the user's own."""
-    return [folder.with_name("vllm-answers") for folder in vllm_table.places(state_dir)]
+    return [folder.with_name("vllm-answers") for folder in flag_table.places(state_dir)]
 
 
 def kept(question: Question, runtime: Runtime) -> Answer | None:
@@ -283,7 +283,7 @@ def _run(
 
 
 def _wire(question: Question, runtime: Runtime, version: str) -> dict[str, Any]:
-    """The question as workers.model_question reads it: for another node with what its folder has, which that one may not see."""
+    """The question as workers.engine.model_question reads it: for another node with what its folder has, which that one may not see."""
     args, env = _engine(question, runtime, version)
     wire: dict[str, Any] = {
         "folder": None if question.folder is None or runtime.away is not None else str(question.folder),

@@ -14,9 +14,9 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, Protocol
 
-from sparkd.answer_schema import MOST_BYTES, checked
 from sparkd.errors import AgentLost, ClusterError, EngineError
-from workers.model_question import IMPORT_S
+from sparkd.inquiry.answer_schema import MOST_BYTES, checked
+from workers.engine.model_question import IMPORT_S
 
 POLL_S = 1.0
 CALL_S = 15.0
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Agents(Protocol):
-    """The nodes of a daemon: the part of sparkd.cluster.Cluster that is needed here. ask: raises ClusterError."""
+    """The nodes of a daemon: the part of sparkd.cluster.cluster.Cluster that is needed here. ask: raises ClusterError."""
 
     def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Coroutine[Any, Any, Any]: ...
 
 
 class NodeInquiry:
-    """A sparkd.model_answers.Away.conversation. interpreter: of that node. loop: the daemon's, on which its agents are called; the
+    """A sparkd.inquiry.model_answers.Away.conversation. interpreter: of that node. loop: the daemon's, on which its agents are called; the
     conversation itself is held on another thread."""
 
     def __init__(self, agents: Agents, node: str, interpreter: str, loop: asyncio.AbstractEventLoop) -> None:

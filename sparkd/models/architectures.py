@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkd.checked_keys import KEYS
-from sparkd.installed import models_of, version_in
-from sparkd.model_shape import Shape
+from sparkd.models.checked_keys import KEYS
+from sparkd.models.shape import Shape
+from sparkd.vllm.installed import models_of, version_in
 
 # The names that vLLM puts in each other's place where it has one of them (vllm/config/model.py, _SUFFIX_TO_DEFAULTS; registry.py,
 # _normalize_arch).
@@ -46,5 +46,5 @@ def _among(name: str, models: Collection[str]) -> bool:
 
 
 # sparkd's formulas count the cache and the weights of these as vLLM does: the tests compare each with vLLM's answer
-# (tests/test_known_architectures.py). Any other is a guess until vLLM is asked.
+# (tests/sparkd/inquiry/test_known_architectures.py). Any other is a guess until vLLM is asked.
 CHECKED = KEYS.keys()

@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, Any] = {"decoder_sparse_step": 1, "moe_layer_freq": 1, "a
 # Of all other keys a list or a mapping would be a size of each layer.
 _LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "vision_config")
-# The kinds of rotary tables that the tests compare with vLLM's (tests/test_plan_vllm.py).
+# The kinds of rotary tables that the tests compare with vLLM's (tests/sparkd/capacity/test_against_vllm.py).
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "deepseek_yarn", "proportional")
 
 

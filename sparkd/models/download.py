@@ -1,10 +1,10 @@
 """Downloads what an engine needs of a hub's repository into this node's hub cache. Never runs inside the daemon: a download is ended by
 ending its process.
 
-A program: `python -m sparkd.fetch` reads one line of JSON from stdin, {"hub_id", "revision", "branch"}; HF_* come by its environment. It
-prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note", "head"} or {"error"}, with "unasked"
-where it was the hub that said nothing, and ends when stdin does. head: the commit that `branch` is at, null where the hub does not say or
-none is given.
+A program: `python -m sparkd.models.download` reads one line of JSON from stdin, {"hub_id", "revision", "branch"}; HF_* come by its
+environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note", "head"} or {"error"},
+with "unasked" where it was the hub that said nothing, and ends when stdin does. head: the commit that `branch` is at, null where the hub
+does not say or none is given.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import CheckpointError, SparkdError
-from sparkd.hub import Hub, Listing
-from workers.hub_cache import hub_cache, snapshot_of
-from workers.staging.chunks import Buffer, sha256_of
-from workers.staging.manifest import File, Manifest, lacking, refuse_without_room
-from workers.staging.ordered import ordered
+from sparkd.models.hub import Hub, Listing
+from workers.host.hub_cache import hub_cache, snapshot_of
+from workers.host.line_writer import ordered
+from workers.transfer.chunks import Buffer, sha256_of
+from workers.transfer.manifest import File, Manifest, lacking, refuse_without_room
 
 THREADS = 4
 PROGRESS_S = 0.3
@@ -142,7 +142,7 @@ def _drop(path: Path, *, wait: bool = False) -> None:
 
 
 def _whole(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> str | None:
-    from sparkd.hub_headers import complete
+    from sparkd.models.remote_headers import complete
 
     snapshot = snapshot_of(hub_id, revision, environ)
     return snapshot.name if snapshot is not None and complete(snapshot) is not None else None

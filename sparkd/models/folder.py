@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 
-from workers.hub_cache import hub_cache
+from workers.host.hub_cache import hub_cache
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")

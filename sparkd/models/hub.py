@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlsplit
 
 from sparkd import __version__
+from sparkd.checkpoint.header import loads
 from sparkd.errors import CheckpointError, ConfigError, HubSilent
-from sparkd.safetensors import loads
-from workers.hub_cache import is_revision
+from workers.host.hub_cache import is_revision
 
 if TYPE_CHECKING:
     from httpx import Response

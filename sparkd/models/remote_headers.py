@@ -25,14 +25,14 @@ from sparkd.checkpoint import (
     read_checkpoint,
     selected,
 )
+from sparkd.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
+from sparkd.checkpoint.index import INDEX
+from sparkd.checkpoint.tensors import FileTensors
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
-from sparkd.source import snapshot_of, source_of
-from sparkd.tensors import FileTensors
-from sparkd.weight_index import INDEX
+from sparkd.models.source import snapshot_of, source_of
 
 if TYPE_CHECKING:
-    from sparkd.hub import Hub, Listing
+    from sparkd.models.hub import Hub, Listing
 
 # The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
@@ -66,7 +66,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
 
     All is of one commit. Raises ConfigError for what is no hub id, CheckpointError for what the hub refuses or has wrong.
     """
-    from sparkd.hub import Hub
+    from sparkd.models.hub import Hub
 
     hub = Hub(hub_id, revision, environ)
     source = _Repository(hub, hub.listing(), progress)
@@ -110,7 +110,7 @@ class _Repository:
 
     def content(self, name: str) -> bytes:
         if not self._small:
-            from sparkd.hub import in_parallel
+            from sparkd.models.hub import in_parallel
 
             wanted = [each for each in (CONFIG, PARAMS, INDEX, MODELOPT) if each in self.names]
             read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
@@ -118,7 +118,7 @@ class _Repository:
         return self._small.pop(name)
 
     def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        from sparkd.hub import in_parallel
+        from sparkd.models.hub import in_parallel
 
         for file in files.keys() - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))

@@ -2,7 +2,7 @@
 
 Keys are those of transformers' configurations (configuration_*.py), of vLLM's own (vllm/transformers_utils/configs) and of Mistral's
 params.json. A kind of layer that has no formula counts as full attention, and a configuration that says too little has none at all: what
-is missing stands in Shape.gaps, and vLLM's own answer goes before all of it (sparkd.consultation).
+is missing stands in Shape.gaps, and vLLM's own answer goes before all of it (sparkd.capacity.consultation).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkd.checked_keys import unread
+from sparkd.models.checked_keys import unread
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
@@ -103,7 +103,7 @@ class Shape:
 
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
     predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines. unread: see
-    sparkd.checked_keys.
+    sparkd.models.checked_keys.
     """
 
     architecture: str

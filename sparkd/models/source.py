@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparkd.errors import ConfigError
-from workers.hub_cache import cache_places, hub_cache, snapshot_of
+from workers.host.hub_cache import cache_places, hub_cache, snapshot_of
 
 __all__ = ["CONFIG_PATH", "FOLDER_SIGNS", "check_there", "folder_of", "hub_cache", "name_of", "snapshot_of", "source_of"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sparkd.added_flags import refuse_flags, refuse_variables
 from sparkd.errors import ConfigError
-from sparkd.model_config import ModelConfig
-from sparkd.yamlfile import Table
+from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.yaml_file import Table
 
 if TYPE_CHECKING:
-    from sparkd.recipe_book import Book
+    from sparkd.recipes.library import Book
 
 # Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
 KEYS = frozenset(

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from sparkd.config_fields import Method, ProfileName, absolute_from
-from sparkd.config_source import table_of
-from sparkd.engine_flags import contradictions
-from sparkd.recipe_book import Book
-from sparkd.vllm_args import cache_flags
-from sparkd.vllm_flags import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
-from sparkd.yamlfile import Items, Place, Problem, Table
+from sparkd.recipes.library import Book
+from sparkd.schema.engine_flags import contradictions
+from sparkd.schema.fields import Method, ProfileName, absolute_from
+from sparkd.schema.overlay import table_of
+from sparkd.schema.yaml_file import Items, Place, Problem, Table
+from sparkd.vllm.reserved_args import cache_flags
+from sparkd.vllm.translate import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
 
 if TYPE_CHECKING:
-    from sparkd.recipe_file import RecipeFile
-    from sparkd.speculation import Speculating
+    from sparkd.recipes.file import RecipeFile
+    from sparkd.recipes.speculation import Speculating
 
 KEYS = ("recipe", "profile", "speculative")
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -182,7 +182,7 @@ def _speculation(
                 return Table()  # as the recipe has it
     if method not in METHODS:
         return Table()
-    from sparkd.speculation import speculating
+    from sparkd.recipes.speculation import speculating
 
     model = entry.get("model", merged.get("model"))
     offers = file.speculation(variant) if file is not None else None

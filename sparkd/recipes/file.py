@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
-from sparkd import yamlfile
-from sparkd.config_fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
-from sparkd.config_source import canonical, in_order, problems_of
-from sparkd.engine_flags import contradictions
 from sparkd.errors import ConfigError
-from sparkd.model_config import ModelConfig
-from sparkd.vllm_args import trusts_code
-from sparkd.vllm_flags import speculative_config
-from sparkd.yamlfile import Place, Problem, Table
-from workers import regular_file
+from sparkd.schema import yaml_file
+from sparkd.schema.engine_flags import contradictions
+from sparkd.schema.fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.overlay import canonical, in_order, problems_of
+from sparkd.schema.yaml_file import Place, Problem, Table
+from sparkd.vllm.reserved_args import trusts_code
+from sparkd.vllm.translate import speculative_config
+from workers.host import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
 
@@ -212,7 +212,7 @@ def refuse_as_model(text: str) -> None:
     if path.suffix not in SUFFIXES or not path.is_file():
         return
     with path.open("rb") as file:
-        foreign = is_foreign(yamlfile.parse(file.read(yamlfile.MAX_BYTES + 1), text, {}).table)
+        foreign = is_foreign(yaml_file.parse(file.read(yaml_file.MAX_BYTES + 1), text, {}).table)
     told = "the file of a recipe, and no model: put it into your recipes_dir, and give its name"
     if foreign:
         told = f"a recipe of another launcher: `sparkd recipes import {quote(text)} --to FILE` makes one of sparkd's, for your recipes_dir"
@@ -222,7 +222,7 @@ def refuse_as_model(text: str) -> None:
 def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """The file, or what is wrong with it: each problem with file, line, key, reason and cure. Never raises."""
     try:
-        raw = regular_file.read(path, yamlfile.MAX_BYTES + 1)
+        raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
     except OSError as error:
         cure = "Give the path of a recipe's file; without one all that have names are checked"
         return None, [Problem(str(path), None, f"The recipe cannot be read: {error.strerror}. {cure}.")]
@@ -231,10 +231,10 @@ def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | No
 
 def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """As read_recipe, of a text. shown: the file's name in messages."""
-    return recipe_of(name, yamlfile.parse(raw, shown, environ), shown, environ)
+    return recipe_of(name, yaml_file.parse(raw, shown, environ), shown, environ)
 
 
-def recipe_of(name: str, document: yamlfile.Document, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+def recipe_of(name: str, document: yaml_file.Document, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """As parse_recipe, of a text that was parsed already."""
     problems = document.problems
     if problems and not document.table:
@@ -251,7 +251,7 @@ def recipe_of(name: str, document: yamlfile.Document, shown: str, environ: Mappi
         problems += problems_of(error, table)
     problems = [problem if problem.file else Problem(shown, None, problem.message, problem.severity) for problem in problems]
     if recipe is None or problems:
-        return None, yamlfile.masked(in_order(problems), document.env_names, environ)
+        return None, yaml_file.masked(in_order(problems), document.env_names, environ)
     return RecipeFile(name, shown, recipe, table), []
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import yaml
 
-from sparkd import yamlfile
-from sparkd.config_source import error_of
 from sparkd.errors import ConfigError
-from sparkd.parsers import OFF
-from sparkd.recipe_command import Command, Table, as_argument, no_table, read_arguments, read_command
-from sparkd.recipe_file import is_foreign
-from sparkd.unknown_names import unknown_parsers
-from sparkd.vllm_args import owned_env
-from sparkd.vllm_flags import SPECULATIVE, flag_name, translated, values_of
-from sparkd.vllm_history import READ_OFF, Release
-from sparkd.vllm_known import misfits
+from sparkd.recipes.file import is_foreign
+from sparkd.recipes.vllm_command import Command, Table, as_argument, no_table, read_arguments, read_command
+from sparkd.schema import yaml_file
+from sparkd.schema.overlay import error_of
+from sparkd.vllm.arg_check import misfits
+from sparkd.vllm.parsers import OFF
+from sparkd.vllm.releases import READ_OFF, Release
+from sparkd.vllm.reserved_args import owned_env
+from sparkd.vllm.translate import SPECULATIVE, flag_name, translated, values_of
+from sparkd.vllm.unknown_names import unknown_parsers
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
@@ -67,7 +67,7 @@ _PLAIN = re.compile(r"[^\s{}]+")
 class Imported:
     """recipe: ours, plain values. text: the same as a file. notes: one sentence for each thing that is not as it was. missing: one for
     each thing that its command uses and that neither it nor vLLM brings, which is told before the notes. risks: one for each thing by
-    which it runs a stranger's code or reads this machine's files, which is told first (sparkd.recipe_check.with_risks)."""
+    which it runs a stranger's code or reads this machine's files, which is told first (sparkd.config.recipe_check.with_risks)."""
 
     recipe: Mapping[str, Any]
     text: str
@@ -90,7 +90,7 @@ def imported(
     vLLM has, which an argument must be one of. origin: where the file comes from, empty where only its format
     is known.
     """
-    document = yamlfile.parse(raw, shown, {}, last_counts=True)
+    document = yaml_file.parse(raw, shown, {}, last_counts=True)
     if document.problems:
         raise error_of(document.problems)
     try:
@@ -126,7 +126,7 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str) -> Imported:
+def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str) -> Imported:
     table = document.table
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
-from sparkd.yamlfile import Problem, parse
+from sparkd.schema.yaml_file import Problem, parse
 
 if TYPE_CHECKING:
-    from sparkd.recipe_file import RecipeFile
-    from sparkd.registry import Registries, Registry
+    from sparkd.recipes.file import RecipeFile
+    from sparkd.recipes.registry import Registries, Registry
 
 # In a checkout beside the package; where it was installed from one, below the environment's prefix (pyproject.toml, data-files).
-_CHECKOUT = Path(__file__).resolve().parent.parent / "configs" / "recipes"
+_CHECKOUT = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
 VARIANT = "@"
@@ -113,7 +113,7 @@ class Book:
             hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
             return None, [Problem(None, None, f"{name[:64]!r} is no recipe{self.no_registry(variant)}: {hint}.")]
         if path not in self._read:
-            from sparkd.recipe_file import read_recipe
+            from sparkd.recipes.file import read_recipe
 
             self._read[path] = read_recipe(path, self._environ)
         return self._read[path]
@@ -144,16 +144,16 @@ class Book:
         """None without a state folder. Imported for a name with an '@' alone: few have one."""
         if self._state_dir is None:
             return None
-        from sparkd.registry import Registries
+        from sparkd.recipes.registry import Registries
 
         return Registries(self._state_dir)
 
     def _of_registry(self, recipe: str) -> tuple[RecipeFile | None, list[Problem]]:
         """As `read`; what an import leaves out are warnings. Such a recipe has to do no more than tune a model; where it is
         only shown, that it does more is a warning."""
-        from sparkd.recipe_file import is_foreign, parse_recipe
-        from sparkd.recipe_import import imported
-        from sparkd.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_trust
+        from sparkd.recipes.file import is_foreign, parse_recipe
+        from sparkd.recipes.importer import imported
+        from sparkd.recipes.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_trust
 
         notes: tuple[str, ...] = ()
         try:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, StateError
 from sparkd.nearest import nearest
-from workers.hub_cache import is_hub_id
-from workers.private import private_folder, write_private
+from workers.host.hub_cache import is_hub_id
+from workers.host.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
-    from sparkd.recipe_file import RecipeFile
+    from sparkd.recipes.file import RecipeFile
 
 FOLDER = "registries"
 SHOWN_COMMIT = 12
@@ -192,8 +192,8 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
 
     The lists are those for models that come over the admin API.
     """
-    from sparkd import added
-    from sparkd.added_flags import refuse_flags, refuse_variables
+    from sparkd.recipes import admin_policy as added
+    from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 
     cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
     if path := next((name for name in file.repositories() if not is_of_hub(name)), None):

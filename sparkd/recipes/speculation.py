@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.config_fields import Method
-from sparkd.recipe_file import Draft, Speculation
-from sparkd.vllm_flags import PER_BATCH, SPECULATIVE, flag_name, schedule
+from sparkd.recipes.file import Draft, Speculation
+from sparkd.schema.fields import Method
+from sparkd.vllm.translate import PER_BATCH, SPECULATIVE, flag_name, schedule
 
 # From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).
 BATCH_LIMIT = 32

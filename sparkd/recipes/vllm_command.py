@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.vllm_args import owned_args
-from sparkd.vllm_flags import SPECULATIVE, flag_name, values_of, without
-from sparkd.vllm_known import FlagTable, amount
+from sparkd.vllm.arg_check import FlagTable, amount
+from sparkd.vllm.reserved_args import owned_args
+from sparkd.vllm.translate import SPECULATIVE, flag_name, values_of, without
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from sparkd.page import all_printable
-from sparkd.ragged import Ragged
+from sparkd.render.page import all_printable
+from sparkd.render.ragged_table import Ragged
 
 # A Spark's two sockets, for whoever stands behind it.
 PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
@@ -21,7 +21,7 @@ _WRAP = 110
 
 
 def fabric(found: Mapping[str, Any], console: Console) -> None:
-    """What `sparkd.fabric_report.report` answers."""
+    """What `sparkd.fabric.report.report` answers."""
     found = all_printable(found)
     double, single = ("══", "──") if console.encoding in ("utf-8", "utf8") else ("==", "--")
     for node in found["nodes"]:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from sparkd.page import PIPE_WIDTH, duration, printable, say_json
-from sparkd.ragged import Ragged
+from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
+from sparkd.render.ragged_table import Ragged
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["duration", "printable", "say_json"]

@@ -93,7 +93,7 @@ class Styled:
     def columns(self, table: Columns) -> None:
         from rich.text import Text
 
-        from sparkd.ragged import Ragged
+        from sparkd.render.ragged_table import Ragged
 
         made = Ragged(box=None, pad_edge=False, header_style="bold")
         for name in table.names:
@@ -107,7 +107,7 @@ def standard() -> Page:
     """Standard output."""
     if not sys.stdout.isatty() and not any(os.environ.get(name) for name in COLOURED):
         return Plain()
-    from sparkd.show import terminal
+    from sparkd.render.models import terminal
 
     return Styled(terminal())
 
@@ -154,7 +154,7 @@ def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
         def told(done: int, total: int) -> None:
             nonlocal known
             if not known:
-                from sparkd.show import progress, terminal
+                from sparkd.render.models import progress, terminal
 
                 known = {"line": shown.enter_context(progress(terminal(stderr=True)))}
             known["line"](f"{source}: headers of {done} of {total} files", "")

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparkd.exact import EXACT, GUESS, KNOWN
-from sparkd.fit import gib
+from sparkd.capacity.fit import gib
+from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN
+from sparkd.capacity.weights import AHEAD
 from sparkd.hardware import GIB
-from sparkd.page import Columns, Page, duration, printable
-from sparkd.source import name_of
-from sparkd.weight_cost import AHEAD
+from sparkd.models.source import name_of
+from sparkd.render.page import Columns, Page, duration, printable
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (

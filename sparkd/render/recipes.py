@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from sparkd.ragged import Ragged
-from sparkd.show import printable
-from sparkd.source import name_of
+from sparkd.models.source import name_of
+from sparkd.render.models import printable
+from sparkd.render.ragged_table import Ragged
 
 # Figure -> words and unit.
 _FIGURES = {
@@ -76,7 +76,7 @@ def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> N
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
-    from sparkd.parser_choice import in_words
+    from sparkd.entry.parser_choice import in_words
 
     say = _Say(console)
     say.line(f"{recipe['name']}: {recipe['description']}", style="bold")

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from sparkd import kv_sizing
-from sparkd.parsers import OFF
-from sparkd.uncounted import switched
-from sparkd.vllm_flags import values_of
-from sparkd.vllm_known import amount
+from sparkd.schema import kv_cache as kv_sizing
+from sparkd.vllm.arg_check import amount
+from sparkd.vllm.parsers import OFF
+from sparkd.vllm.translate import values_of
+from sparkd.vllm.unaccounted_args import switched
 
 _VALUE_FLAGS = (
     "revision",
@@ -36,7 +36,7 @@ class Sampling(Protocol):
 
 class Keys(Protocol):
     """The keys of a model's entry that bear on how an engine loads it, sizes its cache and is called; see
-    sparkd.model_config.ModelConfig."""
+    sparkd.schema.model.ModelConfig."""
 
     @property
     def quantize(self) -> dict[str, Any] | str | None: ...

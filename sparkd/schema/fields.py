@@ -20,10 +20,10 @@ from pydantic import (
     ValidationInfo,
 )
 
-from sparkd import vllm_args
-from sparkd.refusal import plain, refuse
+from sparkd.schema.refusal import plain, refuse
+from sparkd.vllm import reserved_args
 
-# For whom a model is served, and how it drafts tokens (sparkd/recipes.py, sparkd/speculation.py).
+# For whom a model is served, and how it drafts tokens (sparkd/recipes/expand.py, sparkd/recipes/speculation.py).
 ProfileName = Literal["single-user", "balanced", "throughput"]
 Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
@@ -179,7 +179,7 @@ def arguments(value: Any) -> Any:
         if "\x00" in str(item):
             raise refuse("holds an argument with a NUL byte, which no process can be given", item=index)
     args = tuple(str(item) for item in value)
-    for index, message in vllm_args.owned_args(args):
+    for index, message in reserved_args.owned_args(args):
         raise refuse(message, item=index)
     return args
 
@@ -202,7 +202,7 @@ def environment(value: Any) -> Any:
             raise refuse(f"must give {name} a text or a number: put true, false and empty values in quotes", item=place)
         if isinstance(text, str) and "\x00" in text:
             raise refuse(f"gives {name} a NUL byte, which no process can be given", item=place)
-        for _, message in vllm_args.owned_env([name]):
+        for _, message in reserved_args.owned_env([name]):
             raise refuse(message, item=place)
     return {name: text if isinstance(text, SecretStr) else str(text) for _, name, text in pairs}
 

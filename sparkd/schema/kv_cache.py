@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkd import vllm_args
 from sparkd.errors import ConfigError
-from sparkd.refusal import plain, refuse
-from sparkd.uncounted import blocks_of, length_of
+from sparkd.schema.refusal import plain, refuse
+from sparkd.vllm import reserved_args
+from sparkd.vllm.unaccounted_args import blocks_of, length_of
+from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
-from workers.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:
-    from sparkd.engine_flags import Keys, Sized
+    from sparkd.schema.engine_flags import Keys, Sized
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -56,7 +56,7 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
     why = "exclude each other, because each says how the KV cache is sized: remove one of them"
     if model.gpu_memory_utilization is not None:
         yield "gpu_memory_utilization", f"gpu_memory_utilization and {key} {why}"
-    for flag in vllm_args.cache_flags(model.extra_args):
+    for flag in reserved_args.cache_flags(model.extra_args):
         yield "extra_args", f"{flag} and {key} {why}"
     if model.kv_margin_gib is not None and isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
@@ -87,7 +87,7 @@ def utilization_of(model: Keys) -> float | None:
 
 
 def cache_of(model: Keys) -> dict[str, Any] | str | None:
-    """The size that counts: `kv_cache`, and before it vLLM's --num-gpu-blocks-override, as {blocks: N} (sparkd.kv_cost.sized)."""
+    """The size that counts: `kv_cache`, and before it vLLM's --num-gpu-blocks-override, as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
     blocks = blocks_of(model.extra_args)
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
@@ -104,7 +104,7 @@ def given_cache(model: Keys, platform: str, env: Mapping[str, str]) -> dict[str,
 
 def vllm_sizes(model: Keys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
-    return utilization_of(model) is not None or any(True for _ in vllm_args.cache_flags(model.extra_args))
+    return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:

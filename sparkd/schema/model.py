@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, model_validator
 
-from sparkd import config_fields as kinds
-from sparkd import kv_sizing, quantizing
-from sparkd.amounts import readable
-from sparkd.config_fields import (
+from sparkd.schema import fields as kinds
+from sparkd.schema import kv_cache as kv_sizing
+from sparkd.schema import quantize as quantizing
+from sparkd.schema.engine_flags import flags_of
+from sparkd.schema.fields import (
     AbsolutePath,
     Arguments,
     Count,
@@ -28,12 +29,12 @@ from sparkd.config_fields import (
     Section,
     Word,
 )
-from sparkd.engine_flags import flags_of
-from sparkd.parsers import OFF
-from sparkd.refusal import refuse
-from sparkd.vllm_args import trusts_code
-from workers.hub_cache import is_hub_id, is_revision
-from workers.runtime import API_SERVER, COMMAND_LINE
+from sparkd.schema.refusal import refuse
+from sparkd.units import readable
+from sparkd.vllm.parsers import OFF
+from sparkd.vllm.reserved_args import trusts_code
+from workers.host.hub_cache import is_hub_id, is_revision
+from workers.host.runtime import API_SERVER, COMMAND_LINE
 
 # vLLM's own bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
 _Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
@@ -149,7 +150,7 @@ class ModelConfig(Section):
     """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
     name: Name
-    # The source of the other keys where they were not written here: sparkd.recipes has laid it under them already.
+    # The source of the other keys where they were not written here: sparkd.recipes.expand has laid it under them already.
     recipe: Word | None = None
     profile: Literal["single-user", "balanced", "throughput"] | None = None
     speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
@@ -216,7 +217,7 @@ class ModelConfig(Section):
         return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
-        """As sparkd.engine_flags.flags_of."""
+        """As sparkd.schema.engine_flags.flags_of."""
         return flags_of(self)
 
     def environment(self, engine: EngineDefaults) -> dict[str, str]:

@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from sparkd import spellings
-from sparkd.config_fields import check_name
 from sparkd.errors import ConfigError
-from sparkd.model_config import ModelConfig
 from sparkd.nearest import nearest
-from sparkd.yamlfile import Items, Place, Problem, Table, whole
+from sparkd.schema import aliases
+from sparkd.schema.fields import check_name
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.yaml_file import Items, Place, Problem, Table, whole
 
 SHOWN_PROBLEMS = 20
 ENV_PREFIX = "SPARKD_"
@@ -42,8 +42,8 @@ def table_of(values: Mapping[str, Any], place: Place) -> Table:
 def canonical(table: Table, section: type[BaseModel], problems: list[Problem], path: tuple[str, ...] = ()) -> Table:
     """A copy under our own key names. A key that nobody knows becomes a problem, with the nearest known one, and is dropped."""
     top, model = not path, section is ModelConfig
-    ours = spellings.TOP if top else spellings.MODEL if model else {}
-    foreign = spellings.TOP_FOREIGN if top else spellings.MODEL_FOREIGN if model else {}
+    ours = aliases.TOP if top else aliases.MODEL if model else {}
+    foreign = aliases.TOP_FOREIGN if top else aliases.MODEL_FOREIGN if model else {}
     known = [name for name in section.model_fields if not (model and name == "name")]
     renamed = Table()
     for key, value in table.items():

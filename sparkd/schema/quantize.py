@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkd import vllm_args
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.refusal import plain, refuse
-from sparkd.uncounted import unanswered
-from sparkd.vllm_flags import LOAD_FORMAT, flag_name, values_of
+from sparkd.schema.refusal import plain, refuse
+from sparkd.vllm import reserved_args
+from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
+from sparkd.vllm.unaccounted_args import unanswered
 
 if TYPE_CHECKING:
-    from sparkd.engine_flags import Keys
-    from workers.stream.recipe import Recipe
+    from sparkd.schema.engine_flags import Keys
+    from workers.quantization.recipe import Recipe
 
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
-# The best format that fits, chosen when the model is placed (sparkd/admission.py).
+# The best format that fits, chosen when the model is placed (sparkd/capacity/account.py).
 AUTO = "auto"
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
@@ -45,7 +45,7 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
     for key in ("quantization", "load_format"):
         if getattr(model, key) is not None:
             yield key, f"{key} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
-    for flag in vllm_args.loader_flags(model.extra_args):
+    for flag in reserved_args.loader_flags(model.extra_args):
         yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
     for flag in unanswered(model.extra_args) if model.quantize == AUTO else ():
         yield (
@@ -85,7 +85,7 @@ def remarks(model: Keys, env: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     if model.quantize is not None:
         return _parsed(model.quantize or None, env).notes
-    from workers.stream import variables
+    from workers.quantization import variables
 
     unused = variables.set_in(env)
     found = [f"{', '.join(unused)} in env has no effect without quantize: set quantize: '' to follow it."] if unused else []
@@ -111,7 +111,7 @@ def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str | None, cache_
 
 def _parsed(value: Any, env: Mapping[str, str] | None = None) -> Recipe:
     """Raises SparkdError. The recipe's modules are a sixth of what a configuration imports, for entries with `quantize` alone."""
-    from workers.stream.recipe import Recipe
+    from workers.quantization.recipe import Recipe
 
     return Recipe.parse(value, env)
 

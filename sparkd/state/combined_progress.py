@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sparkd.state import Progress, RankFact
-from workers.kvfile import GIB, over_nodes
+from sparkd.state.nouns import Progress, RankFact
+from workers.rank.kv_report import GIB, over_nodes
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 

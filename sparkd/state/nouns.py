@@ -12,11 +12,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sparkd.config_fields import check_name
 from sparkd.errors import StateError
-from sparkd.rows import Damage, noun_of, object_in, text_or_bytes
-from workers.private import private_file
-from workers.signatures import Diagnosis
+from sparkd.schema.fields import check_name
+from sparkd.state.rows import Damage, noun_of, object_in, text_or_bytes
+from workers.host.private_files import private_file
+from workers.rank.signatures import Diagnosis
 
 SCHEMA_VERSION = 1
 # See Store: the hundreds are what another release may not be able to read.
@@ -96,7 +96,7 @@ class RankHandle:
     kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
     world: how many ranks its model has. attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone.
     memory_gib: what was reserved for it on its node; 0 where an earlier release started it. parsers: the fields of a
-    sparkd.parsers.Parsers; None where an earlier release started it, or it is no vLLM.
+    sparkd.vllm.parsers.Parsers; None where an earlier release started it, or it is no vLLM.
     """
 
     rank_id: str
@@ -129,11 +129,11 @@ class RankHandle:
 class Progress:
     """How far a rank is. Fields are None where neither its log nor its loader has said; eta_s only where measured points give it.
 
-    From units_done on they are the loader's own (workers.loadfile): units are tensors and experts; read_bytes came from the disk, whole
-    blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is written
-    beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended,
+    From units_done on they are the loader's own (workers.rank.load_report): units are tensors and experts; read_bytes came from the disk,
+    whole blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is
+    written beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended,
     and failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. kv is how the KV cache was
-    sized, as the worker says (workers.kvfile.read_kv), or where vLLM sized it its log; None before.
+    sized, as the worker says (workers.rank.kv_report.read_kv), or where vLLM sized it its log; None before.
     """
 
     phase: str = "starting"

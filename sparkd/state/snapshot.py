@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.state import ModelState, Operation, Progress, RankHandle, Reading, Want
+from sparkd.state.nouns import ModelState, Operation, Progress, RankHandle, Reading, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class ModelView:
 
     since_s: since when it is in this state; of one that waits, since when it does.
     turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
-    doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet (sparkd.pulse).
-    adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
-    parsers: the fields of a sparkd.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
+    doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet
+    (sparkd.control.watchdog). adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody
+    kept that. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
     origin: where its entry is: `file`, the configuration's, or `api`, which it was added by.
     stores_responses: whether its engine keeps answers of /v1/responses to be found by their ids.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.

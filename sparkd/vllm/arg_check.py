@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.amounts import multiple
 from sparkd.nearest import nearest
+from sparkd.units import multiple
 
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
@@ -42,7 +42,7 @@ _TEXT, _DRAFT = ("ngram", "ngram_gpu"), ("medusa", "mlp_speculator", "draft_mode
 @dataclass(frozen=True, slots=True)
 class Flag:
     """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json, keys, folds, names,
-    values, holds: what a value is, see workers/flag_table.py. none: whether `None` is a value too."""
+    values, holds: what a value is, see workers/engine/flag_table.py. none: whether `None` is a value too."""
 
     of: int
     takes: int | None = None
@@ -69,7 +69,7 @@ class FlagTable:
 
     @classmethod
     def of(cls, version: str, raw: Mapping[str, Any]) -> FlagTable:
-        """raw: what workers/flag_table.py says. Raises ValueError, TypeError, KeyError for anything else."""
+        """raw: what workers/engine/flag_table.py says. Raises ValueError, TypeError, KeyError for anything else."""
         flags = {}
         for spelling, one in raw["flags"].items():
             if not spelling.startswith("--"):
@@ -220,7 +220,7 @@ def _valued(name: str, given: Mapping[str, Any], flag: Flag) -> str | None:
     """Why a class refuses a value of its JSON that has to be one of some names."""
     for key, value in given.items():
         names = flag.values.get(key.replace("-", "_"))
-        is_method = (name, key) == (_SPECULATIVE[2:], "method")  # see sparkd.vllm_table.unknown_drafts
+        is_method = (name, key) == (_SPECULATIVE[2:], "method")  # see sparkd.inquiry.flag_table.unknown_drafts
         if names is not None and isinstance(value, str) and not is_method and not _is_name(value, names):
             return f"--{name}: its {key} is none of vLLM's. {among(value, names)}"
     return None

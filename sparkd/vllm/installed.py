@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from sparkd.vllm_flags import release_of
-from sparkd.vllm_history import Release
+from sparkd.vllm.releases import Release
+from sparkd.vllm.translate import release_of
 
 _REGISTRY = Path("vllm/model_executor/models/registry.py")
 # A row of its tables: architecture, module and class. Those of older names have a release or an address instead.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from sparkd.vllm_flags import values_of
+from sparkd.vllm.translate import values_of
 
 # Flags of vLLM 0.32 that do so by being there, in any beginning that argparse would complete.
 _FLAGS = ("enable-log-requests", "enable-log-outputs", "enable-log-deltas", "logging-config", "log-config-file", "log-error-stack")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 Release = tuple[int, int]
 
-# The release whose parser and envs.py the tables were last held against (tests/test_vllm_flags.py).
+# The release whose parser and envs.py the tables were last held against (tests/sparkd/vllm/test_translate.py).
 READ_OFF: Release = (0, 32)
 # As the value of a row's `becomes`: whatever was given. In its flags '{}' stands for the value in small letters.
 ANY = "*"

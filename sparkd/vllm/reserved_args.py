@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from sparkd.errors import ConfigError
-from sparkd.uncounted import is_own_worker
+from sparkd.vllm.unaccounted_args import is_own_worker
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"

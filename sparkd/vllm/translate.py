@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from sparkd.vllm_history import (
+from sparkd.vllm.releases import (
     ADDED,
     ANY,
     DFLASH_SINCE,

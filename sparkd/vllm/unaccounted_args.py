@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sparkd.vllm_flags import flag_name, values_of, without
-from sparkd.vllm_known import amount
+from sparkd.vllm.arg_check import amount
+from sparkd.vllm.translate import flag_name, values_of, without
 
 if TYPE_CHECKING:
-    from sparkd.model_config import ModelConfig
+    from sparkd.schema.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
-# (sparkd.consultation).
+# (sparkd.capacity.consultation).
 _WEIGHTS = frozenset(
     {
         "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "task", "convert",
@@ -89,14 +89,14 @@ _WEIGHTS_SHORT = ("-q", "-sc", "-ep")
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
-# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
+# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.reservation.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
 _OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 
 
 class Entry(Protocol):
-    """The keys of a model's entry that bear on how much is reserved for it; see sparkd.model_config.ModelConfig."""
+    """The keys of a model's entry that bear on how much is reserved for it; see sparkd.schema.model.ModelConfig."""
 
     @property
     def memory_gib(self) -> Any: ...
@@ -216,8 +216,8 @@ def is_own_worker(args: Sequence[str], index: int) -> bool:
 
 
 def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
-    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.placement.needed_gib does. keys:
-    those that a model's entry may have."""
+    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.capacity.reservation.needed_gib
+    does. keys: those that a model's entry may have."""
     args = model.extra_args
     flags = list(dict.fromkeys(unsized(args)))
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sparkd.installed import drafts_of, formats_of, parsers_of
+from sparkd.checkpoint.header import shown
 from sparkd.nearest import nearest
-from sparkd.safetensors import shown
-from sparkd.vllm_flags import LOAD_FORMAT, SPECULATIVE, flag_name, speculative_config, values_of
-from sparkd.vllm_known import ANOTHER_PARSER, among
+from sparkd.vllm.arg_check import ANOTHER_PARSER, among
+from sparkd.vllm.installed import drafts_of, formats_of, parsers_of
+from sparkd.vllm.translate import LOAD_FORMAT, SPECULATIVE, flag_name, speculative_config, values_of
 
 
 def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
     python -m tests.bench.answers [--only REGEX] [--platform cuda:12.1|own] [--tp N] [--pp N] [--fixtures] [--json FILE] [--smallest]
 
-The models are tests/fixtures/configs, tests/rare_configs.py and, without --fixtures, every architecture of the installed vLLM's registry
-whose configuration can be made without a network: the defaults of its class in transformers or in vLLM. A line for each: seconds, platform,
-what came of it, and for one rank the plan with the answer and by sparkd's own formulas. Refused: vLLM's own word. Unsure: this machine
-could not build it. Beneath: counts, the seconds of a first answer and of one from the disk. Exit status 1: a plan was wrong and did not say
-that it guessed, guessed less than vLLM counts at its upper end, or refused what vLLM serves.
+The models are tests/fixtures/configs, tests/support/rare_configs.py and, without --fixtures, every architecture of the installed vLLM's
+registry whose configuration can be made without a network: the defaults of its class in transformers or in vLLM. A line for each: seconds,
+platform, what came of it, and for one rank the plan with the answer and by sparkd's own formulas. Refused: vLLM's own word. Unsure: this
+machine could not build it. Beneath: counts, the seconds of a first answer and of one from the disk. Exit status 1: a plan was wrong and did
+not say that it guessed, guessed less than vLLM counts at its upper end, or refused what vLLM serves.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_request import Question as PlanQuestion
+from sparkd.capacity.plan_request import answer as planned
+from sparkd.capacity.vllm_figures import EXACT, GUESS, exact_of
 from sparkd.checkpoint import MODELOPT, Checkpoint, TensorRef
+from sparkd.checkpoint.header import DTYPE_BITS
+from sparkd.checkpoint.quantization import source_quantization
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.exact import EXACT, GUESS, exact_of
 from sparkd.hardware import SPARK as SPARK_MACHINE
-from sparkd.installed import models_of
-from sparkd.kv_cost import Serving
-from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
-from sparkd.plan_question import Question as PlanQuestion
-from sparkd.plan_question import answer as planned
-from sparkd.safetensors import DTYPE_BITS
-from sparkd.source_quantization import source_quantization
+from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from sparkd.vllm.installed import models_of
 from tests.bench.arguments import Parser, count, new, pattern
-from tests.published_headers import checkpoint_of, config_of
-from tests.rare_configs import RARE, question_of
+from tests.support.published_headers import checkpoint_of, config_of
+from tests.support.rare_configs import RARE, question_of
 
 # What becomes of a plan: RIGHT as vLLM counts; MARKED: it says that it guesses, and how much at most; UNKNOWN: that it does not know.
 RIGHT, WRONG, MARKED, UNKNOWN, REFUSED = "right", "wrong", "guess", "unknown", "refused"

@@ -2,11 +2,11 @@
 
     python -m tests.bench.architectures [--quantize nvfp4] [--only REGEX] [--graphs] [--again] [--jobs N] [--logs FOLDER]
 
-For every architecture of tests/architectures.py engines start in processes of their own: ours with --quantize, stock vLLM on a BF16
+For every architecture of tests/support/architectures.py engines start in processes of their own: ours with --quantize, stock vLLM on a BF16
 checkpoint of the values that the formats can hold (dequantized.py), and stock vLLM on the checkpoint itself where that tells something
 more, or always with three --jobs. All of them see the same random prompt and generate 8 tokens. PASS: ours serves, and its
 distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not serve this model here either, or its class does not
-take the format (workers/stream/served.py); the reason follows.
+take the format (workers/stream/vllm/supported.py); the reason follows.
 FAIL: anything else. Exit status 1: there was a FAIL.
 A checkpoint that is quantized already (published MXFP4, AWQ, GPTQ, ModelOpt's and compressed-tensors' NVFP4) passes through, so there
 stock vLLM on the same files is what ours is compared with.
@@ -27,13 +27,13 @@ from typing import Any
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests import architectures, checkpoints
 from tests.bench import child
 from tests.bench.arguments import Parser, count, new, pattern
 from tests.bench.dequantized import write_dequantized
 from tests.bench.divergence import divergences, mean_kl, median_gap
-from workers.stream.recipe import Recipe
-from workers.stream.served import refuse_unserved
+from tests.support import architectures, checkpoints
+from workers.quantization.recipe import Recipe
+from workers.stream.vllm.supported import refuse_unserved
 
 LIMIT_S = 300.0
 TOP = 20

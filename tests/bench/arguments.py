@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import SparkdError
-from workers.stream.format import Format
+from workers.quantization.formats import Format
 
 
 class Parser(argparse.ArgumentParser):

@@ -30,9 +30,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparkd.config import load_config
-from sparkd.placement import offered_gib
-from tests.daemon_process import DaemonProcess
+from sparkd.capacity.reservation import offered_gib
+from sparkd.config.config import load_config
+from tests.support.daemon_process import DaemonProcess
 
 STOPS = ("DRAINING", "STOPPING")
 PARTS = ("stays", "ends", "returns", "loads", "answers")

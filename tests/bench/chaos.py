@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.activated import ActivatedDaemon
 from tests.bench.arguments import Parser, amount, count, model, new, pattern
-from tests.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
-from tests.clock_shift import ShiftedClock
-from tests.daemon_process import until
+from tests.support.activated import ActivatedDaemon
+from tests.support.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
+from tests.support.clock_shift import ShiftedClock
+from tests.support.daemon_process import until
 
 STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
 LOADS = (0, 4, 16)
@@ -208,7 +208,7 @@ def _inside(seed: int) -> dict[str, str | None]:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "faults"
-        with _scene(environ={"FAULTS_FILE": str(file)}, program="tests.faulty_sparkd") as scene:
+        with _scene(environ={"FAULTS_FILE": str(file)}, program="tests.support.faulty_sparkd") as scene:
             made, daemon, waits = scene.daemon, scene.daemon.process, list[float | None]()
             hits = [scene.shim, scene.api_server, scene.of_ray("ray::Agent"), scene.of_ray("raylet")]
             for share in INSIDE:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.command import kernels_on_disk
+from workers.rank.command import kernels_on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 # The one backend of latent attention that every GPU has; the others need libraries that are not everywhere.

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench.arguments import Parser, count, new, pattern
-from tests.daemon_process import until
-from tests.pair import Pair, Stream, shared_model, two_sparks
+from tests.support.daemon_process import until
+from tests.support.pair import Pair, Stream, shared_model, two_sparks
 
 STATES = ("LOADING", "WARMING", "SIZING", "READY")
 STREAMS = 8

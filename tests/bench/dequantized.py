@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint
-from tests.checkpoints import DTYPES
+from tests.support.checkpoints import DTYPES
+from workers.quantization.fusion import FUSED
+from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.recipe import Format, Recipe
 from workers.stream.formats import global_scale, quantizer
-from workers.stream.fusion import FUSED
-from workers.stream.packed_scale import packed_module_of
-from workers.stream.recipe import Format, Recipe
 
 _GRANITE = (".input_linear", ".output_linear")
 _SIBLINGS = {name: group for group in FUSED for name in group}

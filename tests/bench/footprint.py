@@ -4,10 +4,10 @@
         [--segments]
     python -m tests.bench.footprint --published [--only REGEX] [--json FILE]
 
-Measured: every architecture of tests/architectures.py as it is stored and in a 4-bit format, each through a real engine in a process of
-its own, one at a time (footprint_measured.py). Bars: weights within 1 %, bytes per token of cache exact, the most that the engine took
-under the largest prefill within 5 % or 300 MiB. --published: without an engine, against tests/fixtures/published.yaml and totals.yaml
-(footprint_published.py). Exit status 1: a bar was missed. On a machine without vLLM in its environment: PYTHONPATH=SITE:$PWD.
+Measured: every architecture of tests/support/architectures.py as it is stored and in a 4-bit format, each through a real engine in a
+process of its own, one at a time (footprint_measured.py). Bars: weights within 1 %, bytes per token of cache exact, the most that the
+engine took under the largest prefill within 5 % or 300 MiB. --published: without an engine, against tests/fixtures/published.yaml and
+totals.yaml (footprint_published.py). Exit status 1: a bar was missed. On a machine without vLLM in its environment: PYTHONPATH=SITE:$PWD.
 """
 
 from __future__ import annotations

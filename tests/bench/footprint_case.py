@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import child, footprint_segments
-from workers.kv import wish
-from workers.kv.readings import forget_peak, peak_resident_bytes, resident_bytes
+from workers.kv import request
+from workers.kv.memory import forget_peak, peak_resident_bytes, resident_bytes
 from workers.kv.release import give_back
 from workers.kv.settings import VARIABLE
 
@@ -33,7 +33,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     # However much is free: the largest batch is to be measured.
-    wish.PLENTY_BYTES = 1 << 60
+    request.PLENTY_BYTES = 1 << 60
     engine = LLM(question["model"], **question["arguments"])
     (weights,) = engine.apply_model(held_bytes)
     tokens = question["prompt_tokens"]

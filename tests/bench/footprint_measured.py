@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sparkd.capacity.footprint import Footprint, footprint
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import H200, SPARK
-from sparkd.kv_cost import Serving
-from sparkd.model_shape import shape_of
-from sparkd.weight_cost import inventory
-from tests import architectures, checkpoints
-from tests.architecture_parts import Size
+from sparkd.models.shape import shape_of
 from tests.bench import child, footprint_case
 from tests.bench.footprint_table import Row, within
+from tests.support import architectures, checkpoints
+from tests.support.architecture_parts import Size
 from workers.kv.settings import VARIABLE
-from workers.stream.recipe import Recipe
-from workers.stream.served import refuse_unserved
+from workers.quantization.recipe import Recipe
+from workers.stream.vllm.supported import refuse_unserved
 
 MIB = 2**20
 WEIGHTS_SHARE, TOTAL_SHARE, TOTAL_SLACK_MIB = 0.01, 0.05, 300.0

@@ -15,19 +15,19 @@ from typing import Any
 
 import yaml
 
+from sparkd.capacity.fit import Option, floor
+from sparkd.capacity.footprint import Footprint, footprint
+from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, token_bytes
+from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
-from sparkd.fit import Option, floor
-from sparkd.footprint import Footprint, footprint
+from sparkd.checkpoint.classification import tensor_class
 from sparkd.hardware import H200, SPARK, Hardware
-from sparkd.kv_cost import KvCost, Serving, kv_cost, token_bytes
-from sparkd.model_shape import Attention, shape_of
-from sparkd.tensor_class import tensor_class
-from sparkd.vllm_flags import release_of
-from sparkd.vllm_history import NEVER, READ_OFF
-from sparkd.weight_cost import Inventory, inventory
+from sparkd.models.shape import Attention, shape_of
+from sparkd.vllm.releases import NEVER, READ_OFF
+from sparkd.vllm.translate import release_of
 from tests.bench.footprint_table import GIB, Row, within
-from tests.published_headers import checkpoint_of, count_of
-from workers.stream.recipe import Recipe
+from tests.support.published_headers import checkpoint_of, count_of
+from workers.quantization.recipe import Recipe
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # NVIDIA's data sheets; memory as the driver reports it.

@@ -2,8 +2,8 @@
 
     python -m tests.bench.formats [--bounds] [--only REGEX]
 
-Errors are ||W - W'|| / ||W|| of 1024x2048 weights of five distributions (tests/stream/weights.py). --bounds adds the least error that any
-scale gives, by trying all of them. Speed is bytes of BF16 read per second, best of several runs. With a GPU the kernels are also
+Errors are ||W - W'|| / ||W|| of 1024x2048 weights of five distributions (tests/workers/stream/weights.py). --bounds adds the least error
+that any scale gives, by trying all of them. Speed is bytes of BF16 read per second, best of several runs. With a GPU the kernels are also
 compared with the torch quantizers on the CPU, over many shapes, types and strides: a group counts as different where its scale or a code
 does, and as worse where its error is also larger by more than 1e-5.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tests.bench.arguments import Parser, pattern
-from tests.stream import reference, weights
+from tests.workers.stream import reference, weights
+from workers.quantization.recipe import Format
 from workers.stream.formats import Quantizer, amax, quantizer
-from workers.stream.recipe import Format
 
 FORMATS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
 # The bars: Gaussian, Student t with 5 degrees of freedom.

@@ -13,11 +13,11 @@ import sys
 import time
 from typing import Any
 
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
 from sparkd.gateway import Edge, Limits, gateway_server
-from sparkd.gateway.answers import Receive, Scope, Send
-from sparkd.snapshot import Snapshot
-from sparkd.upstream import Upstream
+from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.state.snapshot import Snapshot
 
 
 class OneLease:

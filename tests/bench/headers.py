@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparkd.safetensors import DTYPE_BITS
+from sparkd.checkpoint.header import DTYPE_BITS
 from tests.bench.arguments import Parser, count, new
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,9 +57,9 @@ CONFIG = {
 # What a row runs, FOLDER stands for the checkpoint. The last one is what has to stay under the bars.
 _READ = "from sparkd.checkpoint import read_checkpoint; c = read_checkpoint('FOLDER')"
 _COUNTED = f"""{_READ}
-from sparkd.model_shape import shape_of
-from sparkd.weight_cost import inventory
-from workers.stream.recipe import Recipe
+from sparkd.models.shape import shape_of
+from sparkd.capacity.weights import inventory
+from workers.quantization.recipe import Recipe
 i = inventory(c, shape_of(c.config))
 for name in ('bf16', 'nvfp4'):
     for ranks in (1, 2, 4):
@@ -71,7 +71,7 @@ ROWS = {
     "read_checkpoint, every tensor looked at": f"{_READ}; all(t.nbytes for t in c.tensors.values())",
     "read_checkpoint, one looked up": f"{_READ}; c.tensors['lm_head.weight']",
     "read_checkpoint, weights of 2 formats on 1, 2, 4 ranks": _COUNTED,
-    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_line, sparkd.plan_command",
+    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.cli.plan_fast, sparkd.cli.plan_run",
     "`sparkd plan` for 4 nodes": "import sparkd.__main__ as m; m.main(['plan', 'FOLDER', '--nodes', '4'])",
 }
 _TOLD = """import atexit

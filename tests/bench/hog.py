@@ -1,8 +1,8 @@
 """`python -m tests.bench.hog --model FOLDER`: a real memory hog beside a real engine in a machine of a few GiB. Never asserts; it prints.
 
-The whole daemon, its Ray, a real vLLM and the hog are in one memory cgroup whose figures they see as /proc/meminfo (tests/memory_box.py),
-so the guard, the bundle, the refusal to load and the return are those of a machine that runs out. `--stub`: the stub engine. Needs root.
-Exit code 1: a bar was missed, 2: this machine permits no memory cgroup.
+The whole daemon, its Ray, a real vLLM and the hog are in one memory cgroup whose figures they see as /proc/meminfo
+(tests/support/memory_box.py), so the guard, the bundle, the refusal to load and the return are those of a machine that runs out. `--stub`:
+the stub engine. Needs root. Exit code 1: a bar was missed, 2: this machine permits no memory cgroup.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.arguments import Parser, amount, model
-from tests.daemon_process import ROOT, DaemonProcess, until
-from tests.memory_box import GIB, MemoryBox, NoBox
+from tests.support.daemon_process import ROOT, DaemonProcess, until
+from tests.support.memory_box import GIB, MemoryBox, NoBox
 
 SOFT_GIB, HARD_GIB, FLOOR_GIB = 1.5, 1.0, 0.4
 REACTION_S = 1.0

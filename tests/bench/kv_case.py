@@ -26,7 +26,7 @@ from tests.bench.kv_watch import own_bytes
 
 EVERY_S = 0.01
 MOST_LOGPROBS = 20  # vLLM's default limit
-FIRST_TOKEN = 300  # below are the special ones of tests/checkpoints.py
+FIRST_TOKEN = 300  # below are the special ones of tests/support/checkpoints.py
 
 
 class Lowest:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests import checkpoints
+from tests.support import checkpoints
 
 NAME = "images"
 MARKS = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "image": "<|image_pad|>", "video": "<|video_pad|>"}
 PATCH, MERGE = 14, 2
-# Where the encoder's own tokens begin: behind those of tests/checkpoints.py.
+# Where the encoder's own tokens begin: behind those of tests/support/checkpoints.py.
 FIRST_MARK = 258
 
 

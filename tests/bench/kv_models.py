@@ -18,8 +18,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """models: changes to the configurations of tests/architectures.py. engine: what limits the largest batch. leave_gib: what the ballast
-    leaves to the engine, weights included; margin_gib: what ours is asked to leave of it; reserve_gib: what it may take
+    """models: changes to the configurations of tests/support/architectures.py. engine: what limits the largest batch. leave_gib: what the
+    ballast leaves to the engine, weights included; margin_gib: what ours is asked to leave of it; reserve_gib: what it may take
     in the step `reserved`."""
 
     models: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -96,7 +96,7 @@ PRESETS: Mapping[str, Preset] = {
 
 def write_model(folder: Path, preset: str, name: str) -> Path:
     """A folder with a config.json."""
-    from tests import architectures  # with torch, which a table of old records does without
+    from tests.support import architectures  # with torch, which a table of old records does without
 
     architecture, changes = PRESETS[preset].models[name]
     path = folder / f"{preset}-{name}"

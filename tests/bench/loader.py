@@ -10,7 +10,7 @@ Every row is an engine in a process of its own, which starts with the checkpoint
 (tests/bench/loader_case.py). "Above final" is the peak during load_model less the value after it. "All" is that peak less the value before
 it and the parameters, so that it counts what stays besides the parameters. GB/s are bytes from storage over the time of load_weights; the
 disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start" reads the quantized cache that
-the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/checkpoints.py), shards in
+the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/support/checkpoints.py), shards in
 layer order or all tensors shuffled over them; with --dir and --keep they are used again. --compare: digests every parameter and buffer of
 each load, once it was measured, and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first
 name that differs (tests/bench/digest.py). Exit status 1: a bar was missed, or loads differ.
@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests import checkpoints
 from tests.bench import child, sampling
 from tests.bench.arguments import Parser, amount, count, formats, model, new, pattern
 from tests.bench.child import ChildFailed
 from tests.bench.digest import difference
+from tests.support import checkpoints
 
 MIB, GIB = 2**20, 2**30
 LIMIT_S = 900.0

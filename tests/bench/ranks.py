@@ -3,12 +3,13 @@
     python -m tests.bench.ranks [--preset cpu|h200] [--shapes 1,2,2x2] [--quantize int4,..] [--dtype float32] [--kv-cache auto] [--graphs]
                                 [--no-measure] [--dir FOLDER] [--keep] [--json FILE]
 
-Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.start.Starter gives its orders to agents
-(workers.agent.Agent), each in a process of its own with one GPU and an address of its own, 127.0.0.2 and on. They spawn shims and vLLM's
-native ranks, with our loader and our KV worker. The checkpoint is a random Qwen3-MoE (tests/checkpoints.py). For each shape (2: two share
-each tensor; 2x2: two such pairs, which are the stages of a pipeline): seconds until it answers, bytes that each rank's loader read, KV
-tokens and what sized them; then whether it says the same as the first shape: greedy answers to 8 prompts, and the largest difference of a
-log-probability over 32 positions, teacher-forced. At the end sparkd.measures between the first two agents, over NCCL where there are GPUs.
+Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.cluster.launcher.Starter gives its orders to agents
+(workers.agent.actor.Agent), each in a process of its own with one GPU and an address of its own, 127.0.0.2 and on. They spawn shims and
+vLLM's native ranks, with our loader and our KV worker. The checkpoint is a random Qwen3-MoE (tests/support/checkpoints.py). For each shape
+(2: two share each tensor; 2x2: two such pairs, which are the stages of a pipeline): seconds until it answers, bytes that each rank's loader
+read, KV tokens and what sized them; then whether it says the same as the first shape: greedy answers to 8 prompts, and the largest
+difference of a log-probability over 32 positions, teacher-forced. At the end sparkd.admin.bandwidth between the first two agents, over NCCL
+where there are GPUs.
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.ranks.
 
@@ -44,19 +45,19 @@ from typing import Any
 
 import httpx
 
-from sparkd.config import Config, load_config
+from sparkd.admin.bandwidth import ALL, Measures
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt, Starter
+from sparkd.config.config import Config, load_config
+from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.ledger import Ledger
-from sparkd.measures import ALL, Measures
-from sparkd.placement import Placement
-from sparkd.start import Attempt, Starter
-from sparkd.state import OperationState, RankHandle, Store
-from tests import checkpoints
+from sparkd.fabric.readings import FabricNodes
+from sparkd.state.nouns import OperationState, RankHandle, Store
 from tests.bench.arguments import Parser, formats, new
-from tests.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest
-from workers.agent import Agent
-from workers.runtime import API_SERVER
+from tests.support import checkpoints
+from tests.support.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest
+from workers.agent.actor import Agent
+from workers.host.runtime import API_SERVER
 
 NODES = tuple(f"127.0.0.{number}" for number in range(2, 10))
 NAME = "m"
@@ -104,7 +105,7 @@ class Nodes:
         }
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
-        """As sparkd.raylink.RayLink.call."""
+        """As sparkd.cluster.ray_connection.RayLink.call."""
         async with asyncio.timeout(timeout_s):
             return await method(_Proxy(self._pools[node]))
 
@@ -242,7 +243,7 @@ async def _complete(client: httpx.AsyncClient, prompt: Sequence[int], **more: An
 
 
 async def _log_probabilities(client: httpx.AsyncClient) -> Said:
-    """As tests.pair_vllm.log_probabilities."""
+    """As tests.support.pair_vllm.log_probabilities."""
     found = await _complete(client, range(30, 35 + 5 * POSITIONS, 5), max_tokens=1, prompt_logprobs=2 * TOP_TOKENS)
     return [{token: one["logprob"] for token, one in at.items()} for at in found["prompt_logprobs"][1:]]
 

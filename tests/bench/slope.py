@@ -27,7 +27,7 @@ from typing import NamedTuple
 from tests.bench.arguments import Parser, amount, count, new
 from tests.bench.load import Job
 from tests.bench.trend import Verdict, trend
-from tests.daemon_process import ROOT, DaemonProcess, until
+from tests.support.daemon_process import ROOT, DaemonProcess, until
 
 BAR_KIB = 1.0
 CHUNKS, STREAMS_AT_ONCE, WARMER = 20, 100, 2

@@ -31,13 +31,13 @@ from statistics import median
 
 import httpx
 
-from sparkd.state import Store
+from sparkd.state.nouns import Store
 from tests.bench import soak_parsers, soak_schema, soak_tmpfs
 from tests.bench.arguments import Parser, amount, count, pattern
 from tests.bench.slope import anonymous_kib, stub_daemon
 from tests.bench.soak_watch import Watch
-from tests.daemon_process import DaemonProcess
-from tests.gateway.fakes import post, request
+from tests.sparkd.gateway.fakes import post, request
+from tests.support.daemon_process import DaemonProcess
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
 PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")

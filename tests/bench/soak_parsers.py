@@ -24,19 +24,19 @@ import uvloop
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sparkd.config import load_config
+from sparkd.checkpoint.header import DTYPE_BITS, read_header
+from sparkd.config.config import load_config
+from sparkd.engine.metrics import fault_of, merge
 from sparkd.errors import SparkdError
 from sparkd.gateway import Limits
 from sparkd.gateway.body import model_of_form, model_of_json
 from sparkd.gateway.outline import outline
-from sparkd.recipe_import import imported
-from sparkd.safetensors import DTYPE_BITS, read_header
-from sparkd.scrape import fault_of, merge
-from sparkd.state import Event, Operation, Progress, RankHandle, Store
-from tests.daemon_process import ROOT
-from tests.gateway.fakes import RawEngine, post, request, serving
-from tests.test_config_random import BASES, KEYS, VALUES, written
-from workers.progress import Parser
+from sparkd.recipes.importer import imported
+from sparkd.state.nouns import Event, Operation, Progress, RankHandle, Store
+from tests.sparkd.config.test_random import BASES, KEYS, VALUES, written
+from tests.sparkd.gateway.fakes import RawEngine, post, request, serving
+from tests.support.daemon_process import ROOT
+from workers.rank.log_parser import Parser
 
 LIMIT_S = 5.0
 EXAMPLES = 200

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.support.daemon_process import ROOT, DaemonProcess
 
 V1 = Path(__file__).with_name("v1-openapi.yaml")
 ADMIN = "/admin/v1/openapi.json"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.bench.soak_watch import Chats
-from tests.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess, until
 
 PIECE_BYTES = 4096
 RECOVERS_S = 60.0

@@ -10,7 +10,7 @@ from typing import Self
 
 import httpx
 
-from tests.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 
 class Beside(ABC):

@@ -38,16 +38,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparkd.config import ModelConfig
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.config import ModelConfig
+from sparkd.control.residency import Budget, Stay
+from sparkd.control.watchdog import Pulse
+from sparkd.engine.upstream import ServedModels
 from sparkd.errors import Unavailable
-from sparkd.placement import Placement
-from sparkd.pulse import Pulse
-from sparkd.residency import Budget, Stay
-from sparkd.sight import Observation
-from sparkd.start import Attempt
-from sparkd.state import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
-from sparkd.upstream import ServedModels
-from tests.fakes import FakeClock, FakeCluster, Loop, Scene, stage
+from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
+from tests.support.fakes import FakeClock, FakeCluster, Loop, Scene, stage
 
 GIB = 1 << 30
 TOTAL_GIB, OFFERED_GIB, MODEL_GIB = 121, 114, 80

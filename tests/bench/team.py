@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.arguments import Parser
-from tests.pair import Pair, command_of, two_sparks
-from tests.pair_vllm import AGREED, API_SERVER, furthest, log_probabilities, vllm_models
-from workers.status import worker_of
+from tests.support.pair import Pair, command_of, two_sparks
+from tests.support.pair_vllm import AGREED, API_SERVER, furthest, log_probabilities, vllm_models
+from workers.rank.status import worker_of
 
 START_S, DETECTED_S = 600.0, 10.0
 HEAD = "way                     READY s    apart noticed         after s  again s    apart  left"

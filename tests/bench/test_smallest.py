@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import ROOT
+from tests.support.daemon_process import ROOT
 
 BENCH = Path(__file__).parent
 LIMIT_S, END_S = 300, 90

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 TIMEOUT_S = 600.0
 PYTHON_TOOLS = ("openapi-python-client", "openapi-spec-validator", "ruff")

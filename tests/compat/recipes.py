@@ -19,13 +19,13 @@ from typing import Any
 
 import yaml
 
-from sparkd import yamlfile
+from sparkd.config.recipe_check import Choice, checked, resolve, unusable
 from sparkd.errors import ConfigError
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import Choice, checked, resolve, unusable
-from sparkd.recipe_file import parse_recipe
-from sparkd.recipe_import import Imported, imported
-from sparkd.vllm_history import READ_OFF
+from sparkd.recipes.file import parse_recipe
+from sparkd.recipes.importer import Imported, imported
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.schema import yaml_file
+from sparkd.vllm.releases import READ_OFF
 from tests.compat.launchers import RefusedThere, Serving, arguments, read, theirs
 
 # What sparkd itself sees to, whatever a recipe says.
@@ -144,7 +144,7 @@ def main(arguments_: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments_)
     counts: Counter[str] = Counter()
     for path in sorted(path for folder in options.folders for path in folder.rglob("*.y*ml")):
-        found = verdict(path.read_bytes()[: yamlfile.MAX_BYTES], path.stem, options.nodes)
+        found = verdict(path.read_bytes()[: yaml_file.MAX_BYTES], path.stem, options.nodes)
         if found is None:
             continue
         counts[found.kind] += 1

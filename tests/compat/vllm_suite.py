@@ -34,8 +34,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urljoin
 
-from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
-from tests.daemon_process import ROOT, daemon, free_port
+from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
+from tests.support.daemon_process import ROOT, daemon, free_port
 
 HOME = ROOT / ".sparkd" / "compat"
 MODEL = FOLDER_NAME

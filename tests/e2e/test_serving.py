@@ -18,8 +18,8 @@ import openai
 import psutil
 import pytest
 
-from tests.daemon_process import DaemonProcess, alive, until
 from tests.e2e.conftest import NAME, START_S, Kinds
+from tests.support.daemon_process import DaemonProcess, alive, until
 
 GIB = 1 << 30
 QUESTION = "What is the capital of France?"

@@ -23,8 +23,8 @@ from pydantic_ai import Agent, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.daemon_process import DaemonProcess
 from tests.e2e.conftest import NAME
+from tests.support.daemon_process import DaemonProcess
 
 QUESTION = "What is the weather in Paris?"
 CITIES = ("Paris", "Rome")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import KINDS, POOL, Kinds
-from tests.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED, TWO_RANKS
+from tests.support.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED, TWO_RANKS
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.gateway.conftest import engine, gateway, no_tracebacks, pytest_asyncio_loop_factories, quiet
+from tests.sparkd.gateway.conftest import engine, gateway, no_tracebacks, pytest_asyncio_loop_factories, quiet
 
 __all__ = ["engine", "gateway", "no_tracebacks", "pytest_asyncio_loop_factories", "quiet"]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from sparkd.added import KEYS
-from sparkd.added_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
-from sparkd.config import load_config, parse_model
+from sparkd.config.config import load_config, parse_model
+from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
-from sparkd.model_config import ModelConfig
-from sparkd.recipe_book import Book
-from sparkd.roster import Roster
-from sparkd.state import Store
-from sparkd.vllm_args import check_args
+from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
+from sparkd.recipes.admin_policy import KEYS
+from sparkd.recipes.library import Book
+from sparkd.schema.model import ModelConfig
+from sparkd.state.nouns import Store
+from sparkd.vllm.reserved_args import check_args
 
 FLAGS = Path(__file__).parents[1] / "fixtures" / "vllm-flags-0.32.0.txt"
 ALLOWED = SWITCHES | VALUES | MAPPINGS | LISTS

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd import metrics
-from sparkd.boundary import Boundary
+from sparkd.execution.boundary import Boundary
 from sparkd.gateway import Limits, acceptor
 from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
-from tests.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
+from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.daemon_process import DaemonProcess, until
-from tests.gateway.fakes import post, request
+from tests.sparkd.gateway.fakes import post, request
+from tests.support.daemon_process import DaemonProcess, until
 
 LIMIT, CLIENTS = 256, 400
 SLOW = {"SPARKD_STUB_CHUNK_INTERVAL_S": "0.2", "SPARKD_STUB_TOKENS": "100"}

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
-from sparkd.upstream import Upstream, served_models
-from tests.daemon_process import ROOT
-from tests.ranks import until
-from workers.agent import Agent
+from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
+from sparkd.engine.upstream import Upstream, served_models
+from tests.support.daemon_process import ROOT
+from tests.support.ranks import until
+from workers.agent.actor import Agent
 from workers.door import KEY_FILE, Door
-from workers.runtime import probe
+from workers.host.runtime import probe
 
 KEY = "k" * 64
 START_S = 240.0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkd import daemon
-from sparkd.config import load_config
-from workers import processes
+from sparkd.config.config import load_config
+from sparkd.daemon import daemon
+from workers.host import processes
 
 ROOT = os.geteuid() == 0
 USER = 65534 if ROOT else os.getuid()

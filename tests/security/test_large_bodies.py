@@ -14,7 +14,7 @@ from sparkd.errors import BadRequest, BodyTooLarge
 from sparkd.gateway import outline as module
 from sparkd.gateway.body import model_of_json
 from sparkd.gateway.outline import MOST_BYTES, PIECE_BYTES, WHOLE_BYTES, outline
-from tests.gateway.fakes import Running, is_ours, post
+from tests.sparkd.gateway.fakes import Running, is_ours, post
 
 MIB = 1 << 20
 CHAT = "/v1/chat/completions"

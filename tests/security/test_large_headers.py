@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from sparkd import apart as module
-from sparkd import bounded_call
-from sparkd.apart import SMALL_BYTES
+from sparkd.checkpoint import foreign_file as module
+from sparkd.checkpoint.foreign_file import SMALL_BYTES
+from sparkd.checkpoint.header import MAX_HEADER_BYTES, MAX_VALUES, header_length, loads, parse_header
+from sparkd.checkpoint.index import read_index
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import MAX_HEADER_BYTES, MAX_VALUES, header_length, loads, parse_header
-from sparkd.weight_index import read_index
+from sparkd.execution import bounded_call
 
 PATH = "/m/model.safetensors"
 
@@ -50,7 +50,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(path)
         return real(function, raw, path, *more)
 
-    for place in ("sparkd.safetensors.apart", "sparkd.weight_index.apart"):
+    for place in ("sparkd.checkpoint.header.apart", "sparkd.checkpoint.index.apart"):
         monkeypatch.setattr(place, counted)
     return found
 

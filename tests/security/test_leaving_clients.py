@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from sparkd.engine.http import Connection, Pool
 from sparkd.errors import LATER
-from sparkd.gateway.answers import Receive, Scope, Send
-from sparkd.wire import Connection, Pool
-from tests.gateway.fakes import RawEngine, Running, post, request, soon
+from sparkd.gateway.responses import Receive, Scope, Send
+from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'

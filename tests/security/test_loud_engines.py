@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config import load_config, parse_model
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import load_config, parse_model
+from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
-from sparkd.loud import loud
-from sparkd.roster import Roster
-from sparkd.state import Store
+from sparkd.state.nouns import Store
+from sparkd.vllm.logging_args import loud
 
 LOUD = [
     (["--log-level", "debug"], {}, "--log-level"),

@@ -6,10 +6,10 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+from sparkd.engine.upstream import Upstream
 from sparkd.gateway import Edge, Keys
-from sparkd.gateway.answers import Receive, Scope, Send
-from sparkd.upstream import Upstream
-from tests.gateway.fakes import FakeSupervisor
+from sparkd.gateway.responses import Receive, Scope, Send
+from tests.sparkd.gateway.fakes import FakeSupervisor
 
 REQUESTS = 50
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import load_config, parse_model
+from sparkd.capacity.launch_spec import rank_fields
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
-from sparkd.rank_fields import rank_fields
-from sparkd.vllm_flags import Translation
-from workers import media, plugin
-from workers.command import build_environment
-from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE, VARIABLE, Rules, is_public
-from workers.spec import RankSpec
+from sparkd.vllm.translate import Translation
+from workers import plugin
+from workers.engine import media
+from workers.host.media_rules import CONNECTOR, CONNECTOR_VARIABLE, VARIABLE, Rules, is_public
+from workers.rank.command import build_environment
+from workers.rank.spec import RankSpec
 
 HOST = "pictures.test"
 

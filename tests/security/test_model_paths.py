@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd import plan_here
-from sparkd.config import load_config
+from sparkd.capacity import plan_for_node
+from sparkd.capacity.requirement import need_of
+from sparkd.config.config import load_config
 from sparkd.errors import ModelUnusable
-from sparkd.model_folder import unusable
-from sparkd.needs import need_of
-from tests.test_admin import Admin, admin_of
-from tests.test_admission import Runtime
+from sparkd.models.folder import unusable
+from tests.sparkd.admin.test_app import Admin, admin_of
+from tests.sparkd.capacity.test_account import Runtime
 
 
 def _absent(path: Path) -> None:
@@ -48,7 +48,7 @@ KINDS = [_absent, _empty, _other_files, _file, _loop, _pipe]
 @pytest.fixture(autouse=True)
 def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusals are the same as in a process of their own, whose start takes half a second each time."""
-    monkeypatch.setattr(plan_here, "_answer_of_process", plan_here._answer)
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", plan_for_node._answer)
 
 
 async def told(made: Admin, path: str) -> set[tuple[int, str]]:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sparkd import joined
-from sparkd.config import load_config
-from sparkd.daemon import _lock
+from sparkd.cluster import membership
+from sparkd.cluster.ray_head import RayHead, make_token
+from sparkd.config.config import load_config
+from sparkd.daemon.daemon import _lock
 from sparkd.errors import StateError
-from sparkd.rayhead import RayHead, make_token
-from sparkd.state import Store
-from workers import incidents
-from workers.agent import Agent
-from workers.private import private_file, private_folder, write_private
-from workers.status import write_status
+from sparkd.state.nouns import Store
+from workers.agent.actor import Agent
+from workers.guard import incidents
+from workers.host.private_files import private_file, private_folder, write_private
+from workers.rank.status import write_status
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def make_all(folder: Path) -> None:
         store = Store(config.state_dir / "state.db")
         store.close()
     make_token(config.state_dir / "ray.token")
-    joined.keep_token(config, "t" * 64)
-    joined.keep(config, joined.Joined("192.0.2.1:6379", "192.0.2.2"))
+    membership.keep_token(config, "t" * 64)
+    membership.keep(config, membership.Joined("192.0.2.1:6379", "192.0.2.2"))
     incidents.write(config.state_dir / "logs" / "incidents", {"id": "20260101-000000-r"})
     agent = Agent("127.0.0.1", str(folder / "run" / "ranks"), str(config.state_dir / "logs"))
     agent.sentry.stop()

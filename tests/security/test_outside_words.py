@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sparkd.admin_bodies import Pulling
-from sparkd.config import parse_model
+from sparkd.admin.bodies import Pulling
+from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError, RankError
-from sparkd.hub import Hub
-from workers.hub_cache import is_hub_id, is_revision, snapshot_of
-from workers.progress import Parser
-from workers.staging.manifest import Manifest
+from sparkd.models.hub import Hub
+from workers.host.hub_cache import is_hub_id, is_revision, snapshot_of
+from workers.rank.log_parser import Parser
+from workers.transfer.manifest import Manifest
 
 ELSEWHERE = [
     "/etc",

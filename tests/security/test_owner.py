@@ -17,15 +17,20 @@ from typing import Any
 
 import pytest
 
-from sparkd import doctor_fix, join_verb, joined, owner, vllm_table
 from sparkd.__main__ import exit_code
-from sparkd.config import load_config
+from sparkd.cli import join
+from sparkd.cluster import membership
+from sparkd.cluster.node_paths import rank_folders
+from sparkd.config.config import load_config
+from sparkd.doctor import fixes
 from sparkd.errors import ConfigError, StateError
-from sparkd.owner import as_owner, create_below, lesser_owner, refuse_another_users
-from sparkd.rank_folders import rank_folders
-from tests.ranks import Place, a_place
-from workers import processes, rank
-from workers.status import remove_sockets, write_status
+from sparkd.execution import as_owner as owner
+from sparkd.execution.as_owner import as_owner, create_below, lesser_owner, refuse_another_users
+from sparkd.inquiry import flag_table
+from tests.support.ranks import Place, a_place
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.status import remove_sockets, write_status
 
 place = pytest.fixture(a_place)
 ROOT = os.geteuid() == 0
@@ -136,8 +141,8 @@ class Leaving:
         self.ranks.mkdir(parents=True)
 
     def record(self, **changes: Any) -> None:
-        values = asdict(joined.Joined(HEAD, NODE)) | changes
-        (self.state / joined.RECORD).write_text(json.dumps(values))
+        values = asdict(membership.Joined(HEAD, NODE)) | changes
+        (self.state / membership.RECORD).write_text(json.dumps(values))
 
     def leave(self) -> int:
         hand_over(self.state)
@@ -168,7 +173,7 @@ def test_leaving_kills_no_process_and_removes_no_socket_that_a_status_file_names
 
         assert leaving.leave() == 0
     assert victim.poll() is None and outside.exists()
-    assert not leaving.ranks.exists() and not (leaving.state / joined.RECORD).exists()
+    assert not leaving.ranks.exists() and not (leaving.state / membership.RECORD).exists()
 
 
 @pytest.mark.parametrize("node_ip", ["../../keep", "/", "..", "192.0.2.7/../../../keep", "", 7, None])
@@ -215,7 +220,7 @@ def test_a_process_that_the_record_names_is_ended_if_it_is_that_join_and_the_use
 
 def test_the_units_are_left_alone_where_the_folder_is_not_the_systems(leaving: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
-    monkeypatch.setattr(join_verb, "_systemctl", lambda *words: said.append(words))
+    monkeypatch.setattr(join, "_systemctl", lambda *words: said.append(words))
     leaving.record(unit=True, active=True)
 
     assert (leaving.leave(), said) == (0, [])
@@ -226,9 +231,9 @@ def test_stopping_a_rank_ends_no_stranger_that_its_status_names(place: Place, vi
     os.makedirs(place.run_dir)
     write_status(Path(place.run_dir, "r1.json"), status_of(victim))
 
-    assert rank.verify_gone("r1", place.run_dir) == []
-    assert rank.stop({"rank_id": "r1"}, run_dir=place.run_dir, grace_s=0.1)["gone"]
-    assert rank.stop(status_of(victim)["handle"], run_dir=place.run_dir, grace_s=0.1)["gone"]
+    assert lifecycle.verify_gone("r1", place.run_dir) == []
+    assert lifecycle.stop({"rank_id": "r1"}, run_dir=place.run_dir, grace_s=0.1)["gone"]
+    assert lifecycle.stop(status_of(victim)["handle"], run_dir=place.run_dir, grace_s=0.1)["gone"]
     assert victim.poll() is None
 
 
@@ -261,9 +266,9 @@ def test_a_file_is_made_through_no_link_below_its_root(tmp_path: Path) -> None:
             create_below(root, name, "b")
     assert os.listdir(outside) == []
 
-    fix = doctor_fix.Fix("c", "w", "link/60-x.conf", "b", (), "")
+    fix = fixes.Fix("c", "w", "link/60-x.conf", "b", (), "")
     with pytest.raises(StateError):
-        doctor_fix.apply(fix, root)
+        fixes.apply(fix, root)
     assert os.listdir(outside) == []
 
 
@@ -273,8 +278,8 @@ def test_a_table_that_root_keeps_in_another_users_folder_is_that_users(folder: P
     (theirs / "vllm-flags").symlink_to(ours)
     flag = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False, "keys": None, "folds": False}
     table = json.dumps({"abbreviations": True, "flags": {"--one": flag, "--two": flag}})
-    monkeypatch.setattr(vllm_table, "_run", lambda interpreter: table)
-    vllm_table._asked(Path(sys.executable), "0.32.0", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
+    monkeypatch.setattr(flag_table, "_run", lambda interpreter: table)
+    flag_table._asked(Path(sys.executable), "0.32.0", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
 
     assert (os.listdir(ours) == []) is ROOT
     assert not ROOT or (theirs / "own" / "x.json").stat().st_uid == LESSER

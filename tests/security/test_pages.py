@@ -8,7 +8,7 @@ from sparkd.errors import Forbidden
 from sparkd.gateway import Keys
 from sparkd.gateway.local import check_local
 from sparkd.gateway.routes import EXACT, Kind
-from tests.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving
+from tests.sparkd.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'

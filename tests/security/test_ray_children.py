@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.rayhead import RayHead, node_environment
-from workers.interpreter import PACKAGE_DIR
+from sparkd.cluster.ray_head import RayHead, node_environment
+from workers.host.interpreter import PACKAGE_DIR
 
 CANARY = b"canary-of-the-daemon"
 DRIVER = """
 import asyncio, os, sys
-from sparkd.raylink import RayLink
+from sparkd.cluster.ray_connection import RayLink
 
 async def main(address, folder):
     link = RayLink(os.environ, lambda node_ip: (f"{folder}/ranks", f"{folder}/log", 0.5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkd.errors import ConfigError
-from sparkd.recipe_import import MAX_COMMAND, imported, substituted
+from sparkd.recipes.importer import MAX_COMMAND, imported, substituted
 
 
 def recipe(names: int, copies: int) -> bytes:

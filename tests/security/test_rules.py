@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import sparkd
 import workers
-from sparkd.config import load_config, parse_model
+from sparkd.capacity.weights import Inventory
+from sparkd.config.config import load_config, parse_model
+from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
-from sparkd.model_shape import shape_of
-from sparkd.roster import Roster
-from sparkd.state import Store
-from sparkd.weight_cost import Inventory
-from tests.shards import checkpoint_of
-from workers.stream import expression
-from workers.stream.expression import MAX_STEPS_OF_ONE
-from workers.stream.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, Recipe, Rule
+from sparkd.models.shape import shape_of
+from sparkd.state.nouns import Store
+from tests.support.shards import checkpoint_of
+from workers.quantization import expression
+from workers.quantization.expression import MAX_STEPS_OF_ONE
+from workers.quantization.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, Recipe, Rule
 
 CATASTROPHIC = [
     "re:(a+)+b",
@@ -152,14 +152,14 @@ def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, cap
 # Where a pattern that is no literal is compiled, and why no client can have written it.
 _MADE_HERE = {
     "sparkd/gateway/outline.py": "constants, with possessive repetitions",
-    "sparkd/installed.py": "names of vLLM's own types, which its callers spell out",
-    "sparkd/registry.py": "four constant keys",
-    "sparkd/yamlfile.py": "constants of YAML's core schema",
-    "workers/stream/expression.py": "validates, and matches single characters",
-    "workers/stream/rules.py": "one set of characters",
-    "workers/stream/ct_config.py": "patterns that this module has made itself, every name in them escaped",
-    "workers/signatures.py": "constants",
-    "workers/stub_engine.py": "constants, and no engine of a client's",
+    "sparkd/vllm/installed.py": "names of vLLM's own types, which its callers spell out",
+    "sparkd/recipes/registry.py": "four constant keys",
+    "sparkd/schema/yaml_file.py": "constants of YAML's core schema",
+    "workers/quantization/expression.py": "validates, and matches single characters",
+    "workers/quantization/rules.py": "one set of characters",
+    "workers/stream/vllm/config.py": "patterns that this module has made itself, every name in them escaped",
+    "workers/rank/signatures.py": "constants",
+    "workers/stub/engine.py": "constants, and no engine of a client's",
 }
 
 

@@ -16,20 +16,29 @@ from typing import Any
 
 import pytest
 
-from sparkd import apart, doctor_fix, export, join_head, join_verb, model_answers, pulls, recipe_check, registry_fetch, vllm_table
-from sparkd.cached import Chosen
+from sparkd.admin import pull
+from sparkd.checkpoint import foreign_file
+from sparkd.cli import export, join, registry_fetch
+from sparkd.cli.quantized import Chosen
+from sparkd.cluster import head_probe
+from sparkd.cluster.ray_head import RayHead
+from sparkd.config import recipe_check
+from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
-from sparkd.rayhead import RayHead
-from tests.ranks import Place
-from workers import child, fabric_reading, rank, rating, ray_place, ray_worker, runtime
-from workers.command import build_command, build_environment
-from workers.spec import RankSpec
-from workers.staging.jobs import Jobs
-from workers.stream.recipe import Recipe
+from sparkd.inquiry import flag_table, model_answers
+from tests.support.ranks import Place
+from workers.agent import rating
+from workers.agent.jobs import Jobs
+from workers.host import bounded_child, network, runtime
+from workers.quantization.recipe import Recipe
+from workers.rank import lifecycle, ray_environment
+from workers.rank.command import build_command, build_environment
+from workers.rank.spec import RankSpec
+from workers.ray_executor import worker
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
-# Calls that start another program. `Spoken` is ours (workers.spoken): its environment is the second argument.
+# Calls that start another program. `Spoken` is ours (workers.host.line_reader): its environment is the second argument.
 STARTS = {
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput",
     "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.system", "os.popen", "os.execv", "os.execve", "os.execvp",
@@ -37,30 +46,30 @@ STARTS = {
 }  # fmt: skip
 # file -> how many programs it starts. A new one needs a case in PROGRAMS below, which runs it.
 SITES = {
-    "sparkd/bounded_call.py": 1,
-    "sparkd/doctor_fix.py": 1,
-    "sparkd/export.py": 1,
-    "sparkd/join_head.py": 1,
-    "sparkd/join_verb.py": 1,
-    "sparkd/pulls.py": 1,
-    "sparkd/rayhead.py": 1,
-    "sparkd/recipe_check.py": 1,
-    "sparkd/registry_fetch.py": 1,
-    "sparkd/vllm_table.py": 1,
-    "workers/child.py": 1,
-    "workers/fabric_reading.py": 1,
-    "workers/model_question.py": 1,
-    "workers/rank.py": 1,
-    "workers/rating.py": 1,
-    "workers/ray_worker.py": 1,
-    "workers/runtime.py": 1,
-    "workers/shim.py": 1,
-    "workers/spoken.py": 1,
-    "workers/staging/jobs.py": 1,
+    "sparkd/execution/bounded_call.py": 1,
+    "sparkd/doctor/fixes.py": 1,
+    "sparkd/cli/export.py": 1,
+    "sparkd/cluster/head_probe.py": 1,
+    "sparkd/cli/join.py": 1,
+    "sparkd/admin/pull.py": 1,
+    "sparkd/cluster/ray_head.py": 1,
+    "sparkd/config/recipe_check.py": 1,
+    "sparkd/cli/registry_fetch.py": 1,
+    "sparkd/inquiry/flag_table.py": 1,
+    "workers/host/bounded_child.py": 1,
+    "workers/host/network.py": 1,
+    "workers/engine/model_question.py": 1,
+    "workers/rank/lifecycle.py": 1,
+    "workers/agent/rating.py": 1,
+    "workers/ray_executor/worker.py": 1,
+    "workers/host/runtime.py": 1,
+    "workers/rank/shim.py": 1,
+    "workers/host/line_reader.py": 1,
+    "workers/agent/jobs.py": 1,
     # Children of the stub engine, which carry the rank's mark as an engine's do.
-    "workers/stub.py": 2,
+    "workers/stub/__main__.py": 2,
 }
-WITHOUT_ENVIRONMENT = {"workers/stub.py"}
+WITHOUT_ENVIRONMENT = {"workers/stub/__main__.py"}
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:
@@ -99,7 +108,7 @@ def test_no_command_line_has_a_module_or_a_text_for_python_and_no_flag_against_t
             first = next((at for at, word in enumerate(words) if word in ("-m", "-c")), None)
             if first is not None and not {"-P", "-I"} & set(words[:first]):
                 bare.append(f"{path}: {ast.unparse(node)[:80]}")
-    expected = {"sparkd/recipe_command.py", "workers/foreign.py"}
+    expected = {"sparkd/recipes/vllm_command.py", "workers/agent/other_engines.py"}
     assert {one.partition(":")[0] for one in bare} <= expected, bare
 
 
@@ -123,7 +132,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
+        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:
@@ -133,12 +142,12 @@ async def _ray(python: Path, folder: Path) -> None:
 
 
 async def _join(python: Path, folder: Path) -> None:
-    join_head.probe_head("127.0.0.1:1", folder / "token", "127.0.0.1")
+    head_probe.probe_head("127.0.0.1:1", folder / "token", "127.0.0.1")
 
 
 async def _apart(python: Path, folder: Path) -> None:
     with suppress(pickle.UnpicklingError):
-        apart.apart(json.loads, b"{}", "x.json")
+        foreign_file.apart(json.loads, b"{}", "x.json")
 
 
 async def _parser(python: Path, folder: Path) -> None:
@@ -151,7 +160,7 @@ async def _export(python: Path, folder: Path) -> None:
 
 
 async def _flags(python: Path, folder: Path) -> None:
-    vllm_table._run(python)
+    flag_table._run(python)
 
 
 async def _probe(python: Path, folder: Path) -> None:
@@ -173,29 +182,29 @@ async def _rate(python: Path, folder: Path) -> None:
 
 async def _shim(python: Path, folder: Path) -> None:
     with suppress(ClusterError):
-        rank.spawn(_spec(python, folder))
+        lifecycle.spawn(_spec(python, folder))
 
 
 async def _nvidia_smi(python: Path, folder: Path) -> None:
-    child.ask([str(python), "-I"], 30.0)
+    bounded_child.ask([str(python), "-I"], 30.0)
 
 
 async def _ip(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "ip").symlink_to(python)
     os.environ["PATH"] = f"{folder}/bin"
-    fabric_reading._ip(("-I",))
+    network._ip(("-I",))
 
 
 async def _fix(python: Path, folder: Path) -> None:
-    doctor_fix.apply(doctor_fix.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
+    fixes.apply(fixes.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
 
 
 async def _systemctl(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "systemctl").symlink_to(python)
     os.environ["PATH"] = f"{folder}/bin"
-    join_verb._systemctl("-I")
+    join._systemctl("-I")
 
 
 async def _git(python: Path, folder: Path) -> None:
@@ -247,7 +256,7 @@ def test_an_engine_and_the_ranks_under_ray_have_the_flag_too(tmp_path: Path) -> 
     python = tmp_path / "python"
     for spec in (_spec(python, tmp_path), _spec(python, tmp_path, rank=1, world=2, ray={"address": "a", "group": "g"})):
         assert build_command(spec)[:3] == [str(python), "-P", "-m"]
-    assert ray_place._WORKER.split()[1:3] == ["-P", "-m"]
+    assert ray_environment._WORKER.split()[1:3] == ["-P", "-m"]
 
 
 def test_what_an_operator_sets_for_an_engine_reaches_it_and_the_rest_of_the_environment_does_not(tmp_path: Path) -> None:
@@ -265,7 +274,7 @@ def test_a_worker_of_ray_becomes_the_engines_python_with_the_flag(tmp_path: Path
     made: list[list[str]] = []
     monkeypatch.setattr(os, "execve", lambda path, argv, environ: made.append(argv))
     monkeypatch.setattr(os, "dup2", lambda *_: None)
-    monkeypatch.setattr(ray_worker, "rank_of", lambda *_: ("r0", os.getpid()))
-    ray_worker.main(["r0", "worker.py"], {"SPARKD_RAY_RUN_DIR": str(tmp_path)})
+    monkeypatch.setattr(worker, "rank_of", lambda *_: ("r0", os.getpid()))
+    worker.main(["r0", "worker.py"], {"SPARKD_RAY_RUN_DIR": str(tmp_path)})
 
     assert made[0][1:] == ["-P", "worker.py"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sparkd import metrics
-from sparkd.scrape import MAX_BYTES, Scraper, fault_of
-from tests.fakes import FakeClock
-from tests.test_scrape import engines, http, page_of, running
+from sparkd.engine.metrics import MAX_BYTES, Scraper, fault_of
+from tests.sparkd.engine.test_metrics import engines, http, page_of, running
+from tests.support.fakes import FakeClock
 
 FAULTS = {
     "control": ['vllm:x{a="\x00"} 1', "vllm:x 1\r", "vllm:x 1\n# \x1b[2J"],

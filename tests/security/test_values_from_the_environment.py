@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config import load_config
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import load_config
 from sparkd.errors import ConfigError
-from sparkd.yamlfile import Problem, masked
+from sparkd.schema.yaml_file import Problem, masked
 
 SECRET = "Canary-4f1c9e77d2"
 FILES = [

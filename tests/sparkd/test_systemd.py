@@ -16,7 +16,7 @@ from sparkd import systemd
 from sparkd.errors import ConfigError
 from sparkd.systemd import Systemd
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 # LISTEN_PID is the daemon's own number, and descriptors begin at 3 (sd_listen_fds(3)).
 _AS_SYSTEMD = """

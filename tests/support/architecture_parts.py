@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.checkpoints import FP8_STD, Draw, Entry, linear, normal, special_tokens
+from tests.support.checkpoints import FP8_STD, Draw, Entry, linear, normal, special_tokens
 
 HEAD_DIM = 64
 # A norm that multiplies by one plus its weight is stored around zero.

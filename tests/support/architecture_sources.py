@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tests.checkpoints import BYTES, Draw, Entry
+from tests.support.checkpoints import BYTES, Draw, Entry
 
 GROUP = 128
 NVFP4_GROUP = 16

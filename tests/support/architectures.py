@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.architecture_parts import (
+from tests.support.architecture_parts import (
     SMALL,
     ZERO_NORM,
     Size,
@@ -26,8 +26,8 @@ from tests.architecture_parts import (
     routed_experts,
     self_attention,
 )
-from tests.architecture_sources import SOURCES, quantized
-from tests.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal
+from tests.support.architecture_sources import SOURCES, quantized
+from tests.support.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal
 
 VOCAB, HIDDEN, EXPERTS = SMALL.vocab, SMALL.hidden, SMALL.experts
 
@@ -68,7 +68,7 @@ def qwen3_moe(source: str = "bf16", packed: bool = False, size: Size = SMALL) ->
     parts = {**attention_config(size), **qwen_moe_config(size, inner), "intermediate_size": size.wide, "attention_bias": False}
     config = plain_config(size, "Qwen3MoeForCausalLM", "qwen3_moe", 2 * size.times, **parts)
     if source != "bf16":
-        from tests.checkpoints import fp8_config
+        from tests.support.checkpoints import fp8_config
 
         config["quantization_config"] = fp8_config(source)
     entries = ends(size)

@@ -1,7 +1,7 @@
 """Configuration files with one mistake each, made from valid ones by class, with the reason that `sparkd check` has to give.
 
-`python -m tests.broken_configs` prints how many of each class are refused for that reason. Never starts an engine; vLLM is asked for its
-flags once.
+`python -m tests.support.broken_configs` prints how many of each class are refused for that reason. Never starts an engine; vLLM is asked
+for its flags once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkd.config_check import check
-from sparkd.yamlfile import MAX_BYTES
-from tests.sketches import dense, tensors_of, write
+from sparkd.cli.config_check import check
+from sparkd.schema.yaml_file import MAX_BYTES
+from tests.support.sketches import dense, tensors_of, write
 
 VALID_TOP = {"listen": "127.0.0.1:4000", "log_level": "info"}
 MAX_LEN = 8192
@@ -341,7 +341,7 @@ def outcome(broken: Broken, folder: Path) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m tests.broken_configs", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="python -m tests.support.broken_configs", description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_HUB_CACHE"] = f"{name}/hub"
         table: dict[str, Counter[str]] = {}

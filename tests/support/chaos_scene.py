@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from tests.activated import ActivatedDaemon
-from tests.daemon_process import alive, until
+from tests.support.activated import ActivatedDaemon
+from tests.support.daemon_process import alive, until
 
 MODEL = "m"
 RANK = b"SPARKD_RANK_ID="

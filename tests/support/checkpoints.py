@@ -1,6 +1,6 @@
 """Random checkpoints as they lie on disk: config.json, tokenizer, safetensors shards and their index. Never loads one, never imports vLLM.
 
-    python -m tests.checkpoints cpu|h200 FOLDER [--shuffled] [--source SOURCE] [--packed linear|transposed] [--device cuda]
+    python -m tests.support.checkpoints cpu|h200 FOLDER [--shuffled] [--source SOURCE] [--packed linear|transposed] [--device cuda]
 
 Only torch is needed. A tensor's values follow from the seed and its name alone, so the same model in another order holds the same tensors.
 """

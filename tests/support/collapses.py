@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from workers.guard import GIB, Decision, Engine, Limits, State, decide, pace_s
-from workers.vitals import Look, Trend, Vitals
+from workers.guard.memory_sampler import Look, Trend, Vitals
+from workers.guard.policy import GIB, Decision, Engine, Limits, State, decide, pace_s
 
 TOTAL = 127_535_272 * 1024
 Course = Callable[[float], float]

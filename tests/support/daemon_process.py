@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
-from sparkd.config import load_config
+from sparkd.config.config import load_config
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def until(look: Callable[[], T], timeout_s: float, what: str, every_s: float = 0.05) -> T:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build\nGCC version: 13\n"
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\nMax locked memory         {0}            {0}       "
 "     bytes\n"

@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from sparkd.fabric_report import report
-from workers.fabric_reading import sample
+from sparkd.fabric.report import report
+from workers.host.network import sample
 
-SCENARIOS = Path(__file__).parent / "fixtures" / "fabric"
+SCENARIOS = Path(__file__).parents[1] / "fixtures" / "fabric"
 UNREADABLE = object()
 # Thousands of small files: a disk needs seconds for them.
 MEMORY = Path("/dev/shm")

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.abilities import Abilities
-from sparkd.config import Config, ModelConfig, load_config
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.control.supervisor import Supervisor
+from sparkd.engine.upstream import ServedModels, Upstream
+from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
-from sparkd.fabric_findings import Finding
-from sparkd.node_runtime import NodeRuntime
-from sparkd.parsers import Parsers
-from sparkd.placement import Placement
-from sparkd.room import Book, Held, Lack
-from sparkd.sight import Observation
-from sparkd.snapshot import NodeView
-from sparkd.start import Attempt
-from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
-from sparkd.supervisor import Supervisor
-from sparkd.upstream import ServedModels, Upstream
+from sparkd.fabric.checks import Finding
+from sparkd.state.abilities import Abilities
+from sparkd.state.memory_book import Book, Held, Lack
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading, Store
+from sparkd.state.snapshot import NodeView
+from sparkd.vllm.parsers import Parsers
 
 READING = Reading("n", 0.0, 100, 90, 80, 5, 0, 0)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.faulty_sparkd serve ..`: sparkd whose parts raise what nobody expects. The product knows nothing of it.
+"""`python -m tests.support.faulty_sparkd serve ..`: sparkd whose parts raise what nobody expects. The product knows nothing of it.
 
 FAULTS_FILE names a file with the share of the calls of the cluster, of Ray's connection and of the store that raise an error; without it
 there are none. Every part that the daemon runs, its gateway too, ends by an error when it begins for the first time.
@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparkd import boundary
 from sparkd.__main__ import main
-from sparkd.cluster import Cluster
-from sparkd.console import Console
-from sparkd.daemon import Daemon
+from sparkd.admin.bandwidth import Measures
+from sparkd.admin.pull import Pulls
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.ray_connection import RayLink
+from sparkd.control.supervisor import Supervisor
+from sparkd.daemon.console import Console
+from sparkd.daemon.daemon import Daemon
+from sparkd.daemon.reload import Reloader
+from sparkd.engine.metrics import Scraper
+from sparkd.execution import boundary
 from sparkd.gateway.server import GatewayServer
-from sparkd.measures import Measures
-from sparkd.pulls import Pulls
-from sparkd.raylink import RayLink
-from sparkd.reload import Reloader
-from sparkd.scrape import Scraper
-from sparkd.state import Store
-from sparkd.supervisor import Supervisor
+from sparkd.state.nouns import Store
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers.kv import readings
-from workers.kv.readings import Reading
-from workers.processes import read_stat
+from workers.host.processes import read_stat
+from workers.kv import memory
+from workers.kv.memory import Reading
 
 GIB = 2**30
 SIZE_BYTES = 12 * GIB
@@ -22,7 +22,7 @@ _OWN = ("Anonymous:", "Pss_Shmem:")
 def given(*arguments: Any, **more: Any) -> Reading:
     """The host's reading, as the product takes it, with the memory of the given machine in place of this one's."""
     left = max(0, SIZE_BYTES - taken_by_own_session())
-    return replace(readings.host(*arguments, **more), total=SIZE_BYTES, available=left, free=left, reclaimable=0, cgroup_left=None)
+    return replace(memory.host(*arguments, **more), total=SIZE_BYTES, available=left, free=left, reclaimable=0, cgroup_left=None)
 
 
 def install() -> None:

@@ -2,8 +2,8 @@
 
     {"model": FOLDER, "requests": N}  ->  {"prompts": [tokens], "preempted": N, "answer": TEXT}, or {"refused": SENTENCE}
 
-In a session of its own (tests/given_memory.py). The worst load that it admits: twice as many prompts of the longest length as may run
-together.
+In a session of its own (tests/support/given_memory.py). The worst load that it admits: twice as many prompts of the longest length as may
+run together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from tests.given_memory import install
+from tests.support.given_memory import install
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 3
 

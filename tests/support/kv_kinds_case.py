@@ -5,7 +5,7 @@
                                                               {"kind": REFUSED, "refused": SENTENCE, "report": {...}}
 
 tokens: what vLLM itself says the cache holds. told: what the ranks' reports say together. REFUSED: an engine that must leave all of the
-machine free. One process, because importing vLLM takes longer than each of them; in a session of its own (tests/given_memory.py).
+machine free. One process, because importing vLLM takes longer than each of them; in a session of its own (tests/support/given_memory.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.architectures import ARCHITECTURES
-from tests.checkpoints import write_checkpoint
-from tests.given_memory import SIZE_BYTES, given, install
+from tests.support.architectures import ARCHITECTURES
+from tests.support.checkpoints import write_checkpoint
+from tests.support.given_memory import SIZE_BYTES, given, install
 from workers.kv.settings import VARIABLE
-from workers.kvfile import read_kv
+from workers.rank.kv_report import read_kv
 
 GIB = 2**30
 MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 3
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, prefix caching": ("qwen3_next", {"enable_prefix_caching": True}),
     "no chunks": ("llama", {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN}),
     "draft model": ("llama", {"speculative_config": {"model": "llama", "num_speculative_tokens": 2}}),
-    TWO_RANKS: ("llama", {"tensor_parallel_size": 2, "worker_cls": "tests.kv_unequal.UnequalWorker"}),
+    TWO_RANKS: ("llama", {"tensor_parallel_size": 2, "worker_cls": "tests.support.kv_unequal.UnequalWorker"}),
     # The last: it imports numba, whose functions vLLM 0.32 stumbles over when another engine starts in the process.
     "n-gram": ("llama", {"speculative_config": _N_GRAM}),
 }

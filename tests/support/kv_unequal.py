@@ -8,12 +8,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from tests.given_memory import install
+from tests.support.given_memory import install
 from workers.kv.arithmetic import Demand
 from workers.kv.cpu import SparkCPUWorker
-from workers.kv.identity import identity_of
+from workers.kv.engine_identity import identity_of
+from workers.kv.memory import Reading
 from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.readings import Reading
 from workers.kv.settings import Settings
 
 

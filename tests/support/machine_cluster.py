@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparkd.config import ModelConfig
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.node_tracker import Observation
+from sparkd.cluster.reservations import Places
+from sparkd.config.config import ModelConfig
+from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import AgentLost, ClusterError
-from sparkd.placement import Placement
-from sparkd.places import Places
-from sparkd.room import Book
-from sparkd.sight import Observation
-from sparkd.start import Attempt
-from sparkd.state import Progress, RankFact, RankHandle, Reading
-from sparkd.upstream import ServedModels, Upstream
-from tests.fakes import FakeCluster
+from sparkd.state.memory_book import Book
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
+from tests.support.fakes import FakeCluster
 
 GIB = 1 << 30
 NODE_GIB = 20

@@ -1,6 +1,6 @@
 """A process that takes memory, and a /proc/meminfo that shows what it takes times SCALE: a Spark's collapse in some hundred megabytes.
 
-    python -m tests.memory_hog FOLDER FIRST_GIB LAST_GIB SECONDS
+    python -m tests.support.memory_hog FOLDER FIRST_GIB LAST_GIB SECONDS
 
 Takes what is between first and last of MemAvailable within that time, holds it until it is killed, and gives all back with its end, as the
 file that `show` writes then says.
@@ -33,7 +33,7 @@ def show(folder: Path, available_gib: float) -> None:
 
 def start(folder: Path, first_gib: float, last_gib: float, seconds: float) -> subprocess.Popen[bytes]:
     words = [str(word) for word in (folder, first_gib, last_gib, seconds)]
-    return subprocess.Popen([sys.executable, "-m", "tests.memory_hog", *words], cwd=Path(__file__).parent.parent)
+    return subprocess.Popen([sys.executable, "-m", "tests.support.memory_hog", *words], cwd=Path(__file__).parents[2])
 
 
 def main(folder: Path, first_gib: float, last_gib: float, seconds: float) -> None:

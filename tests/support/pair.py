@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from tests.daemon_process import DaemonProcess, until
-from tests.namespaces import Namespace, two_nodes
-from tests.ray_node import RayNode, reserve_gib
+from tests.support.daemon_process import DaemonProcess, until
+from tests.support.namespaces import Namespace, two_nodes
+from tests.support.ray_node import RayNode, reserve_gib
 
 RAY_PORT = 6379
 OFFERED_GIB = 4

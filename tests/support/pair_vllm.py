@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import qwen3_moe
-from tests.pair import Pair
+from tests.support.checkpoints import qwen3_moe
+from tests.support.pair import Pair
 
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
 API_SERVER = "vllm.entrypoints.openai.api_server"

@@ -1,6 +1,6 @@
 """Draws deploy/pictures/plan.svg: the screen of a real `sparkd plan` of a published model's headers.
 
-    python -m tests.plan_picture [FILE]
+python -m tests.support.plan_picture [FILE]
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tests.published_headers import checkpoint_of, config_of
-from tests.shards import write_sparse
+from tests.support.published_headers import checkpoint_of, config_of
+from tests.support.shards import write_sparse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FIXTURE, MODEL = "qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B"
 OPTIONS = ("--nodes", "2", "--ctx", "32768", "--seqs", "4", "--quick")
 COLUMNS = 132

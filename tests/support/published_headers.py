@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.safetensors import DTYPE_BITS, TensorRef
-from sparkd.source_quantization import source_quantization
-from tests.published_stored import FP8_BLOCK, MXFP4_THROUGHOUT, elements, stored
-from tests.published_tensors import tensors_of
+from sparkd.checkpoint.header import DTYPE_BITS, TensorRef
+from sparkd.checkpoint.quantization import source_quantization
+from tests.support.published_stored import FP8_BLOCK, MXFP4_THROUGHOUT, elements, stored
+from tests.support.published_tensors import tensors_of
 
-CONFIGS = Path(__file__).parent / "fixtures" / "configs"
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 WAYS = {"as published": None, "bf16": None, "fp8_block": FP8_BLOCK, "mxfp4 throughout": MXFP4_THROUGHOUT}
 _CORRECTIONS = "e_score_correction_bias"
 _LEFT_OUT_KEYS: Mapping[str, Mapping[str, Any]] = {"mistral-small-24b-instruct-2501": {"model_type": "mistral"}}

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil, prod
 from typing import Any
 
-from sparkd.safetensors import TensorRef
-from sparkd.tensor_class import tensor_class
-from tests.published_tensors import Tensor
+from sparkd.checkpoint.classification import tensor_class
+from sparkd.checkpoint.header import TensorRef
+from tests.support.published_tensors import Tensor
 
 # gpt-oss with attention and head in four bits too, as two forks of vLLM make it.
 MXFP4_THROUGHOUT: Mapping[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": []}

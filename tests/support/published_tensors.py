@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tests.published_towers import clipped_tower, patches, qwen_tower, siglip_tower
+from tests.support.published_towers import clipped_tower, patches, qwen_tower, siglip_tower
 
 Config = Mapping[str, Any]
 

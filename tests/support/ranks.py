@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers import processes, rank
-from workers.rank import RankSpec
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.lifecycle import RankSpec
 
 DEADLINE_S = 30.0
 SECRET = "swordfish-0123456789"
@@ -72,7 +73,7 @@ class Place:
         return RankSpec(**values | changes)
 
     def start(self, code: str = SLEEPER, **changes: Any) -> dict[str, Any]:
-        handle = rank.spawn(self.spec(code, **changes))
+        handle = lifecycle.spawn(self.spec(code, **changes))
         until(lambda: "up" in self.lines())
         return handle
 
@@ -80,7 +81,7 @@ class Place:
         return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
 
     def fact(self) -> dict[str, Any]:
-        (fact,) = rank.scan(self.run_dir)
+        (fact,) = lifecycle.scan(self.run_dir)
         return fact
 
     def status(self) -> dict[str, Any]:
@@ -92,8 +93,8 @@ def a_place() -> Iterator[Place]:
     root = Path(tempfile.mkdtemp(prefix="rank-"))
     here = Place(root)
     yield here
-    for rank_id in {fact["rank_id"] for fact in rank.scan(here.run_dir)} | rank.strays(here.run_dir).keys():
-        rank.stop({"rank_id": rank_id}, run_dir=here.run_dir, grace_s=0)
+    for rank_id in {fact["rank_id"] for fact in lifecycle.scan(here.run_dir)} | lifecycle.strays(here.run_dir).keys():
+        lifecycle.stop({"rank_id": rank_id}, run_dir=here.run_dir, grace_s=0)
     left = processes.marks(processes.table(), here.run_dir)
     shutil.rmtree(root)
     assert not left
@@ -108,4 +109,4 @@ def until(condition: Callable[[], Any], limit_s: float = DEADLINE_S) -> Any:
 
 
 def stop(place: Place, handle: dict[str, Any], grace_s: float = 10.0) -> dict[str, Any]:
-    return rank.stop(handle, run_dir=place.run_dir, grace_s=grace_s)
+    return lifecycle.stop(handle, run_dir=place.run_dir, grace_s=grace_s)

@@ -1,6 +1,6 @@
 """Configurations of kinds that sparkd has no formula for, or spells in another way: as their publishers write them, with fewer layers.
 
-Never reads a file. Each is {file name: its JSON}, as sparkd.model_answers.Question has them.
+Never reads a file. Each is {file name: its JSON}, as sparkd.inquiry.model_answers.Question has them.
 UNANSWERED are those that need code of their own, REFUSED those that vLLM 0.32 does not serve so.
 """
 
@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.model_answers import SPARK, Question
-from sparkd.tensors import TensorRef
+from sparkd.checkpoint.tensors import TensorRef
+from sparkd.inquiry.model_answers import SPARK, Question
 
 _PLAIN: Mapping[str, Any] = {
     "hidden_size": 1024,

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from sparkd.memory import GIB
-from tests.daemon_process import ROOT
-from tests.namespaces import Namespace
-from workers.meminfo import sample
+from sparkd.cluster.read_memory import GIB
+from tests.support.daemon_process import ROOT
+from tests.support.namespaces import Namespace
+from workers.host.meminfo import sample
 
 
 @dataclass

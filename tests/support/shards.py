@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint, SourceQuantization, TensorRef
-from sparkd.safetensors import DTYPE_BITS
+from sparkd.checkpoint.header import DTYPE_BITS
 
 Shape = Sequence[int]
 

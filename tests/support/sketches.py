@@ -10,13 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint, TensorRef
-from sparkd.model_shape import Shape, shape_of
-from sparkd.safetensors import DTYPE_BITS
-from sparkd.source_quantization import source_quantization
-from sparkd.weight_cost import Inventory, inventory
+from sparkd.checkpoint.header import DTYPE_BITS
+from sparkd.checkpoint.quantization import source_quantization
+from sparkd.models.shape import Shape, shape_of
 
-CONFIGS = Path(__file__).parent / "fixtures" / "configs"
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 Tensor = tuple[str, tuple[int, ...], str]
 
 
@@ -44,8 +44,8 @@ def known(config: Mapping[str, Any], tensors: Iterable[Tensor]) -> Inventory:
 
 
 def architecture(name: str) -> Inventory:
-    """One of tests/architectures.py."""
-    from tests.architectures import ARCHITECTURES  # imports torch
+    """One of tests/support/architectures.py."""
+    from tests.support.architectures import ARCHITECTURES  # imports torch
 
     model = ARCHITECTURES[name]()
     return known(model.config, ((entry.name, entry.shape, entry.dtype) for entry in model.entries))

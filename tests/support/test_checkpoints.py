@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from sparkd.checkpoint import read_checkpoint
-from tests.checkpoints import MIB, PACKED, SOURCES, Entry, normal, qwen3_moe, values, write_checkpoint
+from tests.support.checkpoints import MIB, PACKED, SOURCES, Entry, normal, qwen3_moe, values, write_checkpoint
 
 SMALL = {"layers": 2, "hidden": 128, "experts": 4, "intermediate": 64, "heads": 2, "kv_heads": 1, "shard_bytes": 128 * 1024}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONFIGS = FIXTURES / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 WHAT = {"kv_tokens", "weights_gib_per_rank", "kv_bytes_per_token", "utilization_floor", "decode_tokens_per_s", "load_s"}

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.bench.footprint_published import rows
-from tests.published_headers import checkpoint_of, count_of
+from tests.support.published_headers import checkpoint_of, count_of
 
-TOTALS = yaml.safe_load((Path(__file__).parent / "fixtures" / "totals.yaml").read_text())
+TOTALS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "totals.yaml").read_text())
 QUICK = ("Qwen3.5", "gpt-oss", "Gemma", "DeepSeek-V2", "Mistral", "GLM", "Nemotron-3-Nano")
 
 

@@ -14,23 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import NodeRefused, RankError, refused_by
-from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
-from workers.agent_version import VERSION
-from workers.fabric_knock import knock
-from workers.foreign import foreign
-from workers.hub_cache import cache_places
-from workers.identity import identity
-from workers.inquiry import Inquiries
-from workers.kvfile import kv_path
-from workers.loadfile import load_path
-from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
-from workers.plugin_folder import expose
-from workers.private import private_folder
-from workers.rating import Rating
-from workers.runtime import GUARDED, probe
-from workers.sentry import Sentry
-from workers.staging.jobs import Jobs
-from workers.staging.manifest import Manifest, lacking, manifest_of
+from workers.agent.inquiry import Inquiries
+from workers.agent.jobs import Jobs
+from workers.agent.other_engines import foreign
+from workers.agent.rating import Rating
+from workers.agent.version import VERSION
+from workers.guard import incidents
+from workers.guard.guard import Sentry
+from workers.host import inspection, meminfo, memlock, network
+from workers.host.hub_cache import cache_places
+from workers.host.identity import identity
+from workers.host.link_peers import knock
+from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.host.plugin_folder import expose
+from workers.host.private_files import private_folder
+from workers.host.runtime import GUARDED, probe
+from workers.rank import lifecycle
+from workers.rank.kv_report import kv_path
+from workers.rank.load_report import load_path
+from workers.transfer.manifest import Manifest, lacking, manifest_of
 
 log = logging.getLogger("sparkd.agent")
 
@@ -43,9 +45,9 @@ class Agent:
 
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
     are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
-    and of what the KV cache's workers learned. guard: see workers.sentry.Sentry, None looks only. actor: Ray runs it in a process of its
-    own, which stays in memory. Nobody hears what an actor's constructor raises, so this one raises nothing: see `open`. Otherwise raises
-    NodeRefused.
+    and of what the KV cache's workers learned. guard: see workers.guard.guard.Sentry, None looks only. actor: Ray runs it in a process of
+    its own, which stays in memory. Nobody hears what an actor's constructor raises, so this one raises nothing: see `open`. Otherwise
+    raises NodeRefused.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Agent:
     def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None, guard: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages.
 
-        told: by model, what the daemon knows that the guard's choice depends on (workers.sentry.Sentry). guard: the
+        told: by model, what the daemon knows that the guard's choice depends on (workers.guard.guard.Sentry). guard: the
         daemon's settings, which an agent that an earlier one started has not heard.
         """
         self.open()
@@ -113,7 +115,7 @@ class Agent:
         if guard is not None:
             self.sentry.set(guard)
         held = {one.rank_id: one for one in self.sentry.holders.ranks}
-        ranks = rank.scan(self.run_dir)
+        ranks = lifecycle.scan(self.run_dir)
         for fact in ranks:
             known = held.get(fact["rank_id"]) if fact["alive"] else None
             fact["host_bytes"], fact["device_bytes"] = (known.host_bytes, known.device_bytes) if known else (None, None)
@@ -121,7 +123,7 @@ class Agent:
         return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "ranks": ranks}
 
     def incidents(self) -> list[dict[str, Any]]:
-        """The guard's deeds here, oldest first: see workers.incidents.SUMMARY."""
+        """The guard's deeds here, oldest first: see workers.guard.incidents.SUMMARY."""
         return incidents.summaries(self.sentry.folder)
 
     def incident(self, incident_id: str) -> dict[str, Any] | None:
@@ -129,23 +131,23 @@ class Agent:
         return incidents.read(self.sentry.folder, incident_id)
 
     def fabric(self) -> dict[str, Any]:
-        """This node's network now: see workers.fabric_reading.sample, and `answers`, what workers.fabric_knock.knock says.
+        """This node's network now: see workers.host.network.sample, and `answers`, what workers.host.link_peers.knock says.
 
         Takes as long as `ip` does, at most some seconds.
         """
         answers = knock()
-        return fabric_reading.sample() | {"answers": answers}
+        return network.sample() | {"answers": answers}
 
     def host(self, runtime: str | None) -> dict[str, Any]:
-        """How this node was prepared: see workers.host_reading.sample. Takes at most two of its time-outs."""
-        return host_reading.sample(runtime=runtime)
+        """How this node was prepared: see workers.host.inspection.sample. Takes at most two of its time-outs."""
+        return inspection.sample(runtime=runtime)
 
     def strays(self) -> dict[str, list[int]]:
         """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""
-        return rank.strays(self.run_dir)
+        return lifecycle.strays(self.run_dir)
 
     def foreign(self, device: bool) -> list[dict[str, Any]]:
-        """Engines that sparkd did not start: see workers.foreign."""
+        """Engines that sparkd did not start: see workers.agent.other_engines."""
         return foreign(self._proc, ask_device=device)
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class Agent:
         try:
             here: dict[str, Any] = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
             here |= self._loader(spec) | self._kv_cache(spec) | {"pythonpath": (self._plugin_dir,)}
-            return rank.spawn(rank.RankSpec.from_dict(spec | where | here))
+            return lifecycle.spawn(lifecycle.RankSpec.from_dict(spec | where | here))
         except (RankError, OSError):
             if "api_key_path" in where:
                 key_path.unlink(missing_ok=True)
@@ -202,21 +204,21 @@ class Agent:
         return probe(interpreter).to_dict()
 
     def identity(self, interpreter: str, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any]:
-        """The identity of what this node would serve the model with: see workers.identity. environ: the model's own, over this node's.
+        """The identity of what this node would serve the model with: see workers.host.identity. environ: the model's own, over this node's.
         Raises RankError."""
         return identity(interpreter, model, revision, {**os.environ, **environ})
 
     def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
-        """This node's files of a model: workers.staging.manifest.Manifest, None where it has none. Raises RankError."""
+        """This node's files of a model: workers.transfer.manifest.Manifest, None where it has none. Raises RankError."""
         found = manifest_of(model, revision, {**os.environ, **environ})
         return found.to_dict() if found else None
 
     def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-        """See workers.staging.manifest.lacking. Raises RankError."""
+        """See workers.transfer.manifest.lacking. Raises RankError."""
         return lacking(Manifest.from_dict(manifest), {**os.environ, **environ})
 
     def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-        """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.staging. {"job", ..}. Raises RankError."""
+        """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.transfer. {"job", ..}. Raises RankError."""
         return self._copies.start(program, order | {"environ": cache_places({**os.environ, **environ})})
 
     def copying(self, job: str) -> dict[str, Any]:
@@ -227,7 +229,7 @@ class Agent:
         self._copies.end(job)
 
     def rate(self, interpreter: str, order: dict[str, Any], environ: dict[str, str]) -> str:
-        """Start this node's part of a measurement between nodes: see workers.nccl_rate; the job's name. Raises RankError."""
+        """Start this node's part of a measurement between nodes: see workers.agent.nccl_rate; the job's name. Raises RankError."""
         return self._rating.start(interpreter, order, environ)
 
     def rating(self, job: str) -> dict[str, Any]:
@@ -238,7 +240,7 @@ class Agent:
         self._rating.end(job)
 
     def inquire(self, interpreter: str, request: str) -> str:
-        """Ask this node's vLLM about models: see workers.inquiry.Inquiries.start. Raises RankError."""
+        """Ask this node's vLLM about models: see workers.agent.inquiry.Inquiries.start. Raises RankError."""
         return self._inquiries.start(interpreter, request)
 
     def inquiry(self, name: str, first: int) -> dict[str, Any]:
@@ -249,10 +251,10 @@ class Agent:
         self._inquiries.end(name)
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
-        """Stop a rank, verify that every process is gone, and forget it: see workers.rank.stop."""
-        ended = rank.stop(handle, run_dir=self.run_dir, grace_s=grace_s)
+        """Stop a rank, verify that every process is gone, and forget it: see workers.rank.lifecycle.stop."""
+        ended = lifecycle.stop(handle, run_dir=self.run_dir, grace_s=grace_s)
         if ended["gone"]:
-            rank.forget(handle["rank_id"], self.run_dir)
+            lifecycle.forget(handle["rank_id"], self.run_dir)
             (Path(self.run_dir) / f"{handle['rank_id']}.key").unlink(missing_ok=True)
         return ended
 
@@ -260,11 +262,11 @@ class Agent:
         """Only files in this node's log folder."""
         if Path(path).resolve().parent != Path(self.log_dir).resolve():
             return {"text": "", "cursor": cursor or ""}
-        return rank.read_log(path, cursor, max_bytes=max_bytes)
+        return lifecycle.read_log(path, cursor, max_bytes=max_bytes)
 
     def nccl_lines(self, path: str) -> list[str]:
         """NCCL's own lines of one rank since it started; only of files in this node's log folder."""
-        return rank.nccl_lines(path) if Path(path).resolve().parent == Path(self.log_dir).resolve() else []
+        return lifecycle.nccl_lines(path) if Path(path).resolve().parent == Path(self.log_dir).resolve() else []
 
     def drop_page_cache(self) -> dict[str, Any]:
         """Free clean page cache. The kernel checks for uid 0, so an ordinary user asks the root helper on its socket.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import EngineError, RankError
-from workers.latest import Latest
-from workers.model_question import conversation
+from workers.agent.latest import Latest
+from workers.engine.model_question import conversation
 
 # A daemon reads each second. One that is gone for so long does not come back for this conversation.
 UNREAD_S = 30.0
@@ -28,8 +28,8 @@ class Inquiries:
         )
 
     def start(self, interpreter: str, request: str) -> str:
-        """The conversation's name. request: JSON, see workers.model_question.conversation; a folder of its own is not looked at. Raises
-        RankError for what is no such request."""
+        """The conversation's name. request: JSON, see workers.engine.model_question.conversation; a folder of its own is not looked at.
+        Raises RankError for what is no such request."""
         questions = _request(request)
         return self._inquiries.begin(lambda: _Inquiry(Path(interpreter), questions))
 

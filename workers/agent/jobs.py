@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.errors import RankError
-from workers.interpreter import PACKAGE_DIR, module_command
-from workers.spoken import Spoken
+from workers.host.interpreter import PACKAGE_DIR, module_command
+from workers.host.line_reader import Spoken
 
 PROGRAMS = ("source", "sink")
 START_TIMEOUT_S = 20.0
@@ -66,7 +66,7 @@ class Jobs:
 class _Job:
     def __init__(self, program: str, order: Mapping[str, Any]) -> None:
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
-        command = module_command(sys.executable, f"workers.staging.{program}")
+        command = module_command(sys.executable, f"workers.transfer.{program}")
         self._program = Spoken(command, environ | {"PYTHONPATH": PACKAGE_DIR}, order, "copies")
         self.fetches = str(order["manifest"]["model"]) if program == "sink" else None
 

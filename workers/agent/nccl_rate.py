@@ -1,6 +1,7 @@
 """Measures how fast two nodes exchange data: a few timed all-reduces, in a program of its own. Never loads a model, never runs on.
 
-Started by workers.rating in the engine's own interpreter. Its order is one line of JSON on stdin, what it says are lines of JSON on stdout:
+Started by workers.agent.rating in the engine's own interpreter. Its order is one line of JSON on stdin, what it says are lines of JSON on
+stdout:
 {"done_bytes", "total_bytes"} as it goes, then {"ended", "gb_s", "sent_bytes", "nccl"}, or {"error"}. It ends when stdin does, and at its
 time limit whatever hangs: SIGALRM kills it.
 """
@@ -93,7 +94,7 @@ def _watch() -> None:
 
 
 def _nccl(lines: Any) -> list[str]:
-    """Those that tell of the network; workers.logfile picks the same out of a rank's log."""
+    """Those that tell of the network; workers.rank.log picks the same out of a rank's log."""
     return [line[:LINE_CHARS].rstrip("\n") for line in lines if "NCCL" in line or "ibv_" in line][:LINES]
 
 

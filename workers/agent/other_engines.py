@@ -1,6 +1,6 @@
 """Engines on this node that sparkd did not start: other vLLMs, and whatever else holds GPU memory. Never ends one, never reads a prompt.
 
-A rank of sparkd's carries its mark in its environment (workers.processes), whichever daemon started it; so does what descends from it.
+A rank of sparkd's carries its mark in its environment (workers.host.processes), whichever daemon started it; so does what descends from it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers import processes
-from workers.child import ask, stuck
-from workers.holders import DEVICE_COMMAND, DEVICE_TIMEOUT_S, MIB, device_bytes
-from workers.processes import RANK_ID_VARIABLE
+from workers.guard.consumers import DEVICE_COMMAND, DEVICE_TIMEOUT_S, MIB, device_bytes
+from workers.host import processes
+from workers.host.bounded_child import ask, stuck
+from workers.host.processes import RANK_ID_VARIABLE
 
 # Command lines of vLLM's front ends, titles of its engine cores and workers (vllm/utils/system_utils.py, set_process_title), of Ray's.
 _ENGINE = re.compile(

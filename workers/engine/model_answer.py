@@ -1,6 +1,6 @@
 """Questions about models to the vLLM beside this Python, which it answers without a weight and without a GPU. Never loads a model.
 
-`python -P -m workers.model_answer` with `workers` to import; sparkd/model_answers.py runs it. stdin gets one JSON object:
+`python -P -m workers.engine.model_answer` with `workers` to import; sparkd/inquiry/model_answers.py runs it. stdin gets one JSON object:
 
     {"platform": "own" or "cuda:12.1",  # own: the runtime's; else what stands in for such a GPU where the runtime has no CUDA
      "seconds": 60.0,                   # for each question
@@ -60,7 +60,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from workers import processes
+from workers.host import processes
 
 SECONDS = 60.0
 MEMORY_BYTES = 8 * 2**30
@@ -109,7 +109,7 @@ def _import(platform: str, out: TextIO) -> dict[str, Any]:
     began = time.monotonic()
     stands_in = False
     if platform != "own":
-        from workers.cuda_stand_in import stand_in
+        from workers.engine.cuda_stand_in import stand_in
 
         kind, _, number = platform.partition(":")
         if kind != "cuda":
@@ -121,7 +121,7 @@ def _import(platform: str, out: TextIO) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
-    from workers import meta_model
+    from workers.engine import meta_model
 
     torch.set_num_threads(1)
     load_general_plugins()
@@ -186,7 +186,7 @@ def _describe(question: Mapping[str, Any], pipe: int) -> None:
     """Never returns."""
     processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     try:
-        from workers.meta_model import describe
+        from workers.engine.meta_model import describe
 
         os.environ.update(question.get("env", {}))
         with os.fdopen(pipe, "w") as out:

@@ -1,5 +1,5 @@
-"""Owns one conversation with workers.model_answer in an engine's Python: the files of its questions, and its lines until it ends. Never
-imports vLLM, and never writes outside a folder of its own.
+"""Owns one conversation with workers.engine.model_answer in an engine's Python: the files of its questions, and its lines until it ends.
+Never imports vLLM, and never writes outside a folder of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from sparkd.errors import EngineError
-from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
-from workers.plugin_folder import expose
+from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
+from workers.host.plugin_folder import expose
 
 # Import of vLLM from a cold disk on two slow cores; then each question has its own limit.
 IMPORT_S = 180.0
@@ -48,8 +48,8 @@ _LOOK_S = 0.2
 def conversation(python: Path, request: Mapping[str, Any], cancel: threading.Event) -> Iterator[dict[str, Any]]:
     """The program's answers, object by object, until it ends, is cancelled or is silent for too long; then nothing of it is left. Blocks.
 
-    request: as workers.model_answer reads it. A question without a folder (None) has `files` instead, texts by the names of FILES, and
-    `headers`, of safetensors files by their names; a `draft` has both, and is DRAFT in the arguments. The last object is {"ended": the
+    request: as workers.engine.model_answer reads it. A question without a folder (None) has `files` instead, texts by the names of FILES,
+    and `headers`, of safetensors files by their names; a `draft` has both, and is DRAFT in the arguments. The last object is {"ended": the
     last line that it wrote on stderr}. Raises EngineError for a Python that cannot be run, OSError where the files cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="sparkd-ask-") as name:
@@ -111,7 +111,7 @@ def _lines(python: Path, folder: Path, cancel: threading.Event) -> Iterator[dict
     with open(folder / "request", "rb") as request, open(folder / "stderr", "wb") as stderr:
         try:
             child = subprocess.Popen(
-                module_command(str(python), "workers.model_answer"),
+                module_command(str(python), "workers.engine.model_answer"),
                 stdin=request, stdout=subprocess.PIPE, stderr=stderr, cwd="/", env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:

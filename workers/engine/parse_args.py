@@ -1,7 +1,7 @@
 """Command lines against the real argument parser of the vLLM beside it, in one process for all. Never builds an engine or loads a model.
 
-`python -m workers.parse_args` reads a JSON list of argument lists and writes a JSON list of what the parser says of each, null where it
-takes it.
+`python -m workers.engine.parse_args` reads a JSON list of argument lists and writes a JSON list of what the parser says of each, null where
+it takes it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from workers.trusted_code import VARIABLE, Commits
+from workers.host.trusted_code import VARIABLE, Commits
 
 
 def enforce(environ: Mapping[str, str]) -> None:

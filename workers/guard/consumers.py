@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from workers import processes, shared
-from workers.child import ask, stuck
-from workers.processes import Identity
-from workers.status import identity_of, rank_ids, read_status, status_path, worker_of
+from workers.host import processes
+from workers.host.bounded_child import ask, stuck
+from workers.host.processes import Identity
+from workers.rank import shared_memory
+from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature.gpu", "--format=csv,noheader,nounits")
@@ -30,7 +31,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank that lives here. pidfds: of all its processes but Python's resource trackers, which must go last (workers.processes)."""
+    """One rank that lives here. pidfds: of all its processes but Python's resource trackers, which must go last
+    (workers.host.processes)."""
 
     rank_id: str
     model: str
@@ -107,7 +109,7 @@ class Holders:
             due = one.phase != "serving" or now_s - at_s >= SHARED_EVERY_S
             if due:
                 with suppress(OSError):  # a full disk: what is not written down is told, and not removed
-                    shared.note(self._run_dir, one.rank_id, one.pids)
+                    shared_memory.note(self._run_dir, one.rank_id, one.pids)
             self._noted_at_s[one.rank_id] = now_s if due else at_s
 
     def _held(

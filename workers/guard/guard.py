@@ -18,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workers import incidents, meminfo, processes, rank
-from workers.fabric_reading import shares_memory
-from workers.guard import PHASES, Decision, Engine, Limits, State, decide, pace_s
-from workers.holders import Held, Holders
-from workers.vitals import COLUMNS, Look, Trend, Vitals
+from workers.guard import incidents
+from workers.guard.consumers import Held, Holders
+from workers.guard.memory_sampler import COLUMNS, Look, Trend, Vitals
+from workers.guard.policy import PHASES, Decision, Engine, Limits, State, decide, pace_s
+from workers.host import meminfo, processes
+from workers.host.network import shares_memory
+from workers.rank import lifecycle
 
 HOLDERS_EVERY_S = 2.0
 # A daemon's word about requests that is older than this counts no more.
@@ -152,7 +154,7 @@ class Sentry:
         survivors = processes.kill_all(find, timeout_s=GONE_TIMEOUT_S)
         self._dying.clear()
         now = self.reading.get("mem_available_bytes", 0)
-        tail = rank.read_log(victim.log_path, max_bytes=incidents.TAIL_BYTES, tail_lines=incidents.TAIL_LINES)["text"].splitlines()
+        tail = lifecycle.read_log(victim.log_path, max_bytes=incidents.TAIL_BYTES, tail_lines=incidents.TAIL_LINES)["text"].splitlines()
         bundle |= {"log": tail, "survivors": survivors, "freed_bytes": int(now - bundle["available_bytes"])}
         log.error("killed %s (%s): %s", victim.model, victim.rank_id, bundle["why"])
         try:
@@ -165,7 +167,7 @@ class Sentry:
             log.info("page cache: %s", self._drop())
 
     def _reading(self, look: Look, trend: Trend, limits: Limits) -> dict[str, Any]:
-        """By the field names of sparkd.state.Reading."""
+        """By the field names of sparkd.state.nouns.Reading."""
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
             "at_s": time.time(),

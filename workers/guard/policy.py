@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from workers.vitals import Look, Trend
+from workers.guard.memory_sampler import Look, Trend
 
 GIB = 1 << 30
 OK, TIGHT, PRESSED, CRITICAL = LEVELS = ("ok", "tight", "pressed", "critical")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers import regular_file
+from workers.host import regular_file
 
 PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
-from workers.hub_cache import snapshot_of
-from workers.runtime import probe
+from workers.host.hub_cache import snapshot_of
+from workers.host.runtime import probe
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 # The files that decide shapes and names besides the weights. Rank 0 alone uses the tokenizer.
@@ -23,7 +23,7 @@ DIGITS = 12
 SAMPLES, SAMPLE_BYTES = 64, 4096
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE)
-_OURS = Path(__file__).resolve().parent
+_OURS = Path(__file__).resolve().parents[1]
 
 
 def identity(runtime: str, model: str, revision: str | None, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers import regular_file
-from workers.child import ask
-from workers.hub_cache import hub_cache
-from workers.identity import plugin
+from workers.host import regular_file
+from workers.host.bounded_child import ask
+from workers.host.hub_cache import hub_cache
+from workers.host.identity import plugin
 
 ROOT = Path("/")
 TIMEOUT_S = 5.0

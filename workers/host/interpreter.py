@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-PACKAGE_DIR = str(Path(__file__).resolve().parent.parent)
+PACKAGE_DIR = str(Path(__file__).resolve().parents[2])
 
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH",

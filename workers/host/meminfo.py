@@ -21,7 +21,7 @@ _ALWAYS = ("mem_total_bytes", "mem_available_bytes", "mem_free_bytes", "cached_b
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """Bytes by the field names of sparkd.state.Reading; Cma fields only where the kernel prints them."""
+    """Bytes by the field names of sparkd.state.nouns.Reading; Cma fields only where the kernel prints them."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         words = line.replace(":", " ").split()

@@ -15,7 +15,7 @@ from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 
-from workers import regular_file
+from workers.host import regular_file
 
 ROOT = Path("/")
 IP_TIMEOUT_S = 3.0

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from sparkd import errors
 
-_SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
+_SHOWN = {"workers": Path(__file__).resolve().parents[1], "sparkd": Path(errors.__file__).resolve().parent}
 # The bare folder of a distribution that tells vLLM of the entry points with nothing installed. Both names differ from those of sparkd's own
 # distribution, the entry points' do not.
 _DISTRIBUTION = "sparkd_plugin-0.dist-info"
 _FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
     "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n\n"
-    "[vllm.platform_plugins]\nsparkd = workers.ray_engine:platform\n",
+    "[vllm.platform_plugins]\nsparkd = workers.ray_executor.engine:platform\n",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from sparkd.errors import RankError
 
 PROBE_TIMEOUT_S = 20.0
-# Older ones do not know -P, by which an engine imports nothing from the working folder (workers.interpreter), nor run our plugin.
+# Older ones do not know -P, by which an engine imports nothing from the working folder (workers.host.interpreter), nor run our plugin.
 OLDEST_PYTHON = (3, 11)
 # Instructions of x86 and of ARM.
 _CHOSEN_BY = ("amx", "avx512", "avx2", "bf16", "i8mm", "sve")

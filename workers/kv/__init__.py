@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
             return SparkCPUWorker
     except ImportError as error:
-        from workers.kv.stock import in_place_of
+        from workers.kv.stock_worker import in_place_of
 
         return in_place_of(error)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,15 +15,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from workers.kv.agreement import Gather, over_world
 from workers.kv.arithmetic import Demand
-from workers.kv.gate import GATE, open_gate
-from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import all_decoding, largest_prefill, minimal_cache, profiled, receive
+from workers.kv.engine_identity import folders_of, identity_of
+from workers.kv.memory import PROC, Reading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.numa import nodes_bound
-from workers.kv.readings import PROC, Reading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.rehearsal import all_decoding, largest_prefill, minimal_cache, profiled, receive
 from workers.kv.release import forget_files, give_back, trim
 from workers.kv.settings import Settings
-from workers.kv.sized import Sized
+from workers.kv.sized_worker import Sized
 from workers.kv.sizing import Sizing
+from workers.kv.start_gate import GATE, open_gate
 from workers.kv.symbols import Missing, method, need_of
 
 

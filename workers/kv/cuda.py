@@ -18,14 +18,14 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
-from workers.kv.gate import open_gate
-from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, smaller_batches
-from workers.kv.readings import Reading, host, taken_by_session
+from workers.kv.engine_identity import folders_of, identity_of
+from workers.kv.memory import Reading, host, taken_by_session
+from workers.kv.rehearsal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, smaller_batches
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
-from workers.kv.sized import Sized
+from workers.kv.sized_worker import Sized
 from workers.kv.sizing import RanOut, Sizing
+from workers.kv.start_gate import open_gate
 from workers.kv.symbols import Missing, imported, need_of
 
 # The driver's part of a process, which no counter of torch's has: 0.35 GiB as vLLM logs it ("non-torch") for one rank.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import vllm
 
-from workers.hub_cache import snapshot_of
+from workers.host.hub_cache import snapshot_of
 from workers.kv.profiles import checkpoint_of, key_of
 
 # Those of the loader's settings that change what is in memory; the rest are paths and limits.

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from workers.host.meminfo import parse_fields, parse_meminfo
+from workers.host.processes import read_stat
 from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
 from workers.kv.numa import NODES, memory_of
-from workers.meminfo import parse_fields, parse_meminfo
-from workers.processes import read_stat
 
 PROC = Path("/proc")
 EVERY_S = 0.05

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from workers.kv.readings import EVERY_S, Reading
+from workers.kv.memory import EVERY_S, Reading
 
 logger = logging.getLogger("vllm.sparkd.kv")
 

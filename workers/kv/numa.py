@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.meminfo import parse_fields
+from workers.host.meminfo import parse_fields
 
 NODES = Path("/sys/devices/system/node")
 # get_mempolicy(2), by the machine's own numbers: glibc has no function of that name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workers.kv.arithmetic import GIB, Demand, Need, Reserved, margin_of
-from workers.kv.readings import Reading
+from workers.kv.memory import Reading
 from workers.kv.settings import BLOCKS_FLAG, SIZES, Settings
 
 # The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
 from workers.kv.arithmetic import GIB, PEAK_FACTOR, Demand, DoesNotFit, Need, Pool, pool, too_little
-from workers.kv.floor import Floor, floor_of
+from workers.kv.load_watch import Batches, UnderLoad
+from workers.kv.memory import Reading, lowest
+from workers.kv.memory_floor import Floor, floor_of
 from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.readings import Reading, lowest
 from workers.kv.report import Report
+from workers.kv.request import Wish
 from workers.kv.settings import Settings
 from workers.kv.symbols import Missing
-from workers.kv.under_load import Batches, UnderLoad
-from workers.kv.wish import Wish
 
 logger = logging.getLogger("vllm.sparkd.kv")
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.errors import CheckpointError
-from workers.stream.block_rows import misfit
-from workers.stream.format import Format
-from workers.stream.fusion import group_of
-from workers.stream.likeness import Likeness
-from workers.stream.packed import packed_of
-from workers.stream.packed_scale import scale_of
+from workers.quantization.block_rows import misfit
+from workers.quantization.formats import Format
+from workers.quantization.fusion import group_of
+from workers.quantization.likeness import Likeness
+from workers.quantization.packed import packed_of
+from workers.quantization.packed_scale import scale_of
 
 BF16 = Format("bf16")
 FP8 = Format("fp8")

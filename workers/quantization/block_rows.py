@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.checkpoint import TensorRef
-from workers.stream.fusion import siblings_of
+from workers.quantization.fusion import siblings_of
 
 BLOCK = 128
 _GATE_UP = "gate_up_proj"

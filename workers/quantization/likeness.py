@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
-from workers.stream.fusion import siblings_of
+from workers.quantization.fusion import siblings_of
 
 _CURE = "Check that config.json and the shards are of one model, and download them again"
 _CLASSES = frozenset({"attention", "mlp", "expert"})

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
-from workers.stream.packed import Block, packed_of
+from workers.quantization.packed import Block, packed_of
 
 BLOCK = 128
 _WEIGHTS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", ".weight_scale_inv", ".weight_scale", ".scale")

@@ -30,13 +30,13 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, ConfigError
-from workers.stream import variables
-from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
-from workers.stream.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
-from workers.stream.format import Format, refused
-from workers.stream.fusion import members_of
-from workers.stream.plain import PLAIN, UNCHANGED
-from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
+from workers.quantization import variables
+from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
+from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
+from workers.quantization.formats import Format, refused
+from workers.quantization.fusion import members_of
+from workers.quantization.plain import PLAIN, UNCHANGED
+from workers.quantization.rules import NEVER, Rule, class_of, kept_unless_named
 
 __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 

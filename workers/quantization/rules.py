@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
-from workers.stream.expression import Expression, Unreadable
-from workers.stream.format import Format, refused
+from workers.quantization.expression import Expression, Unreadable
+from workers.quantization.formats import Format, refused
 
 # No kernel in vLLM multiplies by these in a quantized form (its embeddings, and routers that are built with quant_config=None).
 NEVER = frozenset({"embedding", "router", "norm", "scale"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workers.stream.format import Format, refused
-from workers.stream.rules import Rule
+from workers.quantization.formats import Format, refused
+from workers.quantization.rules import Rule
 
 # Variable -> format, its priority among the three: FP8 > NF4 > MXFP4.
 LAYERS: Mapping[str, tuple[str, int]] = {"VLLM_FP8_LAYERS": ("fp8", 30), "VLLM_NF4_LAYERS": ("nf4", 20), "VLLM_MXFP4_LAYERS": ("mxfp4", 10)}

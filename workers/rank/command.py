@@ -1,6 +1,6 @@
 """The argv and the environment of one rank's engine. Never starts it, never reads this process's own environment.
 
-Nothing here passes through a shell. The environment is built from empty: what is not on the list of workers.interpreter, and not the
+Nothing here passes through a shell. The environment is built from empty: what is not on the list of workers.host.interpreter, and not the
 operator's own `env`, does not reach the engine.
 """
 
@@ -13,17 +13,19 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers import door, media_rules, ray_place, trusted_code
-from workers.interpreter import inherited_environment, module_command
+from workers import door
+from workers.host import media_rules, trusted_code
+from workers.host.interpreter import inherited_environment, module_command
+from workers.host.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
+from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE
 from workers.kv.settings import VARIABLE as KV_VARIABLE
-from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
-from workers.runtime import API_SERVER, COMMAND_LINE
-from workers.spec import SOCKET_PATH_BYTES, RankSpec
+from workers.rank import ray_environment
+from workers.rank.spec import SOCKET_PATH_BYTES, RankSpec
 
 KEEP_ALIVE_S = 75
 # vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
-HEADLESS = "workers.headless"
+HEADLESS = "workers.engine.headless"
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
 
@@ -31,7 +33,7 @@ UUID_CHARS = 36
 def build_command(spec: RankSpec) -> list[str]:
     """argv of the engine. The operator's arguments stand unchanged; names and listener come last, where argparse lets them win."""
     if spec.ray and spec.rank:
-        return module_command(spec.runtime, ray_place.KEEPER)
+        return module_command(spec.runtime, ray_environment.KEEPER)
     entrypoint = HEADLESS if spec.rank and spec.entrypoint == API_SERVER else spec.entrypoint
     model = ["serve", spec.model] if entrypoint == COMMAND_LINE else ["--model", spec.model]
     names = ["--served-model-name", *spec.served_names] if spec.served_names else []
@@ -57,7 +59,8 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
 
 
 def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of the engine: what it may inherit (workers.interpreter), sparkd's defaults, the operator's, sparkd's own."""
+    """The whole environment of the engine: what it may inherit (workers.host.interpreter), sparkd's defaults, the operator's, sparkd's
+    own."""
     environment = {**inherited_environment(inherited), **_defaults(spec), **spec.env}
     environment = {**kernels_on_disk(environment), **environment}
     # JIT compilers are looked up by name (ninja, ptxas): those beside the engine's interpreter come first, as in an activated venv.
@@ -86,8 +89,8 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
     if folder := ipc_dir(spec.run_dir, spec.rank_id):
         environment["VLLM_RPC_BASE_PATH"] = folder
     if spec.ray is not None:
-        environment |= ray_place.environment(spec, inherited)
-        environment[ray_place.OWN] = ",".join(sorted(environment))
+        environment |= ray_environment.environment(spec, inherited)
+        environment[ray_environment.OWN] = ",".join(sorted(environment))
     return environment
 
 

@@ -1,6 +1,6 @@
 """The report of a rank's KV cache, read on its node: how it was sized, as the worker inside the engine tells it. Never writes one.
 
-One small JSON file for each tensor-parallel rank (workers.told); workers.kv.report writes them.
+One small JSON file for each tensor-parallel rank (workers.rank.reports); workers.kv.report writes them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.told import number, paths_of, read_object, remove, signed, text
+from workers.rank.reports import number, paths_of, read_object, remove, signed, text
 
 VERSION = 1
 # In the order in which they count where the ranks differ: all must be ready, one that refuses or lets vLLM size decides for all.

@@ -1,6 +1,6 @@
 """One rank as its node handles it: spawn, scan, stop, forget. Never decides what should run, never waits for a model.
 
-A rank is two things: a shim (workers.shim), daemonised out of the caller's process tree, which owns the log and the status file, and
+A rank is two things: a shim (workers.rank.shim), daemonised out of the caller's process tree, which owns the log and the status file, and
 the engine below it, which dies with the shim. Everything here can be called again by a process that knows nothing but the run
 directory. All of it blocks: call it from a thread.
 """
@@ -19,23 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
-from workers import processes, shared
-from workers.command import build_command, build_environment, ipc_dir
-from workers.interpreter import PACKAGE_DIR, module_command
-from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
-from workers.loadfile import load_path, read_load, remove_load, together
-from workers.logfile import STARTED, lines_since, read_log
-from workers.processes import Identity
-from workers.progress import Parser
-from workers.spec import RankSpec, checked_rank_id
-from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
+from workers.host import processes
+from workers.host.interpreter import PACKAGE_DIR, module_command
+from workers.host.processes import Identity
+from workers.rank import shared_memory
+from workers.rank.command import build_command, build_environment, ipc_dir
+from workers.rank.kv_report import kv_path, read_kv, remove_kv, with_kv
+from workers.rank.load_report import load_path, read_load, remove_load, together
+from workers.rank.log import STARTED, lines_since, read_log
+from workers.rank.log_parser import Parser
+from workers.rank.spec import RankSpec, checked_rank_id
+from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
 __all__ = [
     "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "spawn", "stop", "strays",
     "verify_gone",
 ]  # fmt: skip
 
-SHIM = "workers.shim"
+SHIM = "workers.rank.shim"
+# By which a daemon of release 0.1.0 and before started it: such an engine is adopted.
+_FORMER_SHIM = "workers.shim"
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -43,7 +46,7 @@ SECRET_MODE_MASK = 0o077
 
 
 def spawn(spec: RankSpec) -> dict[str, Any]:
-    """Starts the rank and returns its handle (the fields of sparkd.state.RankHandle) once that is on disk and the engine was exec'ed.
+    """Starts the rank and returns its handle (the fields of sparkd.state.nouns.RankHandle) once that is on disk and the engine was exec'ed.
 
     Raises RankError, and leaves nothing behind, where it cannot: the rank id is in use, the runtime cannot be executed, the socket is
     taken, the key is readable by others. The shim leaves the caller's process tree, session and open files, and outlives it.
@@ -118,7 +121,7 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     handle: the fields of a handle, or rank_id alone where no more is known. Works with a dead and with a stuck shim too, and is
     harmless for a rank that is gone, of an earlier boot, or whose pid belongs to somebody else by now. Returns gone, survivors (pids
     that live in an uninterruptible wait: report them and call again), exit_code and stop_ordered as the status file has them, and left:
-    what it left behind, sockets and shared memory, as workers.shared.clear says it.
+    what it left behind, sockets and shared memory, as workers.rank.shared_memory.clear says it.
     """
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
@@ -140,7 +143,7 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
         "survivors": survivors,
         "exit_code": status.get("exit_code"),
         "stop_ordered": bool(status.get("stop_ordered")),
-        "left": left if survivors else [*left, *shared.clear(run_dir, rank_id)],
+        "left": left if survivors else [*left, *shared_memory.clear(run_dir, rank_id)],
     }
 
 
@@ -160,7 +163,7 @@ def forget(rank_id: str, run_dir: str) -> None:
     remove_sockets(run_dir, rank_id, None)
     remove_load(run_dir, rank_id)
     remove_kv(run_dir, rank_id)
-    known = (worker_path(run_dir, rank_id), shared.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
+    known = (worker_path(run_dir, rank_id), shared_memory.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
     for path in (*known, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
         path.unlink(missing_ok=True)
 
@@ -227,7 +230,7 @@ def _shim_of(rank_id: str, told: object) -> Identity | None:
     shim = identity_of(told, "pid", "start_ticks")
     if shim is None or not processes.is_alive(shim):
         return shim
-    return shim if processes.runs_module(shim.pid, SHIM, rank_id) else None
+    return shim if any(processes.runs_module(shim.pid, module, rank_id) for module in (SHIM, _FORMER_SHIM)) else None
 
 
 def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
@@ -271,7 +274,7 @@ def _prepare_folders(spec: RankSpec) -> None:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
         if spec.socket_path:
             _remove_stale_socket(spec.socket_path)
-        shared.begin(spec.run_dir, spec.rank_id)
+        shared_memory.begin(spec.run_dir, spec.rank_id)
     except OSError as error:
         raise RankError(f"The rank {spec.rank_id} has no place to run: {error}. Give this user write access to {spec.run_dir}.") from error
 

@@ -1,6 +1,6 @@
 """The load file of a rank, read on its node: how far the loader inside the engine is, as it tells itself. Never writes one, never decides.
 
-One small JSON file for each tensor-parallel rank (workers.told); workers.stream.progress writes them.
+One small JSON file for each tensor-parallel rank (workers.rank.reports); workers.stream.progress writes them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.told import number, paths_of, read_object, remove, text
+from workers.rank.reports import number, paths_of, read_object, remove, text
 
 VERSION = 1
 PHASES = ("reading", "caching", "done", "failed")
@@ -28,8 +28,8 @@ def load_path(run_dir: str, rank_id: str) -> Path:
 
 
 def read_load(path: Path, now_s: float) -> dict[str, Any]:
-    """The reports of the loader's ranks put together, by the names of sparkd.state.Progress; empty where none says anything that can be
-    read.
+    """The reports of the loader's ranks put together, by the names of sparkd.state.nouns.Progress; empty where none says anything that can
+    be read.
 
     now_s: this node's wall clock. Bytes, units and rates add up over the ranks, an ETA is the slowest rank's and None unless each has one.
     """

@@ -1,6 +1,6 @@
 """A rank's log: bounded lines, no keys, rotated by size, read on from where a reader left off. Never raises on a full disk.
 
-Nothing here understands what the lines say; workers.progress does.
+Nothing here understands what the lines say; workers.rank.log_parser does.
 """
 
 from __future__ import annotations

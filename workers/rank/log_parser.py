@@ -10,7 +10,7 @@ import re
 import signal
 from typing import Any
 
-from workers.signatures import HINT, Diagnosis, diagnose
+from workers.rank.signatures import HINT, Diagnosis, diagnose
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 LAST_ERROR_CHARS = 300
@@ -103,7 +103,7 @@ _INPUT_VALUE = re.compile(r"\s*\[type=.*$")
 
 
 class Parser:
-    """Feed it every line of a rank's log in order; `progress` has the fields of sparkd.state.Progress.
+    """Feed it every line of a rank's log in order; `progress` has the fields of sparkd.state.nouns.Progress.
 
     fraction and eta_s belong to the current phase: shards while loading, graphs while sizing. weights_gib and kv_gib are this
     rank's; eta_s counts from line_at_s. phase moves forward only. kv_requests is requests of full length at once, where said.

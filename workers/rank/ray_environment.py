@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from workers.spec import RankSpec
+from workers.rank.spec import RankSpec
 
-KEEPER = "workers.ray_keeper"
+KEEPER = "workers.ray_executor.keeper"
 GROUP = "SPARKD_RAY_GROUP"
 # Names of the rank's whole environment: each worker has its own node's, so none of them crosses.
 OWN = "SPARKD_RAY_OWN"
@@ -19,7 +19,7 @@ ON_CPU = "SPARKD_RAY_ON_CPU"
 # Ray's name of it. Each bundle and each worker asks for it: a node has one GPU, and how many models share it is a matter of its memory.
 DEVICE, DEVICE_SHARE = "GPU", 0.01
 # Run by a shell of each node (ray/_private/runtime_env/context.py), so that each takes its own interpreter.
-_WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker"
+_WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_executor.worker"
 
 
 def environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers import processes
-from workers.status import write_status
+from workers.host import processes
+from workers.rank.status import write_status
 
 FOLDER = Path("/dev/shm")
 NAMES = re.compile(r"(psm_|vllm_|torch_|nccl-|cuda\.shm\.|sem\.)|.*-cpushm_\d+$")

@@ -23,12 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers import processes
-from workers.logfile import STARTED, LineSplitter, Redactor, RotatingLog
-from workers.processes import Identity
-from workers.progress import Parser
-from workers.spec import RankSpec
-from workers.status import remove_sockets, status_path, write_status
+from workers.host import processes
+from workers.host.processes import Identity
+from workers.rank.log import STARTED, LineSplitter, Redactor, RotatingLog
+from workers.rank.log_parser import Parser
+from workers.rank.spec import RankSpec
+from workers.rank.status import remove_sockets, status_path, write_status
 
 STATUS_EVERY_S = 0.25
 STATUS_IDLE_S = 5.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from workers import trusted_code
+from workers.host import trusted_code
 
 # Waiting heals none of these: a flag, a format, an engine or a device has to become another one.
 LASTING = frozenset(

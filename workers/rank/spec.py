@@ -27,11 +27,11 @@ class RankSpec:
     rank_id is new for every start. model is a folder or a hub id, runtime and the paths are absolute. It listens on socket_path, or
     on host and port with the key in api_key_path (mode 0600), or, as a headless rank, on nothing. stop_timeout_s is what an engine
     gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
-    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
-    vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
-    memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.parsers.Parsers; the engine's flags say the same.
-    media: where it may fetch what a request names by a URL (workers.media_rules.Rules); None: from nowhere. trusted_code: the commits whose
-    code it may run (workers.trusted_code.Commits); None: it runs none of a hub's.
+    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.rank.command.parallel_flags). ray:
+    under vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the
+    ranks. memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.vllm.parsers.Parsers; the engine's flags say the
+    same. media: where it may fetch what a request names by a URL (workers.host.media_rules.Rules); None: from nowhere. trusted_code: the
+    commits whose code it may run (workers.host.trusted_code.Commits); None: it runs none of a hub's.
     """
 
     rank_id: str

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.command import ipc_dir
-from workers.processes import LACKS, Identity
-from workers.spec import RANK_ID
+from workers.host.processes import LACKS, Identity
+from workers.rank.command import ipc_dir
+from workers.rank.spec import RANK_ID
 
 MAX_PID = 1 << 22  # proc_sys_kernel(5), pid_max
 
@@ -61,7 +61,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def worker_path(run_dir: str, rank_id: str) -> Path:
-    """Where the Ray worker of a rank says which process it is: it is no child of the rank's shim (workers.ray_worker)."""
+    """Where the Ray worker of a rank says which process it is: it is no child of the rank's shim (workers.ray_executor.worker)."""
     return Path(run_dir, f"{rank_id}.worker")
 
 

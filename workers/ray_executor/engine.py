@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from workers.ray_place import GROUP, ON_CPU, OWN
+from workers.rank.ray_environment import GROUP, ON_CPU, OWN
 
 
 def settle(environ: Mapping[str, str]) -> None:
@@ -35,4 +35,4 @@ def platform() -> str | None:
 
     Without one the executor refuses the platform; it is read before any general plugin is loaded.
     """
-    return "workers.ray_cpu.CpuPlatform" if os.environ.get(ON_CPU) else None
+    return "workers.ray_executor.cpu_platform.CpuPlatform" if os.environ.get(ON_CPU) else None

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from workers import processes
-from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE, Identity
-from workers.status import worker_of
+from workers.host import processes
+from workers.host.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE, Identity
+from workers.rank.status import worker_of
 
 LOOK_S = 0.2
 

@@ -1,4 +1,5 @@
-"""`python -m workers.ray_worker ATTEMPT ARGUMENTS`: what Ray starts instead of a Python for the workers of an engine. Never returns.
+"""`python -m workers.ray_executor.worker ATTEMPT ARGUMENTS`: what Ray starts instead of a Python for the workers of an engine. Never
+returns.
 
 It becomes the engine's own interpreter, with the environment of its node's rank (interfaces, folders, mark) and that rank's log, so that
 what is true of a native rank is true of it. Its number goes into a file beside the status file, because Ray is its parent, not the shim.
@@ -13,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from workers import processes
 from workers.door import KEY_FILE
-from workers.status import rank_ids, read_status, status_path, worker_path, write_status
+from workers.host import processes
+from workers.rank.status import rank_ids, read_status, status_path, worker_path, write_status
 
 RUN_DIR = "SPARKD_RAY_RUN_DIR"
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 
 from sparkd.errors import CheckpointError
-from workers.stream.cache_writer import sync_folder
+from workers.stream.cache.writer import sync_folder
 
 LAST = "config.json"
 WRITING = ".writing-"

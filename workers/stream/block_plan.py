@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparkd.errors import CheckpointError
-from workers.stream.direct import SourceFile
+from workers.stream.direct_io import SourceFile
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workers.stream.plan import Input
+from workers.stream.read_plan import Input
 from workers.stream.reader import Chunk, Reader
 
 EVENT_BYTES = 4 * 2**20  # one CUDA event for about so many copied bytes: an event for every small tensor would cost more than its copy

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.stream.fusion import EXPERT
+from workers.quantization.fusion import EXPERT
 from workers.stream.trace import Region, Taken, Target
 from workers.stream.virtual import Emitted
 

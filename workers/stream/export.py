@@ -27,20 +27,20 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
-from workers.stream.appearing import appearing
-from workers.stream.cache import CachedCheckpoint, find
-from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of
-from workers.stream.companions import companions_bytes, write_companions
-from workers.stream.ct_config import linear_modules, quantization_config
-from workers.stream.format import Format
-from workers.stream.layout import lay_out, neighbours
+from workers.quantization.formats import Format
+from workers.quantization.recipe import Recipe
+from workers.stream.atomic_folder import appearing
+from workers.stream.cache.companions import companions_bytes, write_companions
+from workers.stream.cache.layout import lay_out, neighbours
+from workers.stream.cache.shard_writer import MIB, ShardWriter
+from workers.stream.cache.store import CachedCheckpoint, find
+from workers.stream.cache.writer import MARGIN_BYTES, bytes_of, layout_of
+from workers.stream.direct_target import TargetFile
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Piece, Reader
-from workers.stream.recipe import Recipe
-from workers.stream.served import refuse_unserved
-from workers.stream.target import TargetFile
 from workers.stream.virtual import VirtualCheckpoint
-from workers.stream.writer import MIB, ShardWriter
+from workers.stream.vllm.config import linear_modules, quantization_config
+from workers.stream.vllm.supported import refuse_unserved
 
 GIB = 1 << 30
 EVERY_S = 0.25

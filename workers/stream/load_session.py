@@ -11,10 +11,10 @@ from multiprocessing.util import Finalize
 
 import torch
 
-from workers.stream.cache import CachedCheckpoint
-from workers.stream.cache_writer import CacheWriter
-from workers.stream.experts import straightened
-from workers.stream.layout import ALIGNMENT
+from workers.stream.cache.layout import ALIGNMENT
+from workers.stream.cache.store import CachedCheckpoint
+from workers.stream.cache.writer import CacheWriter
+from workers.stream.expert_placement import straightened
 from workers.stream.pipeline import SHAPE, Handed, Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader

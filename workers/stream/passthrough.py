@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from workers.stream.feed import Feed
-from workers.stream.plan import Input
+from workers.stream.device_feed import Feed
+from workers.stream.read_plan import Input
 from workers.stream.trace import NotAView, Phantom
 from workers.stream.virtual import Emitted
 

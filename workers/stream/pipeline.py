@@ -19,13 +19,13 @@ from typing import Protocol
 import torch
 
 from sparkd.checkpoint import TensorRef
-from workers.stream.experts import followers, place, place_stacked, straightened
-from workers.stream.feed import Feed
+from workers.stream.device_feed import Feed
+from workers.stream.expert_placement import followers, place, place_stacked, straightened
 from workers.stream.finite import Finite
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
 from workers.stream.formats.base import Parts
-from workers.stream.passing import Passing
-from workers.stream.plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
+from workers.stream.passthrough import Passing
+from workers.stream.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
 from workers.stream.virtual import DTYPES, Emitted, Need, VirtualCheckpoint, Weight, cut, dtype_of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from workers.stream.formats.base import Parts
-from workers.stream.formats.source import dequantize_fp8, holds_codes, restated_fp8
+from workers.stream.formats.fp8_source import dequantize_fp8, holds_codes, restated_fp8
 from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
 from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces

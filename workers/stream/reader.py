@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.stream.blocks import Block, Piece, Span, plan_blocks
-from workers.stream.direct import ALIGNMENT, SourceFile
+from workers.stream.block_plan import Block, Piece, Span, plan_blocks
+from workers.stream.direct_io import ALIGNMENT, SourceFile
 from workers.stream.ring import Ring
 
 __all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.errors import CheckpointError
-from workers.stream.recipe import Recipe
+from workers.quantization.recipe import Recipe
 
 KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
 BLOCK_BYTES = 8 * 2**20

@@ -18,13 +18,13 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
+from workers.quantization.fusion import FUSED
+from workers.quantization.packed import Block, Packed, blocks, packed_of
+from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
+from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
-from workers.stream.formats.source import refuse_scale
-from workers.stream.fusion import FUSED
-from workers.stream.packed import Block, Packed, blocks, packed_of
-from workers.stream.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
+from workers.stream.formats.fp8_source import refuse_scale
 from workers.stream.reader import Piece
-from workers.stream.recipe import Format
 from workers.stream.trace import Region
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -7,7 +7,7 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, told in the loader's file of progress
     SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
-    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub_engine.Behaviour
+    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub.engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, second, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from workers.door import KEY_FILE, Lock, key_of
-from workers.stub_engine import Behaviour, Request, StubEngine
-from workers.stub_http import StubProtocol
-from workers.stub_kv import Refused, StubKv
-from workers.stub_load import StubLoad, pause
-from workers.stub_team import StubTeam
+from workers.stub.engine import Behaviour, Request, StubEngine
+from workers.stub.http import StubProtocol
+from workers.stub.load import StubLoad, pause
+from workers.stub.rehearsal import Refused, StubKv
+from workers.stub.team import StubTeam
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
 
@@ -112,7 +112,9 @@ class Life:
             try:
                 values[name] = (value == "1") if kind is bool else kind(value)  # type: ignore[misc]
             except (TypeError, ValueError):
-                raise SystemExit(f"stub: {_PREFIX}{name.upper()}={value!r} is unknown or cannot be read; see workers/stub.py") from None
+                raise SystemExit(
+                    f"stub: {_PREFIX}{name.upper()}={value!r} is unknown or cannot be read; see workers/stub/__main__.py"
+                ) from None
         exit_at = values.get("exit_at", "none")
         counted = re.fullmatch(r"after_(\d+)_requests?", exit_at)
         if counted:

@@ -13,9 +13,9 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
-from workers import stub_answers as answers
 from workers.door import Lock
-from workers.stub_faults import FAULTS
+from workers.stub import answers
+from workers.stub.faults import FAULTS
 
 _KEPT_RESPONSES = 1000
 _FORM_FIELD = rb'name="%s"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
@@ -28,7 +28,7 @@ class Behaviour:
     """How requests are answered. A request may override any field with a body member `"stub": {"tokens": 3, …}`.
 
     tokens: per answer; a smaller max_tokens wins. chunk_interval_s: 0 is unpaced. first_delay_s: before the first byte.
-    malformed: a name in workers.stub_faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
+    malformed: a name in workers.stub.faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
     hang_at: none, request (POSTs are never answered, /health goes on), second (all but the first are not, nor are they counted as
     running: as in a vLLM that hangs in the step that it begins with), health or metrics.
     """

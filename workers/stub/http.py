@@ -13,8 +13,8 @@ from http import HTTPStatus
 
 import httptools
 
-from workers.stub_engine import Answer, Behaviour, Request, StubEngine, route
-from workers.stub_faults import broken_answer
+from workers.stub.engine import Answer, Behaviour, Request, StubEngine, route
+from workers.stub.faults import broken_answer
 
 _SSE = b"content-type: text/event-stream; charset=utf-8\r\n"
 _PLAIN = Behaviour()

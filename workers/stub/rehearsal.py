@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from workers.kv import sizing
 from workers.kv.arithmetic import GIB, Demand, Need
-from workers.kv.readings import Reading
+from workers.kv.memory import Reading
 from workers.kv.settings import Settings
-from workers.stub_load import pause
+from workers.stub.load import pause
 
 _FLAG = "worker-cls"
 _OURS = "workers.kv."

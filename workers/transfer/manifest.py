@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkd.checkpoint import INDEX_END, is_weights, lacking_weights
 from sparkd.errors import RankError
-from workers.hub_cache import hub_cache, is_commit, is_hub_id, is_revision, snapshot_of
+from workers.host.hub_cache import hub_cache, is_commit, is_hub_id, is_revision, snapshot_of
 
 SPARE_BYTES = 1 << 30  # stays free beside what is fetched
 PART = ".sparkd-part"

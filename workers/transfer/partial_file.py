@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkd.errors import RankError
-from workers.staging.chunks import CHUNK_BYTES, Buffer, ChunkFile, chunks_of, digest, sha256_of, span
-from workers.staging.manifest import JOURNAL, PART, File
+from workers.transfer.chunks import CHUNK_BYTES, Buffer, ChunkFile, chunks_of, digest, sha256_of, span
+from workers.transfer.manifest import JOURNAL, PART, File
 
 VERIFY, COMPARE, FETCH = "verify", "compare", "fetch"
 

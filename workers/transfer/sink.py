@@ -1,6 +1,6 @@
 """Fetches one model's files from a node that serves them, by several connections over every rail. Never asks for another file.
 
-A program: `python -m workers.staging.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
+A program: `python -m workers.transfer.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
 true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. The chunks that it has verified
 by then is there for the next try.
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
-from workers.staging.chunks import Buffer, chunks_of, span
-from workers.staging.leftovers import clear
-from workers.staging.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
-from workers.staging.ordered import ordered
-from workers.staging.part import COMPARE, VERIFY, Part
-from workers.staging.wire import DATA, SUMS, TIMEOUT_S, RemoteRefusal, Request, WireError, ask, greet_as_client
+from workers.host.line_writer import ordered
+from workers.transfer.chunks import Buffer, chunks_of, span
+from workers.transfer.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
+from workers.transfer.partial_file import COMPARE, VERIFY, Part
+from workers.transfer.protocol import DATA, SUMS, TIMEOUT_S, RemoteRefusal, Request, WireError, ask, greet_as_client
+from workers.transfer.stale_files import clear
 
 ATTEMPTS = 4
 PAUSE_S = 0.5

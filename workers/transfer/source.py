@@ -1,6 +1,6 @@
 """Serves one model's files to the nodes that have the key, on the addresses it is given. Never writes a file, never serves another.
 
-A program: `python -m workers.staging.source` reads one line of JSON from stdin, {"manifest", "binds", "key"}, prints {"ports": {address:
+A program: `python -m workers.transfer.source` reads one line of JSON from stdin, {"manifest", "binds", "key"}, prints {"ports": {address:
 port}}, and ends when stdin does, or when nobody was connected for IDLE_S: a daemon that was killed ends nothing.
 """
 
@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workers.staging.chunks import CHUNK_BYTES, Buffer, ChunkFile
-from workers.staging.manifest import File, Manifest
-from workers.staging.wire import DATA, TIMEOUT_S, Request, WireError, answer, greet_as_server, next_request, refuse
+from workers.transfer.chunks import CHUNK_BYTES, Buffer, ChunkFile
+from workers.transfer.manifest import File, Manifest
+from workers.transfer.protocol import DATA, TIMEOUT_S, Request, WireError, answer, greet_as_server, next_request, refuse
 
 MOST_CONNECTIONS = 64
 IDLE_S = 300.0

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from workers.staging.manifest import JOURNAL, PART, Manifest, is_loaded
+from workers.transfer.manifest import JOURNAL, PART, Manifest, is_loaded
 
 NOTE = ".sparkd-pulled.json"
 

@@ -20,24 +20,24 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd import admin_bodies
-from sparkd.admin import MAX_SEQ, PREFIX, admin_app
-from sparkd.client import model_path
+from sparkd.admin import bodies
+from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
+from sparkd.admin.client import model_path
+from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, DoesNotFit
+from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway import Edge, Keys
 from sparkd.gateway.protocol import CONNECTION
-from sparkd.ledger import SLICE
-from sparkd.model_config import ModelConfig
-from sparkd.offers import Offers
-from sparkd.registry import Registries, Registry, Signature
-from sparkd.rows import Damage
-from sparkd.state import Event, OperationState, Want
-from tests.answers import check_answer
-from tests.fabric_tree import readings
-from tests.fakes import Scene
-from tests.gateway.fakes import soon
-from tests.shards import write_folder
-from tests.test_supervisor import UP, make_ready, stage
+from sparkd.recipes.registry import Registries, Registry, Signature
+from sparkd.schema.model import ModelConfig
+from sparkd.state.nouns import Event, OperationState, Want
+from sparkd.state.rows import Damage
+from tests.sparkd.control.test_supervisor import UP, make_ready, stage
+from tests.sparkd.gateway.fakes import soon
+from tests.support.answers import check_answer
+from tests.support.fabric_tree import readings
+from tests.support.fakes import Scene
+from tests.support.shards import write_folder
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
@@ -881,7 +881,7 @@ async def test_of_streams_whose_clients_go_together_one_ends_in_each_turn(tmp_pa
 
 
 async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.admin_streams.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("sparkd.admin.streams.HEARTBEAT_S", 0.01)
     async with admin_of(tmp_path) as made, streaming(made, "/events", accept="text/event-stream") as stream:
         await soon(lambda: stream.text.count(": still here\n\n") >= 2)
 
@@ -890,7 +890,7 @@ async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_log_is_followed_until_the_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.admin_streams.FOLLOW_EVERY_S", 0.0)
+    monkeypatch.setattr("sparkd.admin.streams.FOLLOW_EVERY_S", 0.0)
     async with admin_of(tmp_path) as made:
         await make_ready(made.scene)
         lines = ["one\n", "", "two\n", "three é\n"]
@@ -911,7 +911,7 @@ async def test_a_log_is_followed_until_the_client_leaves(tmp_path: Path, monkeyp
 
 
 async def test_a_followed_log_ends_with_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.admin_streams.FOLLOW_EVERY_S", 0.0)
+    monkeypatch.setattr("sparkd.admin.streams.FOLLOW_EVERY_S", 0.0)
     async with admin_of(tmp_path) as made:
         await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
         async with streaming(made, "/models/new/log?follow=true") as stream:
@@ -984,7 +984,7 @@ def _references(value: Any) -> list[str]:
 async def test_a_refusal_is_what_the_document_says(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         error = await made.refused("GET", "/models/nope", 404)
-        assert admin_bodies.Problem.model_validate(error).code == "model_not_found"
+        assert bodies.Problem.model_validate(error).code == "model_not_found"
 
 
 # Whatever is sent

@@ -18,25 +18,26 @@ import httpx
 import pytest
 from rich.console import Console
 
-from sparkd import measures, show_fabric
-from sparkd.admin import PREFIX, admin_app
-from sparkd.config import load_config
+from sparkd.admin import bandwidth
+from sparkd.admin.app import PREFIX, admin_app
+from sparkd.admin.bandwidth import MOST_BYTES, Measures
+from sparkd.config.config import load_config
+from sparkd.control.journal import Ledger
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
-from sparkd.fabric import fabrics_of
-from sparkd.fabric_findings import FAIL, OK, WARN
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.fabric_rates import Rate, finding, links
-from sparkd.fabric_report import report
-from sparkd.ledger import Ledger
-from sparkd.measures import MOST_BYTES, Measures
+from sparkd.fabric.checks import FAIL, OK, WARN
+from sparkd.fabric.interfaces import fabrics_of
+from sparkd.fabric.rates import Rate, finding, links
+from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_RATE
-from sparkd.state import Operation, OperationState, Store
-from tests.fabric_tree import readings
-from tests.fakes import Scene as Supervised
-from tests.fakes import stage
-from tests.test_supervisor import make_ready
-from workers.nccl_rate import MOST_BYTES as PROGRAM_MOST_BYTES
-from workers.rating import Rating
+from sparkd.render import fabric as show_fabric
+from sparkd.state.nouns import Operation, OperationState, Store
+from tests.sparkd.control.test_supervisor import make_ready
+from tests.support.fabric_tree import readings
+from tests.support.fakes import Scene as Supervised
+from tests.support.fakes import stage
+from workers.agent.nccl_rate import MOST_BYTES as PROGRAM_MOST_BYTES
+from workers.agent.rating import Rating
 
 A, B, C = "192.168.100.11", "192.168.100.12", "192.168.100.13"
 IB = [
@@ -125,7 +126,7 @@ async def scene(folder: Path, nodes: FakeNodes | None = None, **settings: Any) -
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "POLL_S", 0.0)
+    monkeypatch.setattr(bandwidth, "POLL_S", 0.0)
 
 
 def pair(platform: str = "cuda", scenario: str = "pair-different-ports") -> FakeNodes:
@@ -142,7 +143,7 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (event.message, event.data["verdict"]) == (f"{told}.", OK)
         (first, (interpreter, order, env)), (second, (_, order_b, env_b)) = made.nodes.of("rate")
         assert (first, second, interpreter) == (A, B, sys.executable)
-        common = {"world": 2, "host": A, "port": 7000, "backend": "nccl", "limit_s": measures.LIMIT_S, "total_bytes": MOST_BYTES}
+        common = {"world": 2, "host": A, "port": 7000, "backend": "nccl", "limit_s": bandwidth.LIMIT_S, "total_bytes": MOST_BYTES}
         assert (order, order_b) == (common | {"rank": 0}, common | {"rank": 1})
         assert (env["NCCL_IB_HCA"], env_b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)

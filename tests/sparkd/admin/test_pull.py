@@ -17,22 +17,24 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
-from sparkd import fetch, pulls, show
-from sparkd.admin import admin_app
-from sparkd.config import load_config
+from sparkd.admin import pull
+from sparkd.admin.app import admin_app
+from sparkd.admin.pull import Pulls
+from sparkd.config.config import load_config
+from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
-from sparkd.fetch import wanted
-from sparkd.ledger import Ledger
 from sparkd.metrics import INTERNAL_ERRORS
-from sparkd.pulls import Pulls
-from sparkd.state import Operation, OperationState, Store
-from tests.fabric_tree import readings
-from tests.fakes import scene as supervised
-from tests.gateway.fakes import soon
-from tests.hub_server import COMMIT, Repository, serving
-from tests.shards import layered, write_folder
-from workers.hub_cache import snapshot_of
-from workers.staging import manifest
+from sparkd.models import download
+from sparkd.models.download import wanted
+from sparkd.render import models as show
+from sparkd.state.nouns import Operation, OperationState, Store
+from tests.sparkd.gateway.fakes import soon
+from tests.support.fabric_tree import readings
+from tests.support.fakes import scene as supervised
+from tests.support.hub_server import COMMIT, Repository, serving
+from tests.support.shards import layered, write_folder
+from workers.host.hub_cache import snapshot_of
+from workers.transfer import manifest
 
 A, B = "192.168.100.11", "192.168.100.12"
 FOLDER = "/models/plain"
@@ -112,8 +114,8 @@ async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "POLL_S", 0.0)
-    monkeypatch.setattr(fetch, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(pull, "POLL_S", 0.0)
+    monkeypatch.setattr(download, "PROGRESS_S", 0.01)
 
 
 async def test_a_store_that_refuses_the_end_of_a_pull_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +357,7 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
 async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_had_before(
     commit: str, source: str, sink: str, hub: Repository, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """More files of the same commit do: all nodes must have the same (workers.identity)."""
+    """More files of the same commit do: all nodes must have the same (workers.host.identity)."""
     env = environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     async with scene(tmp_path, **{"engine.env": env}) as made:
 
@@ -407,7 +409,7 @@ async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
 ) -> None:
     """Before: a hub id that the second node had could not be brought to the first without the hub. Half a download is no source."""
     other = environ | {"HF_HOME": str(tmp_path / "others")}
-    assert fetch.fetch("owner/name", None, other, lambda _: None) == (COMMIT, "")
+    assert download.fetch("owner/name", None, other, lambda _: None) == (COMMIT, "")
     if not whole:
         _lose_a_shard(other)
     hub.listing = {"nothing": "of use"}
@@ -428,27 +430,27 @@ async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
 
 def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: Repository, environ: dict[str, str]) -> None:
     told: list[Mapping[str, Any]] = []
-    assert fetch.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
+    assert download.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
     hub.listing = {"nothing": "of use"}
-    commit, note = fetch.fetch("owner/name", None, environ, told.append)
+    commit, note = download.fetch("owner/name", None, environ, told.append)
 
     assert commit == COMMIT and "what is in the cache is whole" in note
-    with pytest.raises(fetch.NotAsked) as silent:
-        fetch.fetch("owner/name", "other", environ, told.append)
+    with pytest.raises(download.NotAsked) as silent:
+        download.fetch("owner/name", "other", environ, told.append)
     assert "no listing" in silent.value.error.message
 
 
 def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "sha256_of", lambda path, buffer: "0" * 64)
+    monkeypatch.setattr(download, "sha256_of", lambda path, buffer: "0" * 64)
     with pytest.raises(CheckpointError, match="does not have the SHA-256 that the hub names and was removed"):
-        fetch.fetch("owner/name", None, environ, lambda told: None)
+        download.fetch("owner/name", None, environ, lambda told: None)
     assert snapshot_of("owner/name", None, environ) is None
 
 
 def test_a_full_disk_is_told_before_the_download(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_free", lambda path: 1000)
     with pytest.raises(RankError, match=r"has 1,000 bytes free and owner/name needs [\d,]+ more"):
-        fetch.fetch("owner/name", None, environ, lambda told: None)
+        download.fetch("owner/name", None, environ, lambda told: None)
     assert not [asked for asked in hub.asked if asked.server == "store"]
 
 

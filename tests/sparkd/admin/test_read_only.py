@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admin import PREFIX
-from sparkd.state import Store, Want
-from tests.shards import write_folder
-from tests.test_admin import TINY, Admin, admin_of
-from tests.test_supervisor import UP, make_ready
+from sparkd.admin.app import PREFIX
+from sparkd.state.nouns import Store, Want
+from tests.sparkd.admin.test_app import TINY, Admin, admin_of
+from tests.sparkd.control.test_supervisor import UP, make_ready
+from tests.support.shards import write_folder
 
 # Members that a look itself writes: the fake's list of questions, and Python's own.
 NOT_STATE = ("log", "__dict__", "__weakref__")

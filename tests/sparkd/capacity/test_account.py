@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.admission import Account, account, advice, machine
-from sparkd.config import Config, parse_model
+from sparkd.capacity.account import Account, account, advice, machine
+from sparkd.capacity.auto_resolve import resolved
+from sparkd.capacity.kv_cache import KvLayout, Serving, sized
+from sparkd.capacity.requirement import Need, need_of, said_to, too_large
+from sparkd.capacity.reservation import needed_gib
+from sparkd.config.config import Config, parse_model
+from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
-from sparkd.kv_cost import KvLayout, Serving, sized
-from sparkd.kv_sizing import kv_cache, spelled
-from sparkd.model_config import ModelConfig
-from sparkd.needs import Need, need_of, said_to, too_large
-from sparkd.placement import needed_gib
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import checked
-from sparkd.resolving import resolved
-from sparkd.uncounted import unsized
-from sparkd.vllm_flags import without
-from tests.shards import layered, write_sparse
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.schema.kv_cache import kv_cache, spelled
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.translate import without
+from sparkd.vllm.unaccounted_args import unsized
+from tests.support.shards import layered, write_sparse
 
 BOOK = Book(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
@@ -456,8 +456,8 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
         asked.append((runtime, state, ask))
         return ()
 
-    monkeypatch.setattr("sparkd.needs.refused", refused)
-    monkeypatch.setattr("sparkd.needs.full_version_in", lambda _runtime: "0.32.0")
+    monkeypatch.setattr("sparkd.capacity.requirement.refused", refused)
+    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
         said_to(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
@@ -495,7 +495,7 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
 def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(
     keys: dict[str, Any], written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkd.needs.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
+    monkeypatch.setattr("sparkd.capacity.requirement.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
     spec = parse_model("m", {"model": "o/m", **keys}, over_admin=False)
     gib = needed_gib(spec, "cuda", 121.6, {}, 117.0)
     why = too_large(Need(spec, "cuda", "x", gib, None), 117, "this node", {})
@@ -505,7 +505,7 @@ def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(
 
 
 def test_a_share_is_no_cure_where_another_number_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.needs.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
+    monkeypatch.setattr("sparkd.capacity.requirement.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
     spec = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.5}, over_admin=False)
     env = {"VLLM_CPU_KVCACHE_SPACE": "200"}
     gib = needed_gib(spec, "cpu", 121.6, env, 117.0)

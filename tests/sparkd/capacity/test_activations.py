@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from sparkd.activations import MIB, step_bytes
-from sparkd.footprint import footprint
+from sparkd.capacity.activations import MIB, step_bytes
+from sparkd.capacity.footprint import footprint
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.weights import Inventory
 from sparkd.hardware import H200
-from sparkd.kv_cost import Serving
-from sparkd.weight_cost import Inventory
-from tests import architectures
-from tests.architecture_parts import Size
 from tests.bench.footprint_segments import told
-from tests.sketches import dense, known, tensors_of
-from workers.stream.recipe import Recipe
+from tests.support import architectures
+from tests.support.architecture_parts import Size
+from tests.support.sketches import dense, known, tensors_of
+from workers.quantization.recipe import Recipe
 
 # The preset h200 of tests/bench/footprint_measured.py.
 SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)

@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from sparkd.drafting import Drafting
-from sparkd.fit import Wish, choose
+from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.kv_cache import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
+from sparkd.capacity.parallelism import refusal
+from sparkd.capacity.plan_report import Site, how_of, to_json
+from sparkd.capacity.speculative import Drafting
+from sparkd.checkpoint.quantization import source_quantization
 from sparkd.hardware import Hardware, hardware_of
-from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
-from sparkd.legal import refusal
-from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from sparkd.planned import Site, how_of, to_json
-from sparkd.source_quantization import source_quantization
-from tests.sketches import CONFIGS, dense, known, mixture, tensors_of
-from workers.stream.recipe import Recipe
+from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of
+from workers.quantization.recipe import Recipe
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.

@@ -12,27 +12,27 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admission import Evidence, account, illegal
+from sparkd.capacity.account import Evidence, account, illegal
+from sparkd.capacity.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
+from sparkd.capacity.entry_check import misfits
+from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_request import Question as PlanQuestion
+from sparkd.capacity.plan_request import answer as plan
+from sparkd.capacity.requirement import exceeds, need_of
+from sparkd.capacity.reservation import needed_gib
+from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config import Config, parse_model
-from sparkd.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
-from sparkd.entry_shape import misfits
+from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.kv_cost import Serving
-from sparkd.model_answers import OWN, Answer, Question, Refusal, Tensor
-from sparkd.model_shape import shape_of
-from sparkd.needs import exceeds, need_of
-from sparkd.placement import needed_gib
-from sparkd.plan_question import Question as PlanQuestion
-from sparkd.plan_question import answer as plan
-from sparkd.source_quantization import SourceQuantization
-from sparkd.weight_cost import inventory
-from tests.sketches import dense, tensors_of, write
-from tests.test_exact import FULL, answer
-from workers.model_question import DRAFT
-from workers.stream.recipe import Recipe
+from sparkd.inquiry.model_answers import OWN, Answer, Question, Refusal, Tensor
+from sparkd.models.shape import shape_of
+from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.support.sketches import dense, tensors_of, write
+from workers.engine.model_question import DRAFT
+from workers.quantization.recipe import Recipe
 
 FP8 = Recipe.parse("fp8")
 ODD = Refusal("config", "ValueError", "9 heads are odd.", True)
@@ -268,7 +268,7 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     with pytest.raises(error, match=f"{built} layers, and the files hold 4") as caught:
         plan(question, SPARK, find, ask=vllm)
     assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
-    monkeypatch.setattr("sparkd.needs.evidence_of", lambda *_: Evidence(ask=vllm))
+    monkeypatch.setattr("sparkd.capacity.requirement.evidence_of", lambda *_: Evidence(ask=vllm))
     for keys in ({}, {"quantize": "auto"}, {"max_model_len": "auto"}, {"kv_cache": {"sequences": 1}}):
         spec = parse_model("m", {"model": path, **keys}, over_admin=False)
         with pytest.raises(error) as refused:
@@ -421,7 +421,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
 
     from sparkd.errors import EngineError
 
-    monkeypatch.setattr("sparkd.plan_command.ask", fails)
+    monkeypatch.setattr("sparkd.cli.plan_run.ask", fails)
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["footprint"]["sureness"] == "known" and any("gave no answer" in note for note in plan["notes"])
@@ -433,8 +433,8 @@ def test_a_plan_says_once_that_it_starts_vllm(folder: Path, monkeypatch: pytest.
             progress(step, number)
         return [answer(FULL, blocks=1) for _ in questions]
 
-    monkeypatch.setattr("sparkd.plan_command.ask", ask)
-    monkeypatch.setattr("sparkd.plan_command.full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr("sparkd.cli.plan_run.ask", ask)
+    monkeypatch.setattr("sparkd.cli.plan_run.full_version_in", lambda _: "0.32.0")
     assert exit_code(["--json", "plan", str(folder)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "starting vLLM" in lines[0] and "asking vLLM" in lines[1]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd import container
-from sparkd.container import Container, containers, shell
+from sparkd.capacity import container
+from sparkd.capacity.container import Container, containers, shell
 from sparkd.errors import ConfigError
-from sparkd.source import name_of
-from sparkd.vllm_flags import values_of
+from sparkd.models.source import name_of
+from sparkd.vllm.translate import values_of
 
 OURS = [
     "python",

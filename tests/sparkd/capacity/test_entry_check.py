@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.admission import NOTHING, Evidence
-from sparkd.config import parse_model
-from sparkd.entry_shape import misfits
-from sparkd.model_answers import OWN, SPARK, ask, kept_here
-from tests.sketches import dense, tensors_of, write
-from tests.test_consultation import ODD, Vllm
-from tests.test_exact import FULL, answer
-from tests.test_model_answers import Engine, one
-from tests.test_model_answers import answer as written
+from sparkd.capacity.account import NOTHING, Evidence
+from sparkd.capacity.entry_check import misfits
+from sparkd.config.config import parse_model
+from sparkd.inquiry.model_answers import OWN, SPARK, ask, kept_here
+from tests.sparkd.capacity.test_consultation import ODD, Vllm
+from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.sparkd.inquiry.test_model_answers import Engine, one
+from tests.sparkd.inquiry.test_model_answers import answer as written
+from tests.support.sketches import dense, tensors_of, write
 
 
 @pytest.fixture

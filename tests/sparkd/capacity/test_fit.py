@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, FORMATS, Choice, Option, Wish, choose, floor, gib, smallest
-from sparkd.footprint import Learned
+from sparkd.capacity.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, FORMATS, Choice, Option, Wish, choose, floor, gib, smallest
+from sparkd.capacity.footprint import Learned
+from sparkd.capacity.kv_cache import Serving, kv_cost
+from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware
-from sparkd.kv_cost import Serving, kv_cost
-from sparkd.weight_cost import Inventory
-from tests.sketches import Tensor, dense, known, mixture, models, tensors_of
-from workers.stream.recipe import Recipe
+from tests.support.sketches import Tensor, dense, known, mixture, models, tensors_of
+from workers.quantization.recipe import Recipe
 
 ALL = (AS_STORED, *FORMATS)
 # Larger than what a load needs beside the weights, so that serving is what counts.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.footprint import (
+from sparkd.capacity.footprint import (
     CONTEXT_BYTES,
     ENCODER_BYTES,
     GRAPH_LAYER_BYTES,
@@ -19,11 +19,11 @@ from sparkd.footprint import (
     Learned,
     footprint,
 )
+from sparkd.capacity.kv_cache import Serving, kv_cost
+from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
-from sparkd.kv_cost import Serving, kv_cost
-from sparkd.weight_cost import Inventory
-from tests.sketches import Tensor, dense, known, models, tensors_of
-from workers.stream.recipe import Recipe
+from tests.support.sketches import Tensor, dense, known, models, tensors_of
+from workers.quantization.recipe import Recipe
 
 BF16, NVFP4 = Recipe.parse("bf16"), Recipe.parse("nvfp4")
 CPU = replace(SPARK, name="desk", platform="cpu")

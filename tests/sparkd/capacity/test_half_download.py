@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.admission import fault
+from sparkd.capacity.account import fault
+from sparkd.capacity.plan_request import Question, answer
+from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config import load_config, parse_model
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
 from sparkd.hardware import SPARK
-from sparkd.needs import refuse_unloadable
-from sparkd.plan_question import Question, answer
-from tests.sketches import Tensor, dense, tensors_of, write
+from tests.support.sketches import Tensor, dense, tensors_of, write
 
 CONFIG = dense(num_hidden_layers=2)
 TENSORS = tensors_of(CONFIG)

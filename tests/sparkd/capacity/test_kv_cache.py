@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout, stages_of, state_bytes, token_bytes
 from sparkd.hardware import GIB
-from sparkd.kv_cost import KvCost, Serving, kv_cost, kv_layout, stages_of, state_bytes, token_bytes
-from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from tests.sketches import CONFIGS, architecture, dense, shape
+from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from tests.support.sketches import CONFIGS, architecture, dense, shape
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
 STATE = State(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")

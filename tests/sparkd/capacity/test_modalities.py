@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.capacity.unloaded_weights import unloaded_part
+from sparkd.capacity.weights import AHEAD, inventory
 from sparkd.checkpoint import tensor_class
-from sparkd.model_shape import shape_of
-from sparkd.unloaded import unloaded_part
-from sparkd.weight_cost import AHEAD, inventory
-from tests.sketches import Tensor, checkpoint, dense, mixture, tensors_of, write
-from workers.stream.recipe import Recipe
+from sparkd.models.shape import shape_of
+from tests.support.sketches import Tensor, checkpoint, dense, mixture, tensors_of, write
+from workers.quantization.recipe import Recipe
 
 SIDES = (256, 256)
 CHANGED, KEPT = "changed", "kept"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.parallelism import refusal, unfit
 from sparkd.errors import CheckpointError
-from sparkd.legal import refusal, unfit
-from tests.sketches import Tensor, dense, known, mixture, published, tensors_of
-from workers.stream.recipe import Recipe
+from tests.support.sketches import Tensor, dense, known, mixture, published, tensors_of
+from workers.quantization.recipe import Recipe
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}

@@ -19,37 +19,37 @@ import httpx
 import pytest
 import yaml
 
-from sparkd import container, needs, plan_entry, plan_here
 from sparkd.__main__ import exit_code
-from sparkd.admission import machine
+from sparkd.admin.client import Client
+from sparkd.capacity import container, plan_for_entry, plan_for_node, requirement
+from sparkd.capacity.account import machine
+from sparkd.capacity.plan_for_entry import Entry
+from sparkd.capacity.plan_report import OWN
+from sparkd.capacity.plan_request import Question
+from sparkd.capacity.requirement import need_of
+from sparkd.capacity.reservation import Placement
 from sparkd.checkpoint import read_checkpoint
-from sparkd.client import Client
-from sparkd.config import Config, load_config, parse_model
-from sparkd.fabric_environment import expected, wants_rdma
-from sparkd.fabric_nodes import FabricNodes
+from sparkd.cluster.launcher import Attempt, Starter
+from sparkd.config.config import Config, load_config, parse_model
+from sparkd.entry.trusted_commits import pinned
+from sparkd.fabric.environment import expected, wants_rdma
+from sparkd.fabric.readings import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
-from sparkd.model_answers import Refusal
-from sparkd.model_config import ModelConfig
-from sparkd.needs import need_of
-from sparkd.placement import Placement
-from sparkd.plan_entry import Entry
-from sparkd.plan_question import Question
-from sparkd.planned import OWN
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.start import Attempt, Starter
-from sparkd.trust import pinned
-from sparkd.vllm_flags import values_of
-from tests.hub_server import COMMIT
-from tests.published_headers import checkpoint_of
-from tests.sketches import mixture, tensors_of, write
-from tests.test_consultation import Vllm
-from tests.test_exact import FULL
-from tests.test_exact import answer as model_answer
-from tests.test_start import FakeAgents
-from workers.command import build_command, build_environment
+from sparkd.inquiry.model_answers import Refusal
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.translate import values_of
+from tests.sparkd.capacity.test_consultation import Vllm
+from tests.sparkd.capacity.test_vllm_figures import FULL
+from tests.sparkd.capacity.test_vllm_figures import answer as model_answer
+from tests.sparkd.cluster.test_launcher import FakeAgents
+from tests.support.hub_server import COMMIT
+from tests.support.published_headers import checkpoint_of
+from tests.support.sketches import mixture, tensors_of, write
+from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import CPU_KV_SPACE, VARIABLE
-from workers.runtime import API_SERVER, probe
-from workers.spec import RankSpec
+from workers.rank.command import build_command, build_environment
+from workers.rank.spec import RankSpec
 
 HEAD, OTHER = "10.0.0.1", "10.0.0.2"
 FREE = SPARK.memory_bytes - SPARK.system_bytes
@@ -73,8 +73,8 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(needs, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
-    monkeypatch.setattr(plan_entry, "probe", asked)
+    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(plan_for_entry, "probe", asked)
     monkeypatch.setattr(container, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
 
@@ -130,7 +130,8 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
 
 
 async def _network(_node: str, peers: list[str], *, configured: Mapping[str, str], **_how: object) -> dict[str, str]:
-    """As sparkd.fabric_environment says it, but for a node's own names, which a plan does not know (tests/test_fabric_environment.py)."""
+    """As sparkd.fabric.environment says it, but for a node's own names, which a plan does not know
+    (tests/sparkd/fabric/test_environment.py)."""
     return JIT_CAPS | (expected(rdma=wants_rdma("cuda", configured)) if peers else {})
 
 
@@ -277,7 +278,7 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
     config = load_config(file, environ={})
     need = need_of(config.models["m"], config, Runtime(), most, most)
-    why = needs.too_large(need, most, "a node", {})
+    why = requirement.too_large(need, most, "a node", {})
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
     assert why is not None and reasons == [why.rstrip(".")]
     entry["gpu_memory_utilization"] = float(re.findall(r"choose ([0-9.]+) or less", why)[0])
@@ -377,8 +378,10 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            question = plan_here.QuestionHere.model_validate(asked)
-            self._say(plan_here._answer(question, plan_here.hardware_here(question.hardware), config.lookup(question.model), {}, config))
+            question = plan_for_node.QuestionHere.model_validate(asked)
+            self._say(
+                plan_for_node._answer(question, plan_for_node.hardware_here(question.hardware), config.lookup(question.model), {}, config)
+            )
 
         def _say(self, body: dict[str, Any]) -> None:
             time.sleep(told["slow_s"])
@@ -450,7 +453,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     entries = {"mine": {"model": str(folder)}, "one": {"model": str(folder), "tensor_parallel": 1}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
     whose = f"sparkd at {served['url']}"
-    own = plan_here.hardware_here("node")
+    own = plan_for_node.hardware_here("node")
     found = plan(capsys, "m")["hardware"]
     assert (found["name"], found["memory_bytes"], found["platform"], found["of"]) == ("node", own.memory_bytes, own.platform, whose)
     found = plan(capsys, "mine", "--config", file)
@@ -516,8 +519,8 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
         return {2: "no cable"}
 
     async def nodes(**asked: Any) -> int:
-        question = plan_here.QuestionHere(**asked)
-        found = await plan_here.planned_here(question, config.lookup, unlinked, config, in_sight=2)
+        question = plan_for_node.QuestionHere(**asked)
+        found = await plan_for_node.planned_here(question, config.lookup, unlinked, config, in_sight=2)
         if question.hardware == "node":
             assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
         return int(found["asked"]["nodes"])
@@ -541,7 +544,7 @@ async def test_the_cache_that_a_variable_gives_a_cpus_engine_is_counted(
     async def unlinked(*, rdma: bool) -> Mapping[int, str]:
         return {}
 
-    found = await plan_here.planned_here(plan_here.QuestionHere(model="m"), config.lookup, unlinked, config)
+    found = await plan_for_node.planned_here(plan_for_node.QuestionHere(model="m"), config.lookup, unlinked, config)
     size = found["options"][0]["footprint"]["kv"]
     assert size == gib * GIB if gib is not None else size < GIB
 
@@ -572,7 +575,7 @@ def test_auto_is_what_the_daemon_decides(
     entry = {"model": str(large), "quantize": "auto", "max_model_len": "auto", "max_num_seqs": 16}
     file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
     loaded = load_config(file, environ={})
-    monkeypatch.setattr(needs, "this_node", lambda platform: machine(platform, total, 4 * GIB))
+    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, total, 4 * GIB))
     for ways in ((1, 1), (2, 1)):
         decided = need_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
@@ -650,7 +653,7 @@ def test_a_plan_says_what_kept_vllm_from_an_answer(folder: Path, tmp_path: Path)
         reply = replace(model_answer(FULL, blocks=1), refusal=refusal)
         entry = Entry(spec, Config.model_validate({"state_dir": tmp_path}), None, API_SERVER)
         checkpoint, ask = read_checkpoint(str(folder)), Vllm(reply)
-        found = plan_entry.answer(entry, Question("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
+        found = plan_for_entry.answer(entry, Question("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
         assert any("No valid attention" in note and len(note) < 600 for note in found["notes"]) is quoted
 
 
@@ -723,7 +726,7 @@ def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
     """Counted with the real headers of its model, on as many nodes as it says."""
     book = Book(None, AsWritten())
     spec = parse_model("m", {"recipe": name}, over_admin=False, book=book)
-    found = plan_entry.answer(
+    found = plan_for_entry.answer(
         Entry(spec, Config(), "0.32.0", API_SERVER), Question("m"), checkpoint_of(*PUBLISHED[name]), SPARK, no_draft, {}
     )
     choice = found["choice"]
@@ -746,8 +749,8 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     entry = {"model": str(folder), "quantize": "auto", "max_model_len": "auto", "env": {"HF_TOKEN": "s3cret"}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     config = load_config(file, environ={})
-    question = plan_here.QuestionHere(model="m", hardware="spark")
-    found = plan_here._answer(question, plan_here.hardware_here("spark"), config.lookup("m"), {}, config)
+    question = plan_for_node.QuestionHere(model="m", hardware="spark")
+    found = plan_for_node._answer(question, plan_for_node.hardware_here("spark"), config.lookup("m"), {}, config)
     here = plan(capsys, "m", "--config", file)
     assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
     assert json.loads(json.dumps(found)) == here

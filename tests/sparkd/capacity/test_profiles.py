@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from sparkd import planned
 from sparkd.__main__ import exit_code
-from sparkd.admission import Evidence, account, machine
-from sparkd.config import Config, parse_model
+from sparkd.capacity import plan_report
+from sparkd.capacity.account import Evidence, account, machine
+from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.profiles import engine_of
+from sparkd.capacity.requirement import said_to
+from sparkd.config.config import Config, parse_model
 from sparkd.hardware import GIB
-from sparkd.learned import engine_of
-from sparkd.model_config import ModelConfig
-from sparkd.needs import said_to
-from sparkd.rank_fields import rank_fields
-from sparkd.source import folder_of
-from tests.sketches import dense, tensors_of, write
+from sparkd.models.source import folder_of
+from sparkd.schema.model import ModelConfig
+from tests.support.sketches import dense, tensors_of, write
 from workers.kv.arithmetic import Demand
 from workers.kv.profiles import Learned, Profiles, checkpoint_of, key_of
 from workers.kv.settings import Settings
@@ -119,7 +119,7 @@ def test_the_name_of_an_engine_says_nothing_of_its_secrets(folder: str) -> None:
 def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr(plan_report, "full_version_in", lambda _: "0.32.0")
 
     def peak_of(state: Path) -> tuple[dict[str, Any], int]:
         monkeypatch.setenv("SPARKD_STATE_DIR", str(state))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster import Cluster
-from sparkd.config import Config, parse_model
+from sparkd.capacity.requirement import Need
+from sparkd.capacity.reservation import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
+from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
-from sparkd.needs import Need
-from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6
@@ -128,9 +128,9 @@ def test_what_is_not_on_disk_weighs_nothing(tmp_path: Path) -> None:
 async def test_what_the_release_of_the_runtime_does_not_understand_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
-    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
+    monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
-    monkeypatch.setattr("sparkd.siting.need_of", lambda *_: Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0"))
+    monkeypatch.setattr("sparkd.cluster.placer.need_of", lambda *_: Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0"))
 
     with pytest.raises(RankError, match="by the vLLM of its runtime: VLLM_USE_V1: vLLM 0"):
         await cluster.place(spec)

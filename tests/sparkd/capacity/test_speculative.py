@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from sparkd import admission
-from sparkd.admission import account
+from sparkd.capacity import account as admission
+from sparkd.capacity.account import account
+from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving, kv_cost
+from sparkd.capacity.plan_request import Question, _counted, answer
+from sparkd.capacity.speculative import METHODS, drafting, of_config
+from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.drafting import METHODS, drafting, of_config
 from sparkd.errors import ConfigError
-from sparkd.fit import Wish, choose
 from sparkd.hardware import SPARK
-from sparkd.kv_cost import DRAFTED_REQUESTS, Serving, kv_cost
-from sparkd.model_config import ModelConfig
-from sparkd.model_shape import shape_of
-from sparkd.plan_question import Question, _counted, answer
-from sparkd.recipe_file import Speculation
-from sparkd.speculation import BATCH_LIMIT
-from sparkd.uncounted import CACHE, WEIGHTS
-from sparkd.vllm_flags import speculative_config
-from sparkd.weight_cost import inventory
-from tests.published_headers import checkpoint_of
-from tests.sketches import Tensor, dense, tensors_of, write
-from workers.stream.recipe import Recipe
+from sparkd.models.shape import shape_of
+from sparkd.recipes.file import Speculation
+from sparkd.recipes.speculation import BATCH_LIMIT
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.translate import speculative_config
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from tests.support.published_headers import checkpoint_of
+from tests.support.sketches import Tensor, dense, tensors_of, write
+from workers.quantization.recipe import Recipe
 
 PREDICTS = dense(num_nextn_predict_layers=1)
 AHEAD: list[Tensor] = [("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ("model.layers.4.mlp.down_proj.weight", (512, 1024), "BF16")]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.exact import EXACT, GUESS, KNOWN, Exact, exact_of
-from sparkd.kv_cost import KvLayout, Serving
-from sparkd.model_answers import Answer, Layer, Refusal, Stage
-from sparkd.model_shape import shape_of
-from sparkd.source_quantization import SourceQuantization
-from sparkd.sureness import of_cache, of_weights, worst
-from sparkd.uncounted import CACHE, OTHER, WEIGHTS
-from sparkd.weight_cost import Weights
-from tests.sketches import dense
+from sparkd.capacity.kv_cache import KvLayout, Serving
+from sparkd.capacity.sureness import of_cache, of_weights, worst
+from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN, Exact, exact_of
+from sparkd.capacity.weights import Weights
+from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.inquiry.model_answers import Answer, Layer, Refusal, Stage
+from sparkd.models.shape import shape_of
+from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
+from tests.support.sketches import dense
 
 FULL = Layer("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
 WINDOW = Layer("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.capacity.weights import AHEAD, Inventory, Weights
 from sparkd.errors import CheckpointError
-from sparkd.weight_cost import AHEAD, Inventory, Weights
-from tests.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
-from workers.stream.format import Format
-from workers.stream.recipe import Recipe
+from tests.support.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
+from workers.quantization.formats import Format
+from workers.quantization.recipe import Recipe
 
 BF16 = Recipe.parse("bf16")
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4")

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import INDEX, read_checkpoint
+from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
-from sparkd.source_quantization import SourceQuantization, source_quantization
-from tests.shards import Shape, checkpoint_of, write_folder, write_shard
+from tests.support.shards import Shape, checkpoint_of, write_folder, write_shard
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}
 B = {"lm_head.weight": ("BF16", (8, 4))}
 SHARDS = {"model-00001-of-00002.safetensors": A, "model-00002-of-00002.safetensors": B}
@@ -322,7 +322,7 @@ def test_fp8_that_nothing_speaks_of_is_told_by_its_scales() -> None:
 
 
 def test_reading_needs_the_standard_library_only() -> None:
-    code = "import sparkd.checkpoint, workers.stream.recipe, sys, json; print(json.dumps([*sys.modules]))"
+    code = "import sparkd.checkpoint, workers.quantization.recipe, sys, json; print(json.dumps([*sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=60
     )

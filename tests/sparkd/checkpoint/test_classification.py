@@ -155,7 +155,7 @@ def test_numbers_do_not_matter() -> None:
 
 def test_this_module_stands_for_itself() -> None:
     """It is imported inside foreign Python environments."""
-    text = (Path(__file__).parent.parent / "sparkd" / "tensor_class.py").read_text()
+    text = (Path(__file__).parents[3] / "sparkd" / "checkpoint" / "classification.py").read_text()
 
     assert {line for line in text.splitlines() if line.startswith(("import ", "from "))} == {
         "from __future__ import annotations",

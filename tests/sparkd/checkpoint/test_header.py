@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, read_header
-from tests.shards import header_of, pack, write_shard
+from tests.support.shards import header_of, pack, write_shard
 
 TWO = {"a.weight": ("BF16", (4, 8)), "b.bias": ("F32", (3,))}
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkd import safetensors, weight_index
-from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint import header as safetensors
+from sparkd.checkpoint import index, read_checkpoint
+from sparkd.checkpoint.header import parse_header
+from sparkd.checkpoint.tensors import Alike, FileTensors, Kind, TensorRef, Tensors, alike, any_twice
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import parse_header
-from sparkd.tensors import Alike, FileTensors, Kind, TensorRef, Tensors, alike, any_twice
-from tests.shards import header_of, write_folder, write_shard
+from tests.support.shards import header_of, write_folder, write_shard
 
 BF16 = Kind("BF16", (2, 2), 8)
 F32 = Kind("F32", (3,), 12)
@@ -205,9 +205,9 @@ PLAIN = '{\n  "metadata": {\n    "total_size": 3\n  },\n  "weight_map": {\n    "
 
 
 def index_both(raw: bytes) -> None:
-    recognised = weight_index._recognised(raw)
+    recognised = index._recognised(raw)
     try:
-        want = weight_index._parsed(raw, "/m/index")
+        want = index._parsed(raw, "/m/index")
     except CheckpointError:
         assert recognised is None
     else:
@@ -217,8 +217,8 @@ def index_both(raw: bytes) -> None:
 def test_a_plain_index_is_recognised() -> None:
     want = {"y.safetensors": b"b", "x.safetensors": b"a.w"}
 
-    assert weight_index._recognised(PLAIN.encode()) == weight_index._parsed(PLAIN.encode(), "/m/index") == want
-    assert weight_index._recognised(b'{"weight_map":{"b":"y.safetensors","a.w":"x.safetensors"}}') == want
+    assert index._recognised(PLAIN.encode()) == index._parsed(PLAIN.encode(), "/m/index") == want
+    assert index._recognised(b'{"weight_map":{"b":"y.safetensors","a.w":"x.safetensors"}}') == want
 
 
 @pytest.mark.parametrize(
@@ -266,10 +266,10 @@ def test_any_change_to_an_index(raw: bytes) -> None:
 def test_a_long_index_is_cut_in_pieces(monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
     members = [(f"layer.{number:04d}.weight", f"{number % 7}.safetensors") for number in range(1000)]
     raw = json.dumps({"weight_map": dict(members if ordered else reversed(members))}, indent=2).encode()
-    monkeypatch.setattr(weight_index, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(index, "_CHUNK_BYTES", 100)
 
-    assert weight_index._recognised(raw) == weight_index._parsed(raw, "/m/index")
-    assert weight_index._recognised(raw.replace(b"layer.0003.weight", b"layer.0004.weight")) is None
+    assert index._recognised(raw) == index._parsed(raw, "/m/index")
+    assert index._recognised(raw.replace(b"layer.0003.weight", b"layer.0004.weight")) is None
 
 
 # Copies of a tensor

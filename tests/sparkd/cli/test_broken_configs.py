@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.config_check import check
-from tests.broken_configs import COLUMNS, Folders, corpus, entry, outcome
+from sparkd.cli.config_check import check
+from tests.support.broken_configs import COLUMNS, Folders, corpus, entry, outcome
 
 LEAST = 150
 
@@ -65,9 +65,7 @@ def test_the_last_line_is_the_only_verdict(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("keys", [{"state_dir": ...}, {"recipes_dir": ...}, {"engine": {"runtime": ...}}, {"cluster": {"token_file": ...}}])
-def test_a_path_that_this_user_may_not_look_at_is_no_crash(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_this_user_may_not_look_at_is_no_crash(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = str(tmp_path / "closed" / "x")
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps(keys, default=lambda _: closed))

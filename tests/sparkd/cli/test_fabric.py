@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import joined, show_fabric
 from sparkd.__main__ import exit_code
-from sparkd.client import Client
-from sparkd.config import load_config
+from sparkd.admin.client import Client
+from sparkd.cluster import membership
+from sparkd.config.config import load_config
 from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable, UnknownRoute
-from sparkd.fabric_report import report
-from tests.fabric_tree import readings, scenarios, write_nodes
+from sparkd.fabric.report import report
+from sparkd.render import fabric
+from tests.support.fabric_tree import readings, scenarios, write_nodes
 
 SCENARIOS = scenarios()
-DOCUMENT = (Path(__file__).resolve().parent.parent / "docs/cluster.md").read_text()
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/cluster.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def drawn(found: dict[str, Any], columns: int, *, env: bool = False, encoding: s
     written = BytesIO()
     file = TextIOWrapper(written, encoding=encoding)
     console = Console(file=file, width=columns, force_terminal=True, color_system=None, highlight=False)
-    (show_fabric.environment if env else show_fabric.fabric)(found, console)
+    (fabric.environment if env else fabric.fabric)(found, console)
     file.flush()
     return "\n".join(line.rstrip() for line in written.getvalue().decode().splitlines()) + "\n"
 
@@ -117,11 +118,11 @@ def test_a_node_that_has_joined_offers_nobody(
 ) -> None:
     """Least of all its own head: whom it meets is of that cluster, or is to join that head."""
     raw = readings("cable-to-a-stranger")["spark-1"]
-    monkeypatch.setattr("workers.fabric_reading.sample", lambda: raw)
-    monkeypatch.setattr("workers.fabric_knock.knock", list)
+    monkeypatch.setattr("workers.host.network.sample", lambda: raw)
+    monkeypatch.setattr("workers.host.link_peers.knock", list)
     monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path))
     if has_joined:
-        joined.keep(load_config(None, environ=os.environ), joined.Joined("10.0.8.9:6379", "10.0.8.1"))
+        membership.keep(load_config(None, environ=os.environ), membership.Joined("10.0.8.9:6379", "10.0.8.1"))
     exit_code(["fabric", "--json"])
     assert bool(json.loads(capsys.readouterr().out)["offered"]) is not has_joined
 
@@ -156,7 +157,7 @@ def _without_client(method: Any, *words: Any, **more: Any) -> Any:
 def measured(monkeypatch: pytest.MonkeyPatch, *words: str, end: str = "SUCCEEDED", message: str = "done") -> tuple[int, Daemon]:
     daemon = Daemon(end, message)
     for method in ("get", "post", "delete"):
-        monkeypatch.setattr(f"sparkd.client.Client.{method}", staticmethod(partial(_without_client, getattr(daemon, method))))
+        monkeypatch.setattr(f"sparkd.admin.client.Client.{method}", staticmethod(partial(_without_client, getattr(daemon, method))))
     return exit_code(["fabric", "--measure", *words]), daemon
 
 
@@ -197,8 +198,8 @@ def test_the_daemon_is_asked_first(
             raise error
         return found
 
-    monkeypatch.setattr("sparkd.client.Client.get", get)
-    monkeypatch.setattr("workers.fabric_reading.sample", lambda: here)
+    monkeypatch.setattr("sparkd.admin.client.Client.get", get)
+    monkeypatch.setattr("workers.host.network.sample", lambda: here)
     assert exit_code(["fabric"]) == code
     shown = capsys.readouterr()
     assert told in shown.err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
 
 
 @pytest.mark.parametrize("written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "abc${env.X}"])

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import layers, show
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import SourceQuantization
+from sparkd.cli import layers
+from sparkd.cli.layers import listing, listing_of
 from sparkd.errors import ConfigError, Unavailable
-from sparkd.layers import listing, listing_of
-from sparkd.model_answers import Answer, Question
-from sparkd.source import snapshot_of
-from tests.daemon_process import free_port
-from tests.shards import checkpoint_of, layered, write_folder
-from tests.sketches import Tensor, dense, tensors_of, write
-from tests.test_exact import FULL, answer
-from workers.stream.recipe import Recipe
+from sparkd.inquiry.model_answers import Answer, Question
+from sparkd.models.source import snapshot_of
+from sparkd.render import models as show
+from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.support.daemon_process import free_port
+from tests.support.shards import checkpoint_of, layered, write_folder
+from tests.support.sketches import Tensor, dense, tensors_of, write
+from workers.quantization.recipe import Recipe
 
 W = (256, 384)
 DENSE = {
@@ -272,8 +273,8 @@ def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
         questions.extend(asked)
         return [answer(FULL, blocks=1) for _ in asked]
 
-    monkeypatch.setattr("sparkd.plan_command.ask", ask)
-    monkeypatch.setattr("sparkd.plan_command.full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr("sparkd.cli.plan_run.ask", ask)
+    monkeypatch.setattr("sparkd.cli.plan_run.full_version_in", lambda _: "0.32.0")
     assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
     held = json.loads(capsys.readouterr().out)["held"]
     assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"talker": 2 * 256 * 256})

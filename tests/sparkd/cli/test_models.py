@@ -19,13 +19,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sparkd import __main__, errors, launch, show
+from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
-from sparkd.client import admin_key, base_url, refusal
+from sparkd.admin.client import admin_key, base_url, refusal
+from sparkd.cli import serve
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.source import name_of, source_of
-from tests.daemon_process import ROOT, free_port
-from tests.sketches import mixture, tensors_of, write
+from sparkd.models.source import name_of, source_of
+from sparkd.render import models as show
+from tests.support.daemon_process import ROOT, free_port
+from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
 VERBS = (
@@ -403,7 +405,7 @@ def test_a_folder_is_told_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.Monk
 def test_settings_are_read_as_yaml() -> None:
     pairs = ["engine.platform=cpu", "metrics_need_key=true", "hooks.on_startup.preload=[a, b]", "listen=[::1]:4000"]
 
-    assert launch.settings_of([*pairs, "limits.keep_alive_s=5"]) == {
+    assert serve.settings_of([*pairs, "limits.keep_alive_s=5"]) == {
         "engine.platform": "cpu",
         "metrics_need_key": True,
         "hooks.on_startup.preload": ["a", "b"],
@@ -415,18 +417,18 @@ def test_settings_are_read_as_yaml() -> None:
 @pytest.mark.parametrize("pair", ["keys.admin=k", "keys.inference=[k]", "engine.env.HF_TOKEN=t", "engine.env.MY_API_KEY=t"])
 def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
     with pytest.raises(ConfigError, match="every user can read"):
-        launch.settings_of([pair])
+        serve.settings_of([pair])
 
 
 def test_the_systems_file_is_used_only_when_nothing_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sparkd.yaml"
-    monkeypatch.setattr(launch, "CONFIG_PATH", file)
-    assert launch.config_path(None, {}, alone=True) is None
+    monkeypatch.setattr(serve, "CONFIG_PATH", file)
+    assert serve.config_path(None, {}, alone=True) is None
     file.touch()
-    assert launch.config_path(None, {}, alone=True) == file
-    assert launch.config_path(None, {}, alone=False) is None
-    assert launch.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
-    assert launch.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
+    assert serve.config_path(None, {}, alone=True) == file
+    assert serve.config_path(None, {}, alone=False) is None
+    assert serve.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
+    assert serve.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
 
 
 def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -544,7 +546,7 @@ def test_a_bug_is_one_sentence(monkeypatch: pytest.MonkeyPatch, answers: Answers
     answers.say(200, {"models": [{"name": "of an unknown release"}]})
 
     assert exit_code(["ls", "--url", answers.url]) == 1
-    assert re.fullmatch(r"error: sparkd has a bug: KeyError at show.py:\d+. Please report it.\n", capsys.readouterr().err)
+    assert re.fullmatch(r"error: sparkd has a bug: KeyError at render/models.py:\d+. Please report it.\n", capsys.readouterr().err)
 
 
 def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -570,26 +572,54 @@ def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
     code = "import sys, sparkd.__main__ as m; m.exit_code(['--url', 'localhost:1', 'ps']); print(*sys.modules)"
     loaded = set(_python(code).stdout.split())
 
-    heavy = {"fastapi", "uvicorn", "ray", "aiohttp", "sqlite3", "yaml", "sparkd.daemon", "sparkd.config", "sparkd.state"}
+    heavy = {
+        "fastapi",
+        "uvicorn",
+        "ray",
+        "aiohttp",
+        "sqlite3",
+        "yaml",
+        "sparkd.daemon.daemon",
+        "sparkd.config.config",
+        "sparkd.state.nouns",
+    }
     assert not loaded & heavy
 
 
 # These make a short verb slow to start: Ray's and the daemon's parts, plans, quantization, and tables with colours.
-_RAY = {"ray", "sparkd.raynode", "sparkd.raylink", "sparkd.fabric", "sparkd.placement", "sparkd.join_head", "sparkd.cluster"}
-_DAEMON = {"fastapi", "uvicorn", "aiohttp", "sqlite3", "asyncio", "sparkd.daemon", "sparkd.state", "sparkd.admission", "sparkd.fit"}
-_ENGINE = {"workers.command", "workers.guard", "workers.kv.arithmetic", "sparkd.vllm_table"}
-_WEIGHTS = {"sparkd.checkpoint", "sparkd.safetensors", "workers.stream.recipe"}
-_RECIPES = {"sparkd.recipe_file", "sparkd.speculation"}
-_TABLES = {"rich", "sparkd.show", "sparkd.client"}
+_RAY = {
+    "ray",
+    "sparkd.cluster.ray_node",
+    "sparkd.cluster.ray_connection",
+    "sparkd.fabric.interfaces",
+    "sparkd.capacity.reservation",
+    "sparkd.cluster.head_probe",
+    "sparkd.cluster.cluster",
+}
+_DAEMON = {
+    "fastapi",
+    "uvicorn",
+    "aiohttp",
+    "sqlite3",
+    "asyncio",
+    "sparkd.daemon.daemon",
+    "sparkd.state.nouns",
+    "sparkd.capacity.account",
+    "sparkd.capacity.fit",
+}
+_ENGINE = {"workers.rank.command", "workers.guard.policy", "workers.kv.arithmetic", "sparkd.inquiry.flag_table"}
+_WEIGHTS = {"sparkd.checkpoint", "sparkd.checkpoint.header", "workers.quantization.recipe"}
+_RECIPES = {"sparkd.recipes.file", "sparkd.recipes.speculation"}
+_TABLES = {"rich", "sparkd.render.models", "sparkd.admin.client"}
 
 
 @pytest.mark.parametrize(
     ("words", "kept_out"),
     [
-        (["version"], {"yaml", "sparkd.config", *_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
+        (["version"], {"yaml", "sparkd.config.config", *_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
         (["token"], {*_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
-        (["recipes", "check"], {"sparkd.cached", "workers.stream.cache", *_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
-        (["ls", "--cached"], {"workers.stream.recipe", *_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
+        (["recipes", "check"], {"sparkd.cli.quantized", "workers.stream.cache.store", *_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
+        (["ls", "--cached"], {"workers.quantization.recipe", *_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
     ],
 )
 def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_out: set[str], tmp_path: Path) -> None:
@@ -599,9 +629,9 @@ def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_o
     (tmp_path / "quantized").mkdir()
     code = f"""
 import os, sys
-import sparkd.__main__, sparkd.rayhead
+import sparkd.__main__, sparkd.cluster.ray_head
 os.environ["SPARKD_CONFIG"] = {str(file)!r}
-sparkd.rayhead.living_head = lambda runtime_dir: "192.0.2.7:6379"
+sparkd.cluster.ray_head.living_head = lambda runtime_dir: "192.0.2.7:6379"
 code = sparkd.__main__.exit_code({words!r})
 sys.stderr.write(" ".join(sys.modules))
 sys.exit(code)
@@ -614,7 +644,7 @@ sys.exit(code)
 def test_the_log_of_a_terminal_goes_to_a_private_file_and_warnings_stay(tmp_path: Path) -> None:
     code = f"""
 import logging, os, pathlib
-from sparkd import logs
+from sparkd.daemon import logs
 logs.set_up("info", pathlib.Path({str(tmp_path / "state")!r}))
 log = logging.getLogger("sparkd.x")
 log.info("one\\nline with authorization: Bearer {KEY}")
@@ -639,7 +669,7 @@ os.write(2, b"native words\\n")
 
 
 def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
-    code = 'import logging; from sparkd import logs; logs.set_up("warning", None); logging.getLogger("a").error("b\\x1b[31m")'
+    code = 'import logging; from sparkd.daemon import logs; logs.set_up("warning", None); logging.getLogger("a").error("b\\x1b[31m")'
 
     assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr)
 
@@ -705,8 +735,8 @@ def test_no_line_of_a_table_ends_with_blanks(colours: bool) -> None:
     ]
     assert ("\x1b[" in out.getvalue()) is colours
     # Every other table is made of the same.
-    users = [path.name for path in (ROOT / "sparkd").glob("*.py") if "rich.table" in path.read_text()]
-    assert users == ["ragged.py"]
+    users = [path.name for path in (ROOT / "sparkd").rglob("*.py") if "rich.table" in path.read_text()]
+    assert users == ["ragged_table.py"]
 
 
 def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
@@ -730,8 +760,8 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
 
 def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: served.append(config))
-    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
+    monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: served.append(config))
+    monkeypatch.setattr("sparkd.daemon.logs.set_up", lambda level, folder: None)
 
     assert exit_code(["serve", "-o", f"state_dir={tmp_path}", "-o", "listen=127.0.0.1:4321"]) == 0
     assert [(config.state_dir, config.port) for config in served] == [(tmp_path, 4321)]
@@ -740,9 +770,9 @@ def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch
 def test_serve_without_a_configuration_names_the_file_that_it_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: None)
-    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
-    monkeypatch.setattr("sparkd.launch.CONFIG_PATH", tmp_path / "sparkd.yaml")
+    monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: None)
+    monkeypatch.setattr("sparkd.daemon.logs.set_up", lambda level, folder: None)
+    monkeypatch.setattr("sparkd.cli.serve.CONFIG_PATH", tmp_path / "sparkd.yaml")
 
     assert exit_code(["serve", "-o", f"state_dir={tmp_path}"]) == 0
     assert f"{tmp_path / 'sparkd.yaml'} " in capsys.readouterr().out
@@ -753,8 +783,8 @@ def test_serve_without_a_configuration_names_the_file_that_it_looked_for(
 
 def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: served.append(config))
-    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
+    monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: served.append(config))
+    monkeypatch.setattr("sparkd.daemon.logs.set_up", lambda level, folder: None)
 
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")

@@ -16,19 +16,20 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd import plan_command, plan_line, plan_verb, quantizing
-from sparkd import planned as planned_plan
 from sparkd.__main__ import command_line, exit_code
-from sparkd.config import load_config, parse_model
+from sparkd.capacity import plan_report as planned_plan
+from sparkd.capacity.requirement import refuse_unloadable
+from sparkd.capacity.weights import inventory, refuse_incomplete
+from sparkd.cli import plan, plan_fast, plan_run
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointIncomplete, ModelUnusable
 from sparkd.hardware import UNKNOWN_RATES
-from sparkd.model_shape import shape_of
-from sparkd.needs import refuse_unloadable
-from sparkd.weight_cost import inventory, refuse_incomplete
-from tests import published_headers
-from tests.daemon_process import ROOT
-from tests.sketches import CONFIGS, dense, known, mixture, tensors_of, write
-from tests.test_model_answers import Engine, answer
+from sparkd.models.shape import shape_of
+from sparkd.schema import quantize
+from tests.sparkd.inquiry.test_model_answers import Engine, answer
+from tests.support import published_headers
+from tests.support.daemon_process import ROOT
+from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of, write
 from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
@@ -376,7 +377,7 @@ def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFi
 
     flags = spec.vllm_flags()
     assert any(command[at : at + len(flags)] == flags for at in range(len(command)))
-    loader = quantizing.loader_of(spec, {}, "", None)
+    loader = quantize.loader_of(spec, {}, "", None)
     assert not loader or json.loads(command[command.index("--model-loader-extra-config") + 1])["quantize"] == spec.quantize
 
 
@@ -398,16 +399,16 @@ def test_a_plain_command_line_is_read_as_typer_reads_it(argv: list[str], monkeyp
         read.append(asked)
         return 0
 
-    monkeypatch.setattr(plan_command, "run", run)
+    monkeypatch.setattr(plan_run, "run", run)
     assert exit_code(["plan", "--quick", *argv]) == 0
-    monkeypatch.setattr(plan_line, "read", lambda words: None)
+    monkeypatch.setattr(plan_fast, "read", lambda words: None)
     assert exit_code(["plan", "--quick", *argv]) == 0
     plain, by_typer = read
     assert by_typer == {**_defaults(), **plain}
 
 
 def _defaults() -> dict[str, Any]:
-    return {name: one.default for name, one in inspect.signature(plan_verb.plan).parameters.items() if name not in ("session", "model")}
+    return {name: one.default for name, one in inspect.signature(plan.plan).parameters.items() if name not in ("session", "model")}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def _defaults() -> dict[str, Any]:
     ],
 )
 def test_any_other_command_line_is_left_to_typer(line: str) -> None:
-    assert plan_line.read(line.split()) is None
+    assert plan_fast.read(line.split()) is None
 
 
 def test_a_plain_command_line_has_every_option() -> None:
@@ -440,10 +441,10 @@ def test_a_plain_command_line_has_every_option() -> None:
     assert command.callback is not None
     found = set(inspect.signature(command.callback).parameters)
 
-    own = {name for name, _ in plan_line.VALUES.values()} | set(plan_line.SWITCHES.values())
+    own = {name for name, _ in plan_fast.VALUES.values()} | set(plan_fast.SWITCHES.values())
     assert found - own == {"ctx", "model", "url", "key_file"} and own <= found
-    assert {*_defaults(), "json", "model"} == inspect.signature(plan_command.run).parameters.keys() - {"daemon", "out"}
-    for name, one in inspect.signature(plan_command.run).parameters.items():
+    assert {*_defaults(), "json", "model"} == inspect.signature(plan_run.run).parameters.keys() - {"daemon", "out"}
+    for name, one in inspect.signature(plan_run.run).parameters.items():
         assert one.default is one.empty or one.default == _defaults()[name]
 
 
@@ -451,7 +452,18 @@ def test_a_plan_loads_no_engine(folder: Path) -> None:
     code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--quick', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
-    heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "yaml", "huggingface_hub", "sparkd.config", "sparkd.talk"}
+    heavy = {
+        "torch",
+        "vllm",
+        "numpy",
+        "transformers",
+        "ray",
+        "fastapi",
+        "yaml",
+        "huggingface_hub",
+        "sparkd.config.config",
+        "sparkd.cli.run",
+    }
     heavy |= {"typer", "pydantic"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"

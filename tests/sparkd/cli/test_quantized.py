@@ -17,13 +17,13 @@ import torch
 
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.export import how_far
-from tests.checkpoints import Entry, normal, write_checkpoint
-from workers.stream import cache
-from workers.stream.cache_writer import CacheWriter
-from workers.stream.recipe import Recipe
+from sparkd.cli.export import how_far
+from tests.support.checkpoints import Entry, normal, write_checkpoint
+from workers.quantization.recipe import Recipe
+from workers.stream.cache import store
+from workers.stream.cache.writer import CacheWriter
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256}
 NVFP4 = Recipe.parse("nvfp4").canonical()
 
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, 1 << 39, 1 << 39))
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, 1 << 39, 1 << 39))
     configure(tmp_path, monkeypatch)
     return tmp_path
 
@@ -183,7 +183,7 @@ def test_every_format_of_a_model_goes(here: Path) -> None:
 def test_what_an_engine_reads_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(here / "Tiny-A")
     read, other = kept(here, source), kept(here, source, Recipe.parse("fp8").canonical())
-    found = cache.find(str(here / "state" / "quantized"), source, NVFP4)
+    found = store.find(str(here / "state" / "quantized"), source, NVFP4)
     assert found is not None
 
     with found:
@@ -281,7 +281,7 @@ def test_what_cannot_be_removed_is_told(here: Path, capsys: pytest.CaptureFixtur
     def refused(_path: str) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(cache.shutil, "rmtree", refused)
+    monkeypatch.setattr(store.shutil, "rmtree", refused)
     assert exit_code(["ls", "--cached"]) == 0
     assert capsys.readouterr().out.startswith(
         f"3.0 MiB are being written, or were left by a load that was killed and cannot be removed ({folder}: Permission denied): "

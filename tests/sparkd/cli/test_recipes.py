@@ -13,12 +13,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sparkd import recipe_verbs
 from sparkd.__main__ import command_line, exit_code
-from sparkd.launch import _is_recipe
-from tests.test_recipe_import import ONE
-from tests.test_recipes import BOOK, OURS, RECIPE
-from workers import parse_args
+from sparkd.cli import recipes
+from sparkd.cli.serve import _is_recipe
+from tests.sparkd.recipes.test_expand import BOOK, OURS, RECIPE
+from tests.sparkd.recipes.test_importer import ONE
+from workers.engine import parse_args
 
 SECRET = "sk-canary-0123456789"
 
@@ -27,8 +27,8 @@ SECRET = "sk-canary-0123456789"
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SPARKD_")]:
         monkeypatch.delenv(name)
-    # Else the first recipe with mods would import vLLM; tests/test_recipe_import.py has a table.
-    monkeypatch.setattr(recipe_verbs, "_flags", lambda: None)
+    # Else the first recipe with mods would import vLLM; tests/sparkd/recipes/test_importer.py has a table.
+    monkeypatch.setattr(recipes, "_flags", lambda: None)
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, ca
 
 def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
-    # As `python -m workers.parse_args` answers: the first line is taken, the others are not.
+    # As `python -m workers.engine.parse_args` answers: the first line is taken, the others are not.
     answer = "import json,sys; lines = json.load(sys.stdin); json.dump([None] + ['no such flag'] * (len(lines) - 1), sys.stdout)"
-    python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
+    python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.engine.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "r.yaml").write_text(RECIPE)
 

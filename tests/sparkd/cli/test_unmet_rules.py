@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.capacity.plan_for_entry import Entry, entry_of
+from sparkd.capacity.plan_request import Question, answer
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.config import load_config
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.cli.layers import listing
+from sparkd.config.config import load_config
 from sparkd.hardware import SPARK
-from sparkd.layers import listing
-from sparkd.plan_entry import Entry, entry_of
-from sparkd.plan_question import Question, answer
-from tests.sketches import dense, tensors_of, write
-from workers.stream.recipe import Recipe
+from tests.support.sketches import dense, tensors_of, write
+from workers.quantization.recipe import Recipe
 
 MISTYPED = {"format": "nvfp4", "layers": [{"match": "o_porj", "format": "fp8"}, {"match": "down_proj", "format": "fp8"}]}
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.client import Client
-from sparkd.config import load_config
+from sparkd.admin.client import Client
+from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_node import node_of
+from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
-from sparkd.rayhead import RayHead
-from sparkd.raynode import node_of
-from tests.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
 
 ANSWER = "The capital of France is Paris."
 SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster import Cluster
-from sparkd.config import Config
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.node_tracker import NODE_GRACE_S
+from sparkd.cluster.ray_head import MARK, RayHead, costs_of
+from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
-from sparkd.rayhead import MARK, RayHead, costs_of
-from sparkd.sight import NODE_GRACE_S
-from tests.fakes import FakeClock
-from tests.ranks import until
-from workers import processes, rank
-from workers.status import status_path, write_status
+from tests.support.fakes import FakeClock
+from tests.support.ranks import until
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.status import status_path, write_status
 
 
 class FakeHead:
@@ -87,7 +88,7 @@ class FakeLink:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr("sparkd.cluster.RECONNECT_EVERY_S", 0.0)
+    monkeypatch.setattr("sparkd.cluster.cluster.RECONNECT_EVERY_S", 0.0)
     made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {})
     made._link = made._places._link = FakeLink()  # type: ignore[assignment]
     yield made
@@ -228,7 +229,7 @@ async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_eve
     async def reconcile(there: frozenset[str], unseen: frozenset[str]) -> None:
         asked.append((there, unseen))
 
-    monkeypatch.setattr("sparkd.cluster.time.monotonic", now)
+    monkeypatch.setattr("sparkd.cluster.cluster.time.monotonic", now)
     monkeypatch.setattr(cluster._places, "reconcile", reconcile)
     cluster._head = head = FakeHead()  # type: ignore[assignment]
     link: FakeLink = cluster._link  # type: ignore[assignment]
@@ -258,7 +259,7 @@ async def test_what_runs_on_a_node_with_other_code_is_unknown_for_as_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: ClusterError, lost: bool
 ) -> None:
     now = FakeClock()
-    monkeypatch.setattr("sparkd.cluster.time.monotonic", now)
+    monkeypatch.setattr("sparkd.cluster.cluster.time.monotonic", now)
     cluster._head = FakeHead()  # type: ignore[assignment]
     assert await cluster._connect()
     cluster.expect({"10.0.0.2"})
@@ -291,10 +292,10 @@ async def test_ranks_are_unknown_not_gone_while_no_file_can_be_opened(cluster: C
     handle = {"pid": child.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id}
     engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
     write_status(status_path(run_dir, rank_id), {"handle": handle, "state": "running", **engine})
-    assert [fact["alive"] for fact in rank.scan(run_dir)] == [True]
+    assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
     with no_descriptors():
         with pytest.raises(OSError, match="Too many open files"):
-            rank.scan(run_dir)
+            lifecycle.scan(run_dir)
         observation = await cluster.observe()
         with pytest.raises(OSError, match="Too many open files"):
             processes.kill_all(lambda: processes.members(rank_id, run_dir, shim=who, engine=who), timeout_s=0)
@@ -325,8 +326,8 @@ def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: 
     def full(path: Path, *_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(f"sparkd.rayhead.{what}", full)
-    monkeypatch.setattr("sparkd.rayhead.subprocess.run", lambda *arguments, **named: started.append(arguments))
+    monkeypatch.setattr(f"sparkd.cluster.ray_head.{what}", full)
+    monkeypatch.setattr("sparkd.cluster.ray_head.subprocess.run", lambda *arguments, **named: started.append(arguments))
     head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
     with pytest.raises(RayUnavailable, match="No space left on device"):
         head.ensure()
@@ -337,7 +338,7 @@ def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: 
 async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer waits in a socket then, and the look's own timeout ends before it is read."""
     clock = FakeClock()
-    monkeypatch.setattr("sparkd.cluster.time", SimpleNamespace(monotonic=clock, time=time.time))
+    monkeypatch.setattr("sparkd.cluster.cluster.time", SimpleNamespace(monotonic=clock, time=time.time))
     cluster._link.connected = True
     monkeypatch.setattr(cluster._link, "nodes", lambda: ["192.0.2.7"])
     cluster.expect(["192.0.2.7"])

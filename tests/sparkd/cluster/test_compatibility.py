@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from sparkd.cluster.compatibility import difference, team_of
 from sparkd.errors import AgentLost, DoesNotFit, RankError
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.team import difference, team_of
-from tests.fabric_tree import readings
-from workers.identity import identity, plugin
-from workers.runtime import Runtime
+from sparkd.fabric.readings import FabricNodes
+from tests.support.fabric_tree import readings
+from workers.host.identity import identity, plugin
+from workers.host.runtime import Runtime
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 FILES = {"config.json": [700, "c0"], "model-1.safetensors": [4000, "aa"], "model-2.safetensors": [5000, "bb"]}
@@ -108,7 +108,7 @@ async def test_who_may_not_is_told_why(asked: Any, error: type[Exception], told:
 
 @pytest.fixture
 def _runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.identity.probe", lambda runtime: Runtime("cpu", f"0.32.0 of {runtime}", None))
+    monkeypatch.setattr("workers.host.identity.probe", lambda runtime: Runtime("cpu", f"0.32.0 of {runtime}", None))
 
 
 @pytest.mark.usefixtures("_runtime")

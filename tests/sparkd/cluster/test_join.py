@@ -18,25 +18,30 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import __version__, join_head, join_verb, joined, logs, offers, show_fabric
+from sparkd import __version__
 from sparkd.__main__ import exit_code
-from sparkd.config import Config, load_config
+from sparkd.cli import join
+from sparkd.cluster import head_probe, membership
+from sparkd.cluster.head_probe import Head, ask_head, clock_doubt, find_head
+from sparkd.cluster.join_route import way_to
+from sparkd.cluster.node_paths import rank_folders
+from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_node import node_of
+from sparkd.config.config import Config, load_config
+from sparkd.daemon import logs
 from sparkd.errors import ConfigError, RayUnavailable, StateError
-from sparkd.fabric import Fabric, fabric_of
-from sparkd.fabric_peers import peers
-from sparkd.fabric_report import report
-from sparkd.join_head import Head, ask_head, clock_doubt, find_head
-from sparkd.join_way import way_to
-from sparkd.offers import KEPT_S, Offers
-from sparkd.rank_folders import rank_folders
-from sparkd.rayhead import RayHead
-from sparkd.raynode import node_of
-from tests.fabric_tree import readings
-from tests.fakes import FakeClock
-from workers import processes
-from workers.agent import Agent
-from workers.agent_version import VERSION
-from workers.fabric_knock import knock
+from sparkd.fabric import peer_cache
+from sparkd.fabric.interfaces import Fabric, fabric_of
+from sparkd.fabric.peer_cache import KEPT_S, Offers
+from sparkd.fabric.peers import peers
+from sparkd.fabric.report import report
+from sparkd.render import fabric
+from tests.support.fabric_tree import readings
+from tests.support.fakes import FakeClock
+from workers.agent.actor import Agent
+from workers.agent.version import VERSION
+from workers.host import processes
+from workers.host.link_peers import knock
 
 TOKEN = "0123456789abcdef" * 4
 HEAD = "192.168.100.10:6379"
@@ -129,7 +134,7 @@ def test_what_is_no_head_of_another_node(text: str, words: str) -> None:
 )
 def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(address: tuple[str, int], timeout: float) -> socket.socket:
-        assert (address, timeout) == (("192.0.2.1", 6379), join_head.REACH_TIMEOUT_S)
+        assert (address, timeout) == (("192.0.2.1", 6379), head_probe.REACH_TIMEOUT_S)
         raise error
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -138,7 +143,7 @@ def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: st
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    ours = {"ray": join_head.importlib.metadata.version("ray"), "python": join_head.platform.python_version()}
+    ours = {"ray": head_probe.importlib.metadata.version("ray"), "python": head_probe.platform.python_version()}
     return ours | {"session": "session_1", "nodes": {"192.168.100.10": {"sparkd-version": __version__}}} | changes
 
 
@@ -156,8 +161,8 @@ def answer(**changes: Any) -> dict[str, Any]:
 def test_a_head_that_does_not_fit_names_both_values(
     told: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join_head, "probe_head", lambda *_: told)
-    with pytest.raises(RayUnavailable, match=words.replace("3.11", join_head.platform.python_version())):
+    monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
+    with pytest.raises(RayUnavailable, match=words.replace("3.11", head_probe.platform.python_version())):
         ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
 
 
@@ -177,7 +182,7 @@ def test_a_head_that_does_not_fit_names_both_values(
 def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
     told: dict[str, Any], doubt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join_head, "probe_head", lambda *_: told)
+    monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
 
     assert clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")) == doubt
 
@@ -187,46 +192,46 @@ def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
 
 def test_what_joining_wrote_is_what_ray_node_joins_with(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert (joined.read(config), joined.applied(config)) == (None, config)
-    joined.keep_token(config, TOKEN)
-    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
-    ray = node_of(joined.applied(config), {})
+    assert (membership.read(config), membership.applied(config)) == (None, config)
+    membership.keep_token(config, TOKEN)
+    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
+    ray = node_of(membership.applied(config), {})
 
     assert {f"--address={HEAD}", "--node-ip-address=192.168.100.11"} <= set(ray.command())
     assert ray.token_path.read_text() == TOKEN
     assert {stat.S_IMODE(path.stat().st_mode) for path in config.state_dir.iterdir()} == {0o600}
-    joined.forget(config)
-    joined.forget(config)
+    membership.forget(config)
+    membership.forget(config)
     assert os.listdir(config.state_dir) == []
 
 
 def test_a_configuration_that_names_another_head_contradicts(tmp_path: Path) -> None:
     config = config_of(tmp_path, cluster__address="192.0.2.9:6379")
-    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
+    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
     with pytest.raises(ConfigError, match="sparkd leave"):
-        joined.applied(config)
+        membership.applied(config)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"address": "a"}', '{"address": "a", "node_ip": "b", "more": 1}'])
 def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     config.state_dir.mkdir()
-    (config.state_dir / joined.RECORD).write_text(text)
+    (config.state_dir / membership.RECORD).write_text(text)
     with pytest.raises(StateError, match=r"join\.json is not what sparkd wrote: remove it"):
-        joined.read(config)
+        membership.read(config)
 
 
 def test_a_folder_that_cannot_be_written_names_root(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StateError, match="as root"):
-        joined.keep_token(config_of(tmp_path), TOKEN)
+        membership.keep_token(config_of(tmp_path), TOKEN)
 
 
 def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # What it does to this process's log would outlive the test.
     monkeypatch.setattr(logs, "set_up", lambda level, state_dir: None)
     config = config_of(tmp_path)
-    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
+    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
 
     assert exit_code(["serve", "--state-dir", str(config.state_dir), "--port", "0", "--log-level", "error"]) == 2
     assert f"has joined {HEAD}" in capsys.readouterr().err
@@ -314,9 +319,9 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     kept.write_text(f"{TOKEN}\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"  {TOKEN}\nmore\n"))
 
-    assert [join_verb._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
+    assert [join._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
     assert capsys.readouterr().err == ""
-    assert join_verb._token(TOKEN, None) == TOKEN
+    assert join._token(TOKEN, None) == TOKEN
     assert "every user of this node can read a command line" in capsys.readouterr().err
 
 
@@ -324,7 +329,7 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
 def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(ConfigError) as caught:
-        join_verb._token(given, None)
+        join._token(given, None)
 
     assert given in (None, "-") or given not in caught.value.message
 
@@ -363,9 +368,9 @@ class Units:
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is reached, takes the token and fits; this node's network is that of a fixture."""
-    monkeypatch.setattr(join_head, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
-    monkeypatch.setattr(join_head, "ask_head", lambda head, path, node_ip: 61.0)
-    monkeypatch.setattr(join_verb, "_fabric", lambda: nodes_of("pair-different-ports")[0])
+    monkeypatch.setattr(head_probe, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
+    monkeypatch.setattr(head_probe, "ask_head", lambda head, path, node_ip: 61.0)
+    monkeypatch.setattr(join, "_fabric", lambda: nodes_of("pair-different-ports")[0])
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
 
 
@@ -387,8 +392,8 @@ def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     units = Units(*before)
-    monkeypatch.setattr(join_verb, "_systemctl", units)
-    monkeypatch.setattr(join_verb, "_has_units", lambda config: True)
+    monkeypatch.setattr(join, "_systemctl", units)
+    monkeypatch.setattr(join, "_has_units", lambda config: True)
     config = config_of(tmp_path, runtime_dir=str(tmp_path / "run"))
     words = ["--state-dir", str(config.state_dir)]
     monkeypatch.setenv("SPARKD_RUNTIME_DIR", str(tmp_path / "run"))
@@ -397,7 +402,7 @@ def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
     told = capsys.readouterr()
     assert f"This node has joined {HEAD} as 192.168.100.11; sparkd-ray.service keeps it so." in told.err
     assert TOKEN not in told.err + told.out
-    assert joined.read(config) == joined.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
+    assert membership.read(config) == membership.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
     assert units.said == joins
     units.on |= {"is-enabled", "is-active"}
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -427,10 +432,10 @@ def test_the_join_of_an_earlier_release_is_ended_by_its_number_alone(words: list
     try:
         assert keeper.stdout is not None
         keeper.stdout.readline()  # an interpreter that begins may swallow a SIGINT
-        (tmp_path / joined.RECORD).write_text(json.dumps({"address": HEAD, "node_ip": "192.0.2.7", "pid": keeper.pid}))
-        found = joined.read(config)
+        (tmp_path / membership.RECORD).write_text(json.dumps({"address": HEAD, "node_ip": "192.0.2.7", "pid": keeper.pid}))
+        found = membership.read(config)
         assert found is not None
-        join_verb._interrupt(found)
+        join._interrupt(found)
         assert (processes.identity(keeper.pid) is None) is ends
     finally:
         keeper.kill()
@@ -449,9 +454,9 @@ def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_p
     targets = [one.resolve() for one in (run_dir / "plugin").iterdir() if one.is_symlink()]
     if more:
         (run_dir / "notes").touch()
-    joined.keep(config, joined.Joined(HEAD, "192.0.2.7"))
+    membership.keep(config, membership.Joined(HEAD, "192.0.2.7"))
     assert (run_dir / "plugin").is_dir() and targets
-    join_verb._end(config, "192.0.2.7")
+    join._end(config, "192.0.2.7")
 
     assert run_dir.exists() is more
     assert [one.name for one in run_dir.parent.rglob("*")] == ([run_dir.name, "notes"] if more else [])
@@ -506,7 +511,7 @@ async def test_offers_are_kept_for_some_seconds() -> None:
 
 
 async def test_a_node_that_does_not_answer_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "LOOK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(peer_cache, "LOOK_TIMEOUT_S", 0.0)
 
     async def look() -> dict[str, Any]:
         return await asyncio.get_running_loop().create_future()
@@ -519,7 +524,7 @@ def test_nodes_as_they_are_shown() -> None:
     node = {"address": "192.168.100.10", "local": True, "agent": True, "reading": None, "unified_memory_gib": 110.0, "reserved_gib": 70.0}
     offered = [{"told": "10.0.0.2 on enp1s0f0np0 (spark-1, cage 0) answers"}]
     for head in (HEAD, "127.0.0.1:4711"):
-        show_fabric.nodes({"nodes": [node], "offered": offered, "head": head}, console)
+        fabric.nodes({"nodes": [node], "offered": offered, "head": head}, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
 
     assert "192.168.100.10 (daemon)" in text and "110 GiB" in text

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, parse_model
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt, Starter
+from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.placement import Placement
-from sparkd.start import Attempt, Starter
-from tests.fabric_tree import readings
+from sparkd.fabric.readings import FabricNodes
+from tests.support.fabric_tree import readings
 
 A, B = "10.0.0.1", "10.0.0.2"
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkd.pulse import IDLE_S
-from tests.daemon_process import until
-from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
-from tests.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
-from workers.status import worker_of
+from sparkd.control.watchdog import IDLE_S
+from tests.support.daemon_process import until
+from tests.support.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
+from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
+from workers.rank.status import worker_of
 
 DETECTED_S = 10.0
 OUT_S = 20.0

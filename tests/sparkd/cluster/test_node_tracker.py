@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sparkd.cluster.node_tracker import NODE_GRACE_S, Sight, told_of, told_of_strangers
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers
-from sparkd.sight import NODE_GRACE_S, Sight, told_of, told_of_strangers
-from sparkd.snapshot import NodeView
-from tests.fakes import READING
+from sparkd.state.snapshot import NodeView
+from tests.support.fakes import READING
 
 LATE_S = NODE_GRACE_S + 1
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.cluster import Cluster
-from sparkd.config import Config
-from sparkd.memory import reading
-from sparkd.sight import facts_of
-from sparkd.state import Progress, Reading
-from workers import processes, rank
-from workers.status import status_path
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.node_tracker import facts_of
+from sparkd.cluster.read_memory import reading
+from sparkd.config.config import Config
+from sparkd.state.nouns import Progress, Reading
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.status import status_path
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -71,7 +72,7 @@ def test_a_status_file_of_another_release_costs_itself_alone(run_dir: Path, path
     status_path(str(run_dir), BAD).write_text(json.dumps(changed(status_of(BAD), path, value)))
     left_out: dict[str, str] = {}
 
-    found = {fact.handle.rank_id: fact for fact in facts_of(rank.scan(str(run_dir)), left_out)}
+    found = {fact.handle.rank_id: fact for fact in facts_of(lifecycle.scan(str(run_dir)), left_out)}
 
     assert found[GOOD].alive and found[GOOD].progress.phase == "warming"
     assert len(found) == 2 or list(left_out) == [BAD]
@@ -83,7 +84,7 @@ def test_a_status_file_of_anything_costs_itself_alone(run_dir: Path, text: bytes
     status_path(str(run_dir), BAD).write_bytes(text)
     left_out: dict[str, str] = {}
 
-    assert [fact.handle.rank_id for fact in facts_of(rank.scan(str(run_dir)), left_out)] == [GOOD]
+    assert [fact.handle.rank_id for fact in facts_of(lifecycle.scan(str(run_dir)), left_out)] == [GOOD]
     assert list(left_out) == [BAD]
 
 
@@ -100,7 +101,7 @@ def test_a_reading_is_one_or_is_refused(name: str, value: Any) -> None:
 def test_progress_that_cannot_be_used_is_nothing_said(run_dir: Path) -> None:
     status_path(str(run_dir), BAD).write_text(json.dumps(status_of(BAD) | {"progress": {"phase": 7, "kv_tokens": "many"}}))
 
-    found = {fact.handle.rank_id: fact for fact in facts_of(rank.scan(str(run_dir)))}
+    found = {fact.handle.rank_id: fact for fact in facts_of(lifecycle.scan(str(run_dir)))}
 
     assert (found[BAD].alive, found[BAD].progress) == (True, Progress())
 

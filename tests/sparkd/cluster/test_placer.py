@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, load_config, parse_model
+from sparkd.capacity.requirement import refuse_unloadable
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.placer import Siting
+from sparkd.cluster.reservations import Places
+from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
-from sparkd.needs import refuse_unloadable
-from sparkd.placement import Placement
-from sparkd.places import Places
-from sparkd.room import Lack
-from sparkd.siting import Siting
-from tests.shards import layered, write_sparse
-from workers.signatures import LASTING
+from sparkd.state.memory_book import Lack
+from tests.support.shards import layered, write_sparse
+from workers.rank.signatures import LASTING
 
 A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
 HEADS, LAYERS, HIDDEN, INNER, VOCAB = 32, 8, 4096, 14_336, 32_000
@@ -276,7 +276,7 @@ def test_what_cannot_be_read_here_is_not_judged(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.listdir", refuse)
-    monkeypatch.setattr("sparkd.admission.read_checkpoint", refuse)
+    monkeypatch.setattr("sparkd.capacity.account.read_checkpoint", refuse)
     for keys in ({"quantize": "int4-g128"}, {"max_model_len": 4097}):
         refuse_unloadable(parse_model("m", {"model": folder, **keys}, over_admin=False), scene.config)
 

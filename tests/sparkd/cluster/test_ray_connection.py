@@ -13,15 +13,15 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from sparkd import __version__
+from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayLink, code_here
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RankError, RayUnavailable
-from sparkd.raylink import OTHER_CODE_S, Code, RayLink, code_here
-from tests.daemon_process import ROOT
-from tests.fakes import FakeClock
-from workers.agent_version import VERSION
+from tests.support.daemon_process import ROOT
+from tests.support.fakes import FakeClock
+from workers.agent.version import VERSION
 
 LEAVES_WHILE_CONNECTING = """
 import threading
-from sparkd.raylink import RayLink
+from sparkd.cluster.ray_connection import RayLink
 RayLink({}, lambda node_ip: ("/run", "/log", 1.0))._ray()
 from ray._private import worker
 held = threading.Event()
@@ -82,7 +82,7 @@ async def test_whatever_ray_raises_while_it_is_joined_is_a_named_error(
         raise raised
 
     link = RayLink({}, lambda node_ip: ())
-    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **_: None, shutdown=fail))
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, where, fail)
@@ -133,7 +133,7 @@ async def test_a_node_whose_folders_are_refused_is_not_met_and_is_tried_again(mo
     link, actor = RayLink({}, lambda node_ip: ()), Actor()
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: actor)
-    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
 
     assert (await link.refresh(), link.nodes()) == (set(), [])
     assert link.unmet["n"].message == "Node n cannot use /run/x."
@@ -169,8 +169,8 @@ async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: py
     monkeypatch.setattr(link, "_start_agent", start)
     monkeypatch.setattr(link, "_replace_agent", lambda agent, node_ip, node_id: agent)
     monkeypatch.setattr(link, "_code_of", lambda node_id: codes.pop())
-    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
-    monkeypatch.setattr("sparkd.raylink.time.monotonic", clock)
+    monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
+    monkeypatch.setattr("sparkd.cluster.ray_connection.time.monotonic", clock)
 
     assert (await link.refresh(), link.nodes(), starts) == (set(), [], ["id"])
     assert type(link.unmet["n"]) is CodeDiffers
@@ -185,7 +185,7 @@ async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.Monke
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: OtherActor(VERSION, dies=True))
     monkeypatch.setattr(link, "_code_of", lambda node_id: Code(__version__, VERSION, "/opt/sparkd"))
-    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     assert (await link.refresh(), type(link.unmet["n"])) == (set(), AgentLost)
 
 

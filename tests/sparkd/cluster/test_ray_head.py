@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from sparkd import __version__, rayhead
-from sparkd.config import load_config
+from sparkd import __version__
+from sparkd.cluster import ray_head
+from sparkd.cluster.node_paths import rank_folders
+from sparkd.cluster.ray_head import MARK, RayHead, make_token, node_environment, process_cost
+from sparkd.config.config import load_config
 from sparkd.errors import RayUnavailable
-from sparkd.rank_folders import rank_folders
-from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
-from tests.daemon_process import alive, until
-from workers.agent import Agent
-from workers.node_variables import NODE_LINKS
+from tests.support.daemon_process import alive, until
+from workers.agent.actor import Agent
+from workers.host.node_variables import NODE_LINKS
 
 SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
 
@@ -207,7 +208,7 @@ def test_the_daemon_does_not_start_what_ray_node_keeps(folder: Path) -> None:
 def test_stop_ends_the_marked_processes_and_nobody_else(
     head: RayHead, folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rayhead, "STOP_GRACE_S", 0.2)
+    monkeypatch.setattr(ray_head, "STOP_GRACE_S", 0.2)
     log = head.folder / "session" / "raylet.out"
     log.parent.mkdir(parents=True)
     log.write_text("hello\n")
@@ -241,7 +242,7 @@ def test_stop_ends_the_marked_processes_and_nobody_else(
 
 def test_an_engine_does_not_belong_to_the_ray_that_started_it(head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, str(head.folder))
-    shutil.copytree(Path(__file__).parent / "fixtures" / "meminfo", folder / "proc")
+    shutil.copytree(Path(__file__).parents[2] / "fixtures" / "meminfo", folder / "proc")
     (folder / "proc" / "idle.txt").rename(folder / "proc" / "meminfo")
     agent = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), 60.0, str(folder / "proc"))
     spec = {
@@ -273,12 +274,12 @@ def test_an_engine_does_not_belong_to_the_ray_that_started_it(head: RayHead, fol
     ],
 )
 def test_addresses_as_the_kernel_prints_them(text: str, address: str) -> None:
-    assert rayhead._address(text) == address
+    assert ray_head._address(text) == address
 
 
 def test_listeners_and_cost_of_a_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        found = rayhead._listening(os.getpid())
+        found = ray_head._listening(os.getpid())
         assert f"127.0.0.1:{server.getsockname()[1]}" in found
         assert f"127.0.0.1:{client.getsockname()[1]}" not in found
 
@@ -286,7 +287,7 @@ def test_listeners_and_cost_of_a_process() -> None:
     assert cost["pss_bytes"] > 1 << 20
     assert cost["cpu_s"] > 0
     assert process_cost(1 << 30) == {"pss_bytes": 0, "cpu_s": 0.0}
-    assert rayhead._listening(1 << 30) == set()
+    assert ray_head._listening(1 << 30) == set()
 
 
 # A real one

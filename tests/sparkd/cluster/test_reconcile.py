@@ -9,14 +9,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sparkd.rayhead import RayHead
-from tests.daemon_process import ROOT
+from sparkd.cluster.ray_head import RayHead
+from tests.support.daemon_process import ROOT
 
 RUN = """
 import asyncio, json, sys
 from pathlib import Path
-from sparkd.cluster import Cluster
-from sparkd.config import load_config
+from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import load_config
 
 async def main(folder):
     flags = {"state_dir": str(folder / "state"), "runtime_dir": str(folder / "run"), "cluster.port": 0, "memory.os_reserve_gib": 1}

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
+from sparkd.cluster.reservations import Places
 from sparkd.errors import RayUnavailable
-from sparkd.places import Places
-from sparkd.room import Book, Lack
+from sparkd.state.memory_book import Book, Lack
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 

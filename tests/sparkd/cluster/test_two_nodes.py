@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkd.joined import RECORD, TOKEN
-from tests.daemon_process import ROOT, DaemonProcess, alive, until
-from tests.hub_server import COMMIT, Repository, serving
-from tests.namespaces import Namespace, two_nodes
-from tests.ray_node import RayNode, name_of, reserve_gib
-from tests.shards import layered, write_folder
-from workers.hub_cache import snapshot_of
+from sparkd.cluster.membership import RECORD, TOKEN
+from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.hub_server import COMMIT, Repository, serving
+from tests.support.namespaces import Namespace, two_nodes
+from tests.support.ray_node import RayNode, name_of, reserve_gib
+from tests.support.shards import layered, write_folder
+from workers.host.hub_cache import snapshot_of
 
 RAY_PORT = 6379
 HUB_ID = "owner/name"

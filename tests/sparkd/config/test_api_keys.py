@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from sparkd.config.api_keys import Keys, load_keys
 from sparkd.errors import ConfigError
-from sparkd.keys import Keys, load_keys
 
 LONG = "sk-0123456789abcdef"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkd import spellings
-from sparkd.config import Config, ModelConfig, load_config
+from sparkd.config.config import Config, ModelConfig, load_config
 from sparkd.errors import ConfigError
+from sparkd.schema import aliases
 
 KEY = "sk-canary-0123456789"
 
@@ -357,14 +357,14 @@ def test_llama_swap_spellings(load) -> None:
 
 
 def test_keys_without_a_meaning_here_say_what_to_do(complain) -> None:
-    for key, cure in spellings.TOP_FOREIGN.items():
+    for key, cure in aliases.TOP_FOREIGN.items():
         assert complain(f"{key}: 1") == [f"F:1: {key} has no meaning here. {cure}"]
-    for key, cure in spellings.MODEL_FOREIGN.items():
+    for key, cure in aliases.MODEL_FOREIGN.items():
         assert complain(f"models: {{a: {{model: o/a, {key}: 1}}}}") == [f"F:1: models.a.{key} has no meaning here. {cure}"]
 
 
 def test_no_spelling_hides_a_key_of_ours() -> None:
-    assert not set(Config.model_fields) & (set(spellings.TOP) | set(spellings.TOP_FOREIGN))
-    assert not (set(ModelConfig.model_fields) - {"name"}) & (set(spellings.MODEL) | set(spellings.MODEL_FOREIGN))
-    assert {target.partition(".")[0] for target in spellings.TOP.values()} <= set(Config.model_fields)
-    assert set(spellings.MODEL.values()) <= set(ModelConfig.model_fields)
+    assert not set(Config.model_fields) & (set(aliases.TOP) | set(aliases.TOP_FOREIGN))
+    assert not (set(ModelConfig.model_fields) - {"name"}) & (set(aliases.MODEL) | set(aliases.MODEL_FOREIGN))
+    assert {target.partition(".")[0] for target in aliases.TOP.values()} <= set(Config.model_fields)
+    assert set(aliases.MODEL.values()) <= set(ModelConfig.model_fields)

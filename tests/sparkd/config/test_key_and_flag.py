@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import parse_model, read
-from sparkd.engine_flags import contradictions
+from sparkd.config.config import parse_model, read
 from sparkd.errors import ConfigError
+from sparkd.schema.engine_flags import contradictions
 
 DIFFERENT: list[tuple[str, Any, list[str]]] = [
     ("max_num_seqs", 8, ["--max-num-seqs=4"]), ("max_num_seqs", 8, ["--max_num_seqs", "8", "--max-num-seqs", "4"]),

@@ -8,14 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd import spellings
-from sparkd.config import load_config, parse_model
-from sparkd.config_fields import Section
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
+from sparkd.schema import aliases
+from sparkd.schema.fields import Section
 
-KEYS = sorted(
-    {key for section in Section.__subclasses__() for key in section.model_fields} | {*spellings.TOP, *spellings.MODEL, "<<", "a", ""}
-)
+KEYS = sorted({key for section in Section.__subclasses__() for key in section.model_fields} | {*aliases.TOP, *aliases.MODEL, "<<", "a", ""})
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(["auto", "127.0.0.1:1", "/x", "~/x", "~nobody/x", "o/m", "--port", "${env.A}", "${env.B}", "\x00", "\ud800", "1k"]),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from sparkd import yamlfile
-from sparkd.config import Config, ModelConfig, load_config
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.schema import yaml_file
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 KEY = "sk-canary-0123456789"
 
 
@@ -31,10 +31,10 @@ def keys_of(section: type[BaseModel], path: str = "") -> set[str]:
     return keys
 
 
-def keys_in(table: yamlfile.Table, path: str = "") -> set[str]:
+def keys_in(table: yaml_file.Table, path: str = "") -> set[str]:
     keys = {path + key for key in table}
     for key, value in table.items():
-        if isinstance(value, yamlfile.Table):
+        if isinstance(value, yaml_file.Table):
             keys |= keys_in(value, f"{path}{key}.")
     return keys
 
@@ -52,7 +52,7 @@ def test_the_reference_shows_every_key_and_no_other(tmp_path: Path) -> None:
     config = load_config(file, environ={})
     assert config.model_copy(update={"models": {}}) == Config()
     assert config.models == {"my-model": ModelConfig(name="my-model", model="/models/my-model")}
-    shown = keys_in(yamlfile.parse(text.encode(), "", {}).table)
+    shown = keys_in(yaml_file.parse(text.encode(), "", {}).table)
     models = {key.removeprefix("models.my-model.") for key in shown if key.startswith("models.my-model.")}
     assert models == keys_of(ModelConfig) - {"name"}
     assert {key for key in shown if not key.startswith("models.")} == keys_of(Config)

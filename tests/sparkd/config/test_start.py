@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, is_loopback, load_config
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import Config, is_loopback, load_config
 from sparkd.errors import ConfigError
 
 KEY = "sk-canary-0123456789"

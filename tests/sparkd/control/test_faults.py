@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster import Cluster
+from sparkd.cluster.cluster import Cluster
+from sparkd.control.plan import Backoff
 from sparkd.metrics import REGISTRY
-from sparkd.plan import Backoff
-from sparkd.state import Progress, RankFact, RankHandle, Store, Want
-from tests.fakes import FakeCluster, Scene, stage
-from tests.faulty_sparkd import ERRORS, public, wrap
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Store, Want
+from tests.support.fakes import FakeCluster, Scene, stage
+from tests.support.faulty_sparkd import ERRORS, public, wrap
 
 UP = Progress(phase="serving", server_up=True)
 
@@ -47,7 +47,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(0.0, 0.0))
+    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(0.0, 0.0))
 
 
 def errors() -> float:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sparkd import __version__, gauges, metrics
-from sparkd.snapshot import ModelView, NodeView, Snapshot
-from sparkd.state import ModelState, Progress, Reading
-from tests.gateway.fakes import view
+from sparkd import __version__, metrics
+from sparkd.control import gauges
+from sparkd.state.nouns import ModelState, Progress, Reading
+from sparkd.state.snapshot import ModelView, NodeView, Snapshot
+from tests.sparkd.gateway.fakes import view
 
 GIB = 1 << 30
 READING = Reading(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.loads import Loads, recalled
-from sparkd.residency import EARNED_S, Budget
-from sparkd.state import Event, ModelState, Want
-from tests.fakes import Scene, stage
-from tests.test_turns import change, fill, make_ready, two
+from sparkd.control.load_costs import Loads, recalled
+from sparkd.control.residency import EARNED_S, Budget
+from sparkd.state.nouns import Event, ModelState, Want
+from tests.sparkd.control.test_scheduler import change, fill, make_ready, two
+from tests.support.fakes import Scene, stage
 
 
 class Course:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.control.memory_release import LIMIT_S
+from sparkd.control.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
 from sparkd.errors import Unavailable
-from sparkd.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
-from sparkd.release import LIMIT_S
-from sparkd.state import Progress, Want
-from tests.fakes import READING, FakeCluster, Scene, stage
+from sparkd.state.nouns import Progress, Want
+from tests.support.fakes import READING, FakeCluster, Scene, stage
 
 
 async def ready(made: Scene, *models: str) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.ledger import Ledger
-from sparkd.release import BEFORE_S, GONE_S, LIMIT_S, Release
-from sparkd.sight import Observation
-from sparkd.snapshot import NodeView
-from sparkd.state import RankFact, Reading, Store, Want
-from tests.fakes import FakeClock, Scene
-from tests.test_plan import ALIVE
-from tests.test_supervisor import make_ready, stage
+from sparkd.cluster.node_tracker import Observation
+from sparkd.control.journal import Ledger
+from sparkd.control.memory_release import BEFORE_S, GONE_S, LIMIT_S, Release
+from sparkd.state.nouns import RankFact, Reading, Store, Want
+from sparkd.state.snapshot import NodeView
+from tests.sparkd.control.test_plan import ALIVE
+from tests.sparkd.control.test_supervisor import make_ready, stage
+from tests.support.fakes import FakeClock, Scene
 
 GIB = 1 << 30
 READING = Reading("n", 0.0, 121 * GIB, 110 * GIB, 50 * GIB, 0, 0, 0)

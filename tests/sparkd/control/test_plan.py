@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.plan import Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
-from sparkd.state import ModelState, Progress, RankFact, RankHandle, Want
+from sparkd.control.plan import Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 
 NOW_S = 1000.0
 HASH = "0123456789abcdef"

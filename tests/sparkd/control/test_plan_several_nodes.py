@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Place, Rest, Stop, plan
-from sparkd.state import ModelState, Progress, RankFact, Want
-from sparkd.team_progress import progress_of
-from tests.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
+from sparkd.control.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Place, Rest, Stop, plan
+from sparkd.state.combined_progress import progress_of
+from sparkd.state.nouns import ModelState, Progress, RankFact, Want
+from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
 
 S = ModelState
 FIRST = replace(ALIVE, handle=replace(HANDLE, world=2, attempt="r1"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.residency import EARNED_S, Budget, Stay
+from sparkd.control.residency import EARNED_S, Budget, Stay
 
 BUSY = float("inf")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sparkd.returning import GIB, Held, Look, Returning, last_held
-from workers.guard import Limits
+from sparkd.control.returning_memory import GIB, Held, Look, Returning, last_held
+from workers.guard.policy import Limits
 
 LIMITS = Limits.of(121 * GIB)
 # By a second since the end: GiB available, and GiB that living engines hold.

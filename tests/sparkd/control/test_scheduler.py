@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import load_config
-from sparkd.config_groups import Groups, Ties
-from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
-from sparkd.facts import ENDS_S, ModelFacts
-from sparkd.gate import Gate
-from sparkd.residency import EARNED_S, PROMISE_S, Budget, Stay
-from sparkd.room import Book, Lack
-from sparkd.sight import Observation
-from sparkd.snapshot import NodeView
-from sparkd.state import ModelState, OperationState, Want
-from sparkd.swap import bar_of
-from sparkd.turns import WHOLE, Turn, turn
-from sparkd.waits import (
+from sparkd.cluster.node_tracker import Observation
+from sparkd.config.config import load_config
+from sparkd.config.groups import Groups, Ties
+from sparkd.control.facts import ENDS_S, ModelFacts
+from sparkd.control.load_gate import Gate
+from sparkd.control.residency import EARNED_S, PROMISE_S, Budget, Stay
+from sparkd.control.scheduler import WHOLE, Turn, turn
+from sparkd.control.swap import bar_of
+from sparkd.control.wait_reasons import (
     AGENT_SILENT,
     ASKED_FIRST,
     ENDS,
@@ -36,7 +32,11 @@ from sparkd.waits import (
     UNCLAIMED,
     Wait,
 )
-from tests.fakes import READING, Scene, stage
+from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
+from sparkd.state.memory_book import Book, Lack
+from sparkd.state.nouns import ModelState, OperationState, Want
+from sparkd.state.snapshot import NodeView
+from tests.support.fakes import READING, Scene, stage
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}

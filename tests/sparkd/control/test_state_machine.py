@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sparkd.config import Config, load_config
+from sparkd.config.config import Config, load_config
+from sparkd.control.supervisor import Supervisor
 from sparkd.errors import EngineError, SparkdError, Unavailable
-from sparkd.state import STARTING, ModelState, Progress, Store, Want
-from sparkd.supervisor import Supervisor
-from tests.fakes import FakeClock, Loop
-from tests.machine_cluster import UP, MachineCluster
+from sparkd.state.nouns import STARTING, ModelState, Progress, Store, Want
+from tests.support.fakes import FakeClock, Loop
+from tests.support.machine_cluster import UP, MachineCluster
 
 WAIT_S = 300.0
 MODELS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.abilities import GENERATE, POOL, Abilities, Need
-from sparkd.actions import LOOK_AGAIN_S
+from sparkd.control.effects import LOOK_AGAIN_S
+from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
+from sparkd.control.plan import Backoff
+from sparkd.control.record import Record
 from sparkd.errors import (
     AgentLost,
     ConfigError,
@@ -38,16 +40,14 @@ from sparkd.errors import (
     UnknownModel,
     UnknownOperation,
 )
-from sparkd.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
-from sparkd.model_config import ModelConfig
-from sparkd.model_folder import unusable
-from sparkd.parsers import Parsers, of_handle
-from sparkd.plan import Backoff
-from sparkd.record import Record
-from sparkd.state import STARTING, Desired, ModelState, OperationState, Progress, Want
-from tests.fakes import Loop, Scene, scene, stage
-from tests.gateway.fakes import soon
-from workers.signatures import diagnose
+from sparkd.models.folder import unusable
+from sparkd.schema.model import ModelConfig
+from sparkd.state.abilities import GENERATE, POOL, Abilities, Need
+from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, Want
+from sparkd.vllm.parsers import Parsers, of_handle
+from tests.sparkd.gateway.fakes import soon
+from tests.support.fakes import Loop, Scene, scene, stage
+from workers.rank.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
 
@@ -144,7 +144,7 @@ async def test_it_acts_only_after_the_first_reading_and_the_adoption_scan(tmp_pa
         assert made.cluster.log == []
         assert not made.supervisor.snapshot().settled
 
-        from tests.fakes import READING
+        from tests.support.fakes import READING
 
         made.cluster.reading = READING
         await made.tick()
@@ -264,7 +264,7 @@ async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray is away and comes back: the same rank is adopted again and again."""
-    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(initial_s=0.0, max_s=0.0))
+    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(initial_s=0.0, max_s=0.0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         record, tries = made.supervisor.record("m"), list[str]()
@@ -1122,7 +1122,7 @@ async def test_an_added_model_is_known_to_the_next_daemon(tmp_path: Path) -> Non
 
 
 async def test_a_reload_keeps_engines_whose_settings_did_not_change(tmp_path: Path) -> None:
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     async with stage(tmp_path) as made:
         await make_ready(made)
@@ -1140,7 +1140,7 @@ async def test_a_reload_keeps_engines_whose_settings_did_not_change(tmp_path: Pa
 
 
 async def test_a_model_taken_out_of_the_file_is_stopped_and_forgotten(tmp_path: Path) -> None:
-    from sparkd.config import load_config
+    from sparkd.config.config import load_config
 
     async with stage(tmp_path) as made:
         await make_ready(made)
@@ -1388,7 +1388,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
             tries.append(failures)
             return 0.0
 
-    monkeypatch.setattr("sparkd.actions.ENDING", Recorded())
+    monkeypatch.setattr("sparkd.control.effects.ENDING", Recorded())
     async with stage(tmp_path) as made:
         for _ in range(2):
             await make_ready(made)
@@ -1408,7 +1408,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
 async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
 ) -> None:
-    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(600.0, 600.0, jitter=0.0))
+    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(600.0, 600.0, jitter=0.0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.cluster.immortal = True

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.control.plan import Backoff
 from sparkd.errors import AgentLost, DoesNotFit
-from sparkd.plan import Backoff
-from sparkd.state import OperationState, Want
-from tests.fakes import FakeCluster, Scene
-from tests.test_supervisor import UP, stage
+from sparkd.state.nouns import OperationState, Want
+from tests.sparkd.control.test_supervisor import UP, stage
+from tests.support.fakes import FakeCluster, Scene
 
 
 def pair() -> FakeCluster:
@@ -125,7 +125,7 @@ async def test_a_question_that_a_dead_rank_never_answers_is_given_up(tmp_path: P
 
 
 async def test_unloading_ends_both_whatever_becomes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(0.0, 0.0))
+    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(0.0, 0.0))
     async with stage(tmp_path, cluster=pair()) as scene:
         await made_ready(scene)
         destroy, refusals = scene.cluster.destroy, ["o"]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sparkd import metrics
-from sparkd.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
-from sparkd.config import Config
-from sparkd.errors import EngineError, Unavailable
-from sparkd.pulse import (
+from sparkd.cluster.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
+from sparkd.config.config import Config
+from sparkd.control.record import Record
+from sparkd.control.watchdog import (
     ALONE_ANSWER_S,
     ALONE_ASK_EVERY_S,
     ALONE_BUSY_S,
@@ -27,13 +27,13 @@ from sparkd.pulse import (
     QUESTION_S,
     Pulse,
 )
-from sparkd.record import Record
-from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
-from sparkd.upstream import Upstream
-from tests.fakes import READING, FakeClock
-from tests.test_plan import ALIVE
-from tests.test_supervisor import make_ready, stage
-from tests.test_team_plan import FIRST, SECOND
+from sparkd.engine.upstream import Upstream
+from sparkd.errors import EngineError, Unavailable
+from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
+from tests.sparkd.control.test_plan import ALIVE
+from tests.sparkd.control.test_plan_several_nodes import FIRST, SECOND
+from tests.sparkd.control.test_supervisor import make_ready, stage
+from tests.support.fakes import READING, FakeClock
 
 
 class Scene:

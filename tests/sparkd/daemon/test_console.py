@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from sparkd import console as module
-from sparkd.console import Console
+from sparkd.daemon import console as module
+from sparkd.daemon.console import Console
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
-from sparkd.state import Progress, Want
-from tests.fakes import FakeClock, Scene
-from tests.test_supervisor import UP, stage
+from sparkd.state.nouns import Progress, Want
+from tests.sparkd.control.test_supervisor import UP, stage
+from tests.support.fakes import FakeClock, Scene
 
 URL = "http://127.0.0.1:4000"
 QUESTION = "What is the capital of France?"

@@ -19,9 +19,9 @@ import httpx
 import pytest
 import yaml
 
-from sparkd.config import Config
-from sparkd.placement import offered_gib
-from tests.daemon_process import DaemonProcess, alive, daemon, until
+from sparkd.capacity.reservation import offered_gib
+from sparkd.config.config import Config
+from tests.support.daemon_process import DaemonProcess, alive, daemon, until
 
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 GIB = 1 << 30

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import DaemonProcess, until
-from tests.faulty_sparkd import PARTS
+from tests.support.daemon_process import DaemonProcess, until
+from tests.support.faulty_sparkd import PARTS
 
 SHARE, LEAST = 0.2, 15
 SETTINGS = {
@@ -24,7 +24,7 @@ def made(tmp_path: Path) -> Iterator[DaemonProcess]:
     (tmp_path / "model").mkdir()
     models = {name: {"model": str(tmp_path / "model"), "memory_gib": 1} for name in ("m", "other")}
     daemon = DaemonProcess(tmp_path, SETTINGS | {"models": models}, {"FAULTS_FILE": str(tmp_path / "faults")})
-    daemon.program = "tests.faulty_sparkd"
+    daemon.program = "tests.support.faulty_sparkd"
     daemon.start()
     try:
         yield daemon

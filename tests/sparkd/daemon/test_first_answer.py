@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from sparkd.daemon.first_answer import Asker
 from sparkd.errors import EngineError, SparkdError, Unavailable
-from sparkd.question import Asker
-from tests.gateway.fakes import Heard, soon
+from tests.sparkd.gateway.fakes import Heard, soon
 
 CHAT, COMPLETION, EMBEDDING, SCORE, RERANK = (
     "/v1/chat/completions",

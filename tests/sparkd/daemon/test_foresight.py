@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from sparkd import foresight
-from sparkd.config import Config, load_config
+from sparkd.config.config import Config, load_config
+from sparkd.daemon import foresight
+from sparkd.daemon.foresight import AGAIN_S, NO_ROOM_S, QUIET_S, Foresight, answers_about
+from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import AgentLost, EngineError
-from sparkd.foresight import AGAIN_S, NO_ROOM_S, QUIET_S, Foresight, answers_about
-from sparkd.model_answers import Answer, Question, Runtime
-from sparkd.node_runtime import NodeRuntime
-from sparkd.snapshot import Snapshot
-from sparkd.state import ModelState
-from tests.sketches import dense, tensors_of, write
-from workers.runtime import API_SERVER
+from sparkd.inquiry.model_answers import Answer, Question, Runtime
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import Snapshot
+from tests.support.sketches import dense, tensors_of, write
+from workers.host.runtime import API_SERVER
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import foresight
-from sparkd.config import Config, load_config
-from sparkd.foresight import Foresight
-from sparkd.node_runtime import NodeRuntime
-from sparkd.show import overview
-from sparkd.state import ModelState
-from tests.daemon_process import ROOT, until
-from tests.sketches import dense, tensors_of, write
-from tests.test_admin import COSTS
-from tests.test_foresight import HERE, snapshot
-from tests.test_model_answers import Engine
-from workers.runtime import API_SERVER
+from sparkd.config.config import Config, load_config
+from sparkd.daemon import foresight
+from sparkd.daemon.foresight import Foresight
+from sparkd.entry.node_runtime import NodeRuntime
+from sparkd.render.models import overview
+from sparkd.state.nouns import ModelState
+from tests.sparkd.admin.test_app import COSTS
+from tests.sparkd.daemon.test_foresight import HERE, snapshot
+from tests.sparkd.inquiry.test_model_answers import Engine
+from tests.support.daemon_process import ROOT, until
+from tests.support.sketches import dense, tensors_of, write
+from workers.host.runtime import API_SERVER
 
 LIMIT_S = 30.0
 

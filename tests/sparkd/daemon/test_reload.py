@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, load_config
+from sparkd.config.config import Config, load_config
+from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError
-from sparkd.reload import Reloader
-from sparkd.state import Desired, Store, Want
+from sparkd.state.nouns import Desired, Store, Want
 from sparkd.systemd import Systemd
-from tests.fakes import Scene, stage
-from tests.test_supervisor import make_ready
+from tests.sparkd.control.test_supervisor import make_ready
+from tests.support.fakes import Scene, stage
 
 
 class Taker:

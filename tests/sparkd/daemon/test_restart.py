@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.activated import ActivatedDaemon
-from tests.daemon_process import until
+from tests.support.activated import ActivatedDaemon
+from tests.support.daemon_process import until
 
 # A stream of a stub lasts about 4 s.
 SLOW = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.boundary import Boundary
-from sparkd.config import Config
-from sparkd.daemon import LOOP_DEAD_S, Daemon, Options
+from sparkd.config.config import Config
+from sparkd.daemon.daemon import LOOP_DEAD_S, Daemon, Options
+from sparkd.execution.boundary import Boundary
 from sparkd.gateway import GatewayServer, Limits, gateway_server
 from sparkd.gateway.server import bind
-from sparkd.snapshot import Snapshot
-from sparkd.state import Store
+from sparkd.state.nouns import Store
+from sparkd.state.snapshot import Snapshot
 from sparkd.systemd import Systemd
-from tests.fakes import FakeClock
-from tests.gateway.fakes import soon
+from tests.sparkd.gateway.fakes import soon
+from tests.support.fakes import FakeClock
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def test_a_supervisor_that_is_dead_is_not_hidden_from_systemd(
 
 
 async def test_a_gateway_is_as_old_as_its_last_turn_and_one_that_ends_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.boundary.PAUSE_S", 0.0)
+    monkeypatch.setattr("sparkd.execution.boundary.PAUSE_S", 0.0)
     clock, starts, may_start = FakeClock(), list[float](), asyncio.Event()
     startup = GatewayServer.startup
 

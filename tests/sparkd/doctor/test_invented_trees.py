@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sparkd import show_fabric
 from sparkd.__main__ import exit_code
-from sparkd.doctor import report as examined
-from tests.doctor_tree import GOOD, write
-from tests.fabric_tree import scenarios, write_nodes
-from workers import host_reading
-from workers.fabric_reading import QUESTIONS
+from sparkd.doctor.report import report as examined
+from sparkd.render import fabric
+from tests.support.doctor_tree import GOOD, write
+from tests.support.fabric_tree import scenarios, write_nodes
+from workers.host import inspection
+from workers.host.network import QUESTIONS
 
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00 [/] [bold]x"
@@ -103,18 +103,18 @@ def test_doctor_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathF
     for name, content in changes.items():
         put(root / name, content)
 
-    raw = host_reading.sample(root)
+    raw = inspection.sample(root)
 
     found = examined({raw["host"]: raw})
     json.dumps(found)
-    assert not STEERS.search(drawn(show_fabric.findings, found["findings"]))
+    assert not STEERS.search(drawn(fabric.findings, found["findings"]))
 
 
 @settings(max_examples=40, deadline=None, database=None)
 @given(st.data())
 def test_fabric_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    from sparkd.fabric_report import report
-    from workers.fabric_reading import sample
+    from sparkd.fabric.report import report
+    from workers.host.network import sample
 
     roots = write_nodes(fresh(tmp_path_factory, "fabric"), {"a": {}, "b": {}})
     files = sorted(path for root in roots for path in root.rglob("*") if path.is_file())
@@ -128,7 +128,7 @@ def test_fabric_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathF
 
     found = report(readings)
     json.dumps([found, readings])
-    assert not STEERS.search(drawn(show_fabric.fabric, found) + drawn(show_fabric.environment, found))
+    assert not STEERS.search(drawn(fabric.fabric, found) + drawn(fabric.environment, found))
 
 
 @pytest.mark.parametrize("verb", ["doctor", "fabric", "fabric --env"])
@@ -156,7 +156,7 @@ def test_nulls_in_what_ip_answered(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("answer", ["No devices were found\n", "\n", "Unable to determine the device handle for GPU0000:01:00.0\n"])
 def test_no_gpu_is_not_well(tmp_path: Path, answer: str) -> None:
-    raw = host_reading.sample(write(tmp_path, {SMI: answer}))
+    raw = inspection.sample(write(tmp_path, {SMI: answer}))
 
     found = [one for one in examined({"a": raw})["findings"] if one["about"] == "GPU"]
 

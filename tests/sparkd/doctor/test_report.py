@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.config import load_config
-from sparkd.doctor import examined, report
-from sparkd.doctor_fix import fixes_of
+from sparkd.config.config import load_config
+from sparkd.doctor.fixes import fixes_of
+from sparkd.doctor.report import examined, report
 from sparkd.errors import Unavailable
-from sparkd.state import ModelState
-from tests.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
-from tests.gateway.fakes import view
-from workers import child, disk_rate, host_reading
+from sparkd.state.nouns import ModelState
+from tests.sparkd.gateway.fakes import view
+from tests.support.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
+from workers.host import bounded_child, disk_rate, inspection
 
 GIB_KIB = 1 << 20
 DRIVER = "NVRM version: NVIDIA UNIX {0}Kernel Module for aarch64  {1}  Release Build\n"
@@ -81,7 +81,7 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
 
 
 def found_in(root: Path) -> dict[str, Any]:
-    raw = host_reading.sample(root)
+    raw = inspection.sample(root)
     return report({raw["host"]: raw})
 
 
@@ -146,7 +146,7 @@ def test_what_was_not_seen_is_not_well(tmp_path: Path, changes: Mapping[str, str
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    raw = host_reading.sample()
+    raw = inspection.sample()
     found = report({raw["host"]: raw})
     assert {"platform", "kernel", "memlock", "disk"} <= {one["check"] for one in found["findings"]}
     json.dumps(raw)
@@ -155,7 +155,7 @@ def test_this_machine_can_be_looked_at() -> None:
 def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
     write(tmp_path)
     os.chown(tmp_path / "root/.cache/huggingface/hub/models--a--b/refs", os.getuid(), os.getgid())
-    raw = host_reading.sample(tmp_path)
+    raw = inspection.sample(tmp_path)
     raw["runtime_at_s"] = time.time() + 60
     raw["hubs"][0] |= {"foreign": ["models--a--b", "models--c--d"], "incomplete_bytes": 1 << 30}
     found = report({"n": raw})
@@ -168,14 +168,14 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
 
 def test_descriptions_of_models_are_no_compiled_code(tmp_path: Path) -> None:
     write(tmp_path, {"root/.cache/vllm/torch_compile_cache/x": None, "root/.cache/vllm/modelinfos/a.json": "{}"})
-    raw = host_reading.sample(tmp_path) | {"runtime_at_s": time.time() + 60}
+    raw = inspection.sample(tmp_path) | {"runtime_at_s": time.time() + 60}
 
     assert raw["caches"] == [] and of_check(report({"n": raw}), "compiled") == []
 
 
 def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None:
-    a = host_reading.sample(write(tmp_path / "a"))
-    b = host_reading.sample(write(tmp_path / "b", {"proc/sys/kernel/osrelease": "6.17.0-1031-nvidia\n"}))
+    a = inspection.sample(write(tmp_path / "a"))
+    b = inspection.sample(write(tmp_path / "b", {"proc/sys/kernel/osrelease": "6.17.0-1031-nvidia\n"}))
     found = report({"a": a | {"plugin": "1"}, "b": b | {"plugin": "2"}, "c": None})
 
     told = {one["about"]: (one["verdict"], one["evidence"]) for one in of_check(found, "equal")}
@@ -188,7 +188,7 @@ def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None
 def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -> None:
     flags = {"health_check_timeout_s": 120, "engine.env": {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30"}, "state_dir": str(tmp_path)}
     failed = replace(view("m", state=ModelState.FAILED), reason="ServeTwice", message="Take it out.", node="n")
-    found = examined({"n": host_reading.sample(write(tmp_path))}, load_config(None, flags=flags, environ={}), [failed, view("fine")])
+    found = examined({"n": inspection.sample(write(tmp_path))}, load_config(None, flags=flags, environ={}), [failed, view("fine")])
 
     assert [(one["about"], one["evidence"]) for one in of_check(found, "time-outs")] == [
         ("health_check_timeout_s", "health_check_timeout_s is 120"),
@@ -203,9 +203,9 @@ def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -
 
 
 def test_a_program_that_does_not_end_is_left_behind_in_time() -> None:
-    answer = child.ask(["sleep", "60"], 0.05)
+    answer = bounded_child.ask(["sleep", "60"], 0.05)
     assert (answer.hung, answer.trouble) == (True, "sleep did not answer within 0.05 s")
-    assert child.stuck() == 0
+    assert bounded_child.stuck() == 0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_program_that_does_not_end_is_left_behind_in_time() -> None:
     ],
 )
 def test_what_a_program_answers(command: list[str], trouble: str | None) -> None:
-    assert child.ask(command, 10).trouble == trouble
+    assert bounded_child.ask(command, 10).trouble == trouble
 
 
 def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (10.0, "warn")])
 def test_a_slow_disk_is_told(tmp_path: Path, seconds: float, verdict: str) -> None:
-    raw = host_reading.sample(write(tmp_path)) | {"disk_rate": {"path": "/m", "bytes": 2 << 30, "seconds": seconds, "direct": True}}
+    raw = inspection.sample(write(tmp_path)) | {"disk_rate": {"path": "/m", "bytes": 2 << 30, "seconds": seconds, "direct": True}}
     assert of_check(report({"n": raw}), "disk-rate")[0]["verdict"] == verdict
 
 
@@ -256,16 +256,16 @@ def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypat
         "findings": [{"check": "kho", "verdict": "fail", "node": "n", "about": "kernel", "evidence": "e", "cure": "c"}],
         "verdict": "fail",
     }
-    monkeypatch.setattr("sparkd.client.Client.get", lambda client, path: told)
+    monkeypatch.setattr("sparkd.admin.client.Client.get", lambda client, path: told)
     assert exit_code(["doctor"]) == 1
     assert "fail  n, kernel, kho: e\n      c" in "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
 
     def nobody(client: object, path: str) -> None:
         raise Unavailable("No sparkd answers.")
 
-    monkeypatch.setattr("sparkd.client.Client.get", nobody)
-    raw = host_reading.sample() | {"caches": [{"path": "/root/.triton/cache", "foreign": False, "newest_at_s": 5.0}]}
-    monkeypatch.setattr(host_reading, "sample", lambda root, runtime: raw | {"runtime_at_s": 9.0 if runtime == sys.executable else None})
+    monkeypatch.setattr("sparkd.admin.client.Client.get", nobody)
+    raw = inspection.sample() | {"caches": [{"path": "/root/.triton/cache", "foreign": False, "newest_at_s": 5.0}]}
+    monkeypatch.setattr(inspection, "sample", lambda root, runtime: raw | {"runtime_at_s": 9.0 if runtime == sys.executable else None})
     exit_code(["doctor"])
     told = capsys.readouterr()
     assert told.err == "This node alone, since no daemon answers.\n"
@@ -294,12 +294,12 @@ def test_a_fix_is_asked_for_made_and_can_be_undone(
 
 def test_what_is_never_mended_without_a_person(tmp_path: Path) -> None:
     faults = {name: text for changes, *_ in FAULTS.values() for name, text in changes.items() if text is not None}
-    raw = host_reading.sample(write(tmp_path, faults | {"run/sparkd-dropcache.sock": None} | FAULTS["nothing kept for a shell"][0]))
+    raw = inspection.sample(write(tmp_path, faults | {"run/sparkd-dropcache.sock": None} | FAULTS["nothing kept for a shell"][0]))
     found = report({"n": raw})
     made = {one.check: one for one in fixes_of(found["findings"], raw)}
 
     assert set(made) == {"swappiness", "dirty", "page-cache", "operator"}
     assert made["dirty"].undo.endswith("sysctl vm.dirty_ratio=20")
     assert made["page-cache"].undo == "systemctl disable --now sparkd-dropcache.socket"
-    assert fixes_of(found_in(write(tmp_path / "good"))["findings"], host_reading.sample(tmp_path / "good")) == []
+    assert fixes_of(found_in(write(tmp_path / "good"))["findings"], inspection.sample(tmp_path / "good")) == []
     assert GOOD["proc/sys/vm/swappiness"] == "10\n"

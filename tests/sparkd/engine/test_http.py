@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sparkd import wire
+from sparkd.engine import http as wire
+from sparkd.engine.http import Connection, Pool, RawHeaders
 from sparkd.errors import EngineError, EngineGone
-from sparkd.wire import Connection, Pool, RawHeaders
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 ASKED = b"GET / HTTP/1.1\r\n\r\n"

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sparkd import metrics, scrape
-from sparkd.boundary import Boundary
-from sparkd.scrape import KEEP_S, MAX_BYTES, Scraper, merge
-from sparkd.upstream import Upstream
-from tests.fakes import FakeClock
-from tests.gateway.fakes import RawEngine, until_gone
+from sparkd import metrics
+from sparkd.engine import metrics as scrape
+from sparkd.engine.metrics import KEEP_S, MAX_BYTES, Scraper, merge
+from sparkd.engine.upstream import Upstream
+from sparkd.execution.boundary import Boundary
+from tests.sparkd.gateway.fakes import RawEngine, until_gone
+from tests.support.fakes import FakeClock
 
 
 def page_of(model_name: str, running: int = 1) -> str:

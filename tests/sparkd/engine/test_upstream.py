@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import pytest
 
-from sparkd.abilities import Abilities
-from sparkd.cluster import Cluster
-from sparkd.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, ServedModels, Upstream, served_models, served_routes
-from tests.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
+from sparkd.cluster.cluster import Cluster
+from sparkd.engine.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, ServedModels, Upstream, served_models, served_routes
+from sparkd.state.abilities import Abilities
+from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
 KEY = "an-engines-own-key"
 

@@ -1,4 +1,4 @@
-"""sparkd/hub_model.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
+"""sparkd/entry/hub_check.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from sparkd import hub_model
-from sparkd.config import ModelConfig, parse_model
+from sparkd.config.config import ModelConfig, parse_model
+from sparkd.entry import hub_check
+from sparkd.entry.hub_check import KEPT_S, is_absent, look, looked_at
+from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import AgentLost, HubUnreachable, ModelUnusable
-from sparkd.hub_model import KEPT_S, is_absent, look, looked_at
-from sparkd.parser_choice import with_parsers
-from sparkd.parsers import Parsers
-from tests.gateway.fakes import soon
-from tests.hub_server import COMMIT, Repository, serving
-from tests.test_siting import A, B, Scene
+from sparkd.vllm.parsers import Parsers
+from tests.sparkd.cluster.test_placer import A, B, Scene
+from tests.sparkd.gateway.fakes import soon
+from tests.support.hub_server import COMMIT, Repository, serving
 
 TEMPLATE = "{{ tools }}<tool_call>{'name', 'arguments'}"
 GONE = "http://127.0.0.1:9"
@@ -28,9 +28,9 @@ GONE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    hub_model._answers.clear()
+    hub_check._answers.clear()
     yield
-    hub_model._answers.clear()
+    hub_check._answers.clear()
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_another_node_may_have_it(tmp_path: Path) -> None:
 
 def test_the_hub_is_asked_once_for_a_while(tmp_path: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(hub_model.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hub_check.time, "monotonic", lambda: now[0])
     spec = spec_of(tmp_path, repository.hub)
     assert is_absent(spec, env_of(spec))
     for _ in range(3):

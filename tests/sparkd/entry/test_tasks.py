@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkd.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, Need
-from sparkd.model_config import ModelConfig
-from sparkd.tasks import abilities_of, tasks_of
+from sparkd.entry.tasks import abilities_of, tasks_of
+from sparkd.schema.model import ModelConfig
+from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, Need
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""sparkd/trust.py: code of a repository runs at the commit of its first start, whatever its branch leads to later."""
+"""sparkd/entry/trusted_commits.py: code of a repository runs at the commit of its first start, whatever its branch leads to later."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sparkd import hub_model
-from sparkd.config import ModelConfig, load_config, parse_model
+from sparkd.config.config import ModelConfig, load_config, parse_model
+from sparkd.entry import hub_check
+from sparkd.entry.hub_check import Remote, look, looked_at, note_commit
+from sparkd.entry.trusted_commits import FILE, at_trusted_commit, commits_of, pinned, refusal, remember
 from sparkd.errors import CommitUnknown, LoadRefused
-from sparkd.hub_model import Remote, look, looked_at, note_commit
-from sparkd.trust import FILE, at_trusted_commit, commits_of, pinned, refusal, remember
-from workers.trusted_code import Commits
+from workers.host.trusted_code import Commits
 
 FIRST, SECOND = "1" * 40, "2" * 40
 DRAFT, ITS = "other/draft", "3" * 40
@@ -80,7 +80,7 @@ def test_the_commit_of_files_that_only_another_node_has_is_known(place: Place) -
 def test_what_the_hub_showed_is_found_by_the_commit_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parsers are chosen for the entry at its commit."""
     remote = Remote(("config.json",), lambda name: b"{}", FIRST)
-    monkeypatch.setattr(hub_model, "_asked", lambda spec, env, near: remote)
+    monkeypatch.setattr(hub_check, "_asked", lambda spec, env, near: remote)
     assert look(entry(), place.env) is remote
     decided = place.pinned(entry())
     assert (decided.revision, looked_at(decided, place.env)) == (FIRST, remote)
@@ -165,7 +165,7 @@ def test_a_commit_that_nobody_knows_is_refused_and_the_hub_may_tell_it(place: Pl
     assert refusal(entry(), place.config) is None, "the hub may know it"
     assert place.pinned(entry(revision=SECOND)).revision == SECOND
 
-    monkeypatch.setattr(hub_model, "_asked", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
+    monkeypatch.setattr(hub_check, "_asked", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
     look(entry(), place.env)
     assert place.pinned(entry()).revision == FIRST
 

@@ -10,26 +10,27 @@ from typing import Any
 
 import pytest
 
-from sparkd import hub_model, needs, plan_entry
 from sparkd.__main__ import exit_code
-from sparkd.abilities import GENERATE, POOL
-from sparkd.admission import machine
-from sparkd.cached import chosen
-from sparkd.cluster import Cluster
-from sparkd.config import Config, load_config
+from sparkd.capacity import plan_for_entry, requirement
+from sparkd.capacity.account import machine
+from sparkd.capacity.plan_for_node import checkpoint_here
+from sparkd.cli.layers import meant
+from sparkd.cli.quantized import chosen
+from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import Config, load_config
+from sparkd.entry import hub_check
+from sparkd.entry.hub_check import Remote
+from sparkd.entry.trusted_commits import FILE
 from sparkd.errors import ContextTooLong
 from sparkd.hardware import SPARK
-from sparkd.hub_model import Remote
-from sparkd.layers import meant
-from sparkd.plan_here import checkpoint_here
-from sparkd.state import OperationState
-from sparkd.trust import FILE
-from tests.hub_server import COMMIT, Repository
-from tests.sketches import mixture, tensors_of, write
-from tests.test_pulls import A, environ, hub, scene
-from tests.test_siting import Scene
-from workers.runtime import API_SERVER, Runtime
-from workers.staging import manifest
+from sparkd.state.abilities import GENERATE, POOL
+from sparkd.state.nouns import OperationState
+from tests.sparkd.admin.test_pull import A, environ, hub, scene
+from tests.sparkd.cluster.test_placer import Scene
+from tests.support.hub_server import COMMIT, Repository
+from tests.support.sketches import mixture, tensors_of, write
+from workers.host.runtime import API_SERVER, Runtime
+from workers.transfer import manifest
 
 FIRST, SECOND = "1" * 40, "2" * 40
 TOOLS, PARSER = "{{ tools }}<minimax:tool_call>", "minimax_m2"
@@ -71,8 +72,8 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(needs, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
-    monkeypatch.setattr(plan_entry, "probe", lambda _: Runtime("cpu", "0.32.0", API_SERVER))
+    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(plan_for_entry, "probe", lambda _: Runtime("cpu", "0.32.0", API_SERVER))
     monkeypatch.delenv("SPARKD_CONFIG", raising=False)
     return Place(tmp_path)
 
@@ -109,7 +110,7 @@ async def test_a_model_whose_trusted_commit_is_nowhere_is_absent_though_its_bran
 ) -> None:
     config = place.config()
     looked: list[str | None] = []
-    monkeypatch.setattr(hub_model, "_asked", lambda spec, *_: looked.append(spec.revision) or Remote((), lambda _: b"", spec.revision))
+    monkeypatch.setattr(hub_check, "_asked", lambda spec, *_: looked.append(spec.revision) or Remote((), lambda _: b"", spec.revision))
     place.trust("4" * 40)
 
     assert await Cluster(config, {}).unusable(config.models["m"]) is None
@@ -176,13 +177,13 @@ def test_a_plan_of_a_model_that_is_nowhere_asks_the_hub_for_its_commit(place: Pl
     config = place.config(model="owner/absent", max_model_len=None)
     files = {"config.json": json.dumps({"auto_map": {"AutoModel": "other/code--its.Model"}}).encode()}
     remote = Remote(tuple(files), files.__getitem__, SECOND)
-    monkeypatch.setattr(hub_model, "_asked", lambda *_: remote)
-    entry = plan_entry.entry_of(config.models["m"], config)
-    with pytest.raises(plan_entry.ConfigError, match="other/code"):
-        plan_entry._pinned(entry.spec, entry)
+    monkeypatch.setattr(hub_check, "_asked", lambda *_: remote)
+    entry = plan_for_entry.entry_of(config.models["m"], config)
+    with pytest.raises(plan_for_entry.ConfigError, match="other/code"):
+        plan_for_entry._pinned(entry.spec, entry)
     files["config.json"] = b"{}"
     remote.kept.clear()
-    assert plan_entry._pinned(entry.spec, entry)[0].revision == SECOND
+    assert plan_for_entry._pinned(entry.spec, entry)[0].revision == SECOND
 
 
 # `sparkd pull NAME`

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import uvloop
 
-from sparkd.boundary import KEPT_S, LOG_EVERY_S, Boundary
+from sparkd.engine.upstream import served_models
+from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
 from sparkd.gateway import GatewayServer, routes
 from sparkd.gateway.acceptor import Acceptor
 from sparkd.metrics import INTERNAL_ERRORS
-from sparkd.upstream import served_models
-from tests.fakes import FakeClock
-from tests.faulty_sparkd import ERRORS
-from tests.gateway.fakes import RawEngine, serving, soon
+from tests.sparkd.gateway.fakes import RawEngine, serving, soon
+from tests.support.fakes import FakeClock
+from tests.support.faulty_sparkd import ERRORS
 
-SPARKD = Path(__file__).parents[1] / "sparkd"
+SPARKD = Path(__file__).parents[3] / "sparkd"
 STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
 WITHIN = {"guarded", "keep"}
 # module:function -> why no error of that task needs the boundary.
-OUTSIDE = {"node_inquiry:_call": "the thread that asks takes the result, and its error with it"}
+OUTSIDE = {"other_node:_call": "the thread that asks takes the result, and its error with it"}
 
 
 def started(path: Path) -> Iterator[tuple[str, bool]]:
@@ -65,7 +65,7 @@ def boundary(clock: FakeClock) -> Boundary:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.boundary.PAUSE_S", 0.0)
+    monkeypatch.setattr("sparkd.execution.boundary.PAUSE_S", 0.0)
 
 
 def counted(where: str) -> float:

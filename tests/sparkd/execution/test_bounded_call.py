@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from sparkd import bounded_call, plan_here
-from sparkd.bounded_call import NoAnswer, call
-from sparkd.config import load_config
+from sparkd.capacity import plan_for_node
+from sparkd.config.config import load_config
 from sparkd.errors import CheckpointError, ConfigError, ModelFailed, SparkdError, Unavailable
-from sparkd.threads import Threads
-from tests.fakes import FakeCluster
-from tests.shards import write_folder
+from sparkd.execution import bounded_call
+from sparkd.execution.bounded_call import NoAnswer, call
+from sparkd.execution.threads import Threads
+from tests.support.fakes import FakeCluster
+from tests.support.shards import write_folder
 
 TINY = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64}
 SHARDS = {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}
@@ -128,13 +129,13 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(bounded_call, "module_command", lambda *_: [sys.executable, "-c", HANGS])
-    monkeypatch.setattr(bounded_call, "START_S", 0.1 - plan_here.LIMIT_S)
+    monkeypatch.setattr(bounded_call, "START_S", 0.1 - plan_for_node.LIMIT_S)
     return started
 
 
 def test_a_process_that_hangs_is_killed(hanging: list[subprocess.Popen[bytes]]) -> None:
     with pytest.raises(NoAnswer) as caught:
-        call(sleep, time_s=plan_here.LIMIT_S)
+        call(sleep, time_s=plan_for_node.LIMIT_S)
 
     assert caught.value.exceeded is None
     assert [process.poll() for process in hanging] == [-signal.SIGKILL]
@@ -146,7 +147,7 @@ def test_a_process_that_the_kernel_cannot_end_is_let_go(hanging: list[subprocess
         patch.setattr(bounded_call, "KILLED_S", 0.01)
         patch.setattr("os.killpg", lambda *_: None)
         with pytest.raises(NoAnswer):
-            call(sleep, time_s=plan_here.LIMIT_S)
+            call(sleep, time_s=plan_for_node.LIMIT_S)
     (process,) = hanging
     assert process.poll() is None
     process.kill()
@@ -156,29 +157,29 @@ def test_a_process_that_the_kernel_cannot_end_is_let_go(hanging: list[subprocess
 async def test_a_plan_that_hangs_gives_its_place_back(
     hanging: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan_here, "_PLANS", Threads("plan", 1, 1))
-    question = plan_here.QuestionHere(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
+    monkeypatch.setattr(plan_for_node, "_PLANS", Threads("plan", 1, 1))
+    question = plan_for_node.QuestionHere(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
     for _ in range(2):
         with pytest.raises(Unavailable, match="gave no answer"):
-            await plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)
+            await plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)
     assert [process.poll() for process in hanging] == [-signal.SIGKILL] * 2
     monkeypatch.undo()
 
-    plan = await plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)
+    plan = await plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)
 
     assert plan["choice"]["config"]["max_model_len"] == 64
 
 
 async def test_the_process_of_a_plan_gets_no_key_and_no_other_model_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
-    monkeypatch.setattr(plan_here, "call", lambda *arguments, time_s: sent.append(pickle.dumps(arguments)) or {})
+    monkeypatch.setattr(plan_for_node, "call", lambda *arguments, time_s: sent.append(pickle.dumps(arguments)) or {})
     file = tmp_path / "sparkd.yaml"
     models = {name: {"model": str(tmp_path), "env": {"HF_TOKEN": f"hf_of_{name}"}} for name in ("mine", "other")}
     keys = {"admin": "an-admin-key-of-many-letters", "inference": "an-inference-key-of-many-letters"}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models, "keys": keys}))
     config = load_config(file, environ={})
 
-    await plan_here.planned_here(plan_here.QuestionHere(model="mine"), config.lookup, FakeCluster().unlinked, config)
+    await plan_for_node.planned_here(plan_for_node.QuestionHere(model="mine"), config.lookup, FakeCluster().unlinked, config)
 
     (text,) = sent
     present = {secret: secret.encode() in text for secret in ("hf_of_mine", "hf_of_other", *keys.values())}

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from sparkd.boundary import Boundary
 from sparkd.errors import AgentLost
-from sparkd.recent import Recent
-from tests.fakes import FakeClock
-from tests.gateway.fakes import soon
+from sparkd.execution.boundary import Boundary
+from sparkd.execution.shared_answer import Recent
+from tests.sparkd.gateway.fakes import soon
+from tests.support.fakes import FakeClock
 
 
 class Asked:

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from sparkd.errors import Unavailable
-from sparkd.threads import Threads
-from tests.gateway.fakes import soon
+from sparkd.execution.threads import Threads
+from tests.sparkd.gateway.fakes import soon
 
 
 class Work:

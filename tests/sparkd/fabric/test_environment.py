@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config_fields import environment as checked
-from sparkd.fabric import OTHER, Fabric
-from sparkd.fabric_environment import ADDRESS, DEVICES, LINK, Setting, environment, expected, settings
+from sparkd.fabric.environment import ADDRESS, DEVICES, LINK, Setting, environment, expected, settings
+from sparkd.fabric.interfaces import OTHER, Fabric
 from sparkd.hardware import JIT_CAPS
-from tests.test_fabric import SCENARIOS, nodes_of
-from workers.command import build_environment
-from workers.fabric_reading import VARIABLES
-from workers.spec import RankSpec
+from sparkd.schema.fields import environment as checked
+from tests.sparkd.fabric.test_interfaces import SCENARIOS, nodes_of
+from workers.host.network import VARIABLES
+from workers.rank.command import build_environment
+from workers.rank.spec import RankSpec
 
 
 def of(found: tuple[Setting, ...]) -> dict[str, Setting]:

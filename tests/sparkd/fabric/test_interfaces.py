@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster import Cluster
-from sparkd.config import Config
-from sparkd.fabric import Fabric, Interface, fabric_of, rdma_mtu, traffic
-from sparkd.fabric_cables import cables_of, rails, teams, topology, unlinked
-from sparkd.fabric_findings import findings, worst
-from sparkd.fabric_report import report
-from tests.fabric_tree import expected_of, readings, scenarios, write_nodes
-from tests.namespaces import two_nodes
-from workers import fabric_reading
-from workers.fabric_reading import sample
+from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import Config
+from sparkd.fabric.checks import findings, worst
+from sparkd.fabric.interfaces import Fabric, Interface, fabric_of, rdma_mtu, traffic
+from sparkd.fabric.links import cables_of, rails, teams, topology, unlinked
+from sparkd.fabric.report import report
+from tests.support.fabric_tree import expected_of, readings, scenarios, write_nodes
+from tests.support.namespaces import two_nodes
+from workers.host import network
+from workers.host.network import sample
 
 SCENARIOS = scenarios()
 
@@ -164,7 +164,7 @@ def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
     ip.write_text(f"#!/bin/sh\n{script}\n")
     ip.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(fabric_reading, "IP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(network, "IP_TIMEOUT_S", 0.2)
 
     raw = sample()
     assert raw["trouble"][0] == f"`ip -details address show`: {told}"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.nccl_log import QueuePair, Transport, judge, judge_rate, parse
+from sparkd.fabric.nccl_log import QueuePair, Transport, judge, judge_rate, parse
 
-LOGS = Path(__file__).parent / "fixtures" / "nccl-logs"
+LOGS = Path(__file__).parents[2] / "fixtures" / "nccl-logs"
 PORT_0 = ("rocep1s0f0", "roceP2p1s0f0")
 PORT_1 = ("rocep1s0f1", "roceP2p1s0f1")
 SOCKETS = "2.1 GB/s by sockets over the ConnectX-7 and 1 over 10GbE, instead of 20 to 24: "

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sparkd.errors import AgentLost
-from sparkd.fabric_nodes import KEPT_S, FabricNodes, Stages, ray_environment
-from tests.fabric_tree import readings
-from tests.fakes import FakeClock
+from sparkd.fabric.readings import KEPT_S, FabricNodes, Stages, ray_environment
+from tests.support.fabric_tree import readings
+from tests.support.fakes import FakeClock
 
 A, B = "192.168.100.11", "192.168.100.12"
 JIT = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
@@ -119,13 +119,13 @@ async def test_stages_of_a_pipeline_go_to_linked_nodes_first_and_else_to_any() -
 
 def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = readings("pair-different-ports")["spark-1"]
-    monkeypatch.setattr("sparkd.fabric_nodes.sample", lambda: raw)
+    monkeypatch.setattr("sparkd.fabric.readings.sample", lambda: raw)
     names = {"NCCL_SOCKET_IFNAME": "=enp1s0f1np1", "GLOO_SOCKET_IFNAME": "enp1s0f1np1", "TP_SOCKET_IFNAME": "enp1s0f1np1"}
 
     assert ray_environment(A, {}) == names | {"VLLM_HOST_IP": A}
     del names["GLOO_SOCKET_IFNAME"]
     assert ray_environment(A, {"GLOO_SOCKET_IFNAME": "eth7"}) == names | {"VLLM_HOST_IP": A}
-    monkeypatch.setattr("sparkd.fabric_nodes.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
+    monkeypatch.setattr("sparkd.fabric.readings.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
     assert ray_environment(A, {}) == {}
 
 
@@ -133,5 +133,5 @@ def test_a_node_whose_sys_cannot_be_read_starts_its_ray_all_the_same(monkeypatch
     def refuse() -> dict[str, Any]:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("sparkd.fabric_nodes.sample", refuse)
+    monkeypatch.setattr("sparkd.fabric.readings.sample", refuse)
     assert ray_environment(A, {}) == {}

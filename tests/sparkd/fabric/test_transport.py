@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin import model_body
+from sparkd.admin.app import model_body
 from sparkd.errors import AgentLost
-from sparkd.fabric_findings import FAIL, OK, WARN, Finding
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.nccl_log import parse
-from sparkd.state import RankHandle, Want
-from sparkd.transport import moved, proof
-from tests.fabric_tree import readings
-from tests.fakes import Scene
-from tests.test_supervisor import UP, make_ready, stage
-from workers.agent import Agent
-from workers.logfile import STARTED, lines_since
-from workers.rank import nccl_lines
+from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.fabric.nccl_log import parse
+from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.transport import moved, proof
+from sparkd.state.nouns import RankHandle, Want
+from tests.sparkd.control.test_supervisor import UP, make_ready, stage
+from tests.support.fabric_tree import readings
+from tests.support.fakes import Scene
+from workers.agent.actor import Agent
+from workers.rank.lifecycle import nccl_lines
+from workers.rank.log import STARTED, lines_since
 
-LOGS = sorted((Path(__file__).parent / "fixtures" / "nccl-logs").glob("*.txt"))
+LOGS = sorted((Path(__file__).parents[2] / "fixtures" / "nccl-logs").glob("*.txt"))
 TEXT = {path.stem: path.read_text() for path in LOGS}
 A, B = "192.168.100.10", "192.168.100.11"
 LOST = Finding("network", FAIL, B, "NCCL of m", "network Socket", "2.1 GB/s instead of 20 to 24.")

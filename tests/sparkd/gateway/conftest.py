@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import uvloop
 
-from tests.gateway.fakes import RawEngine, Running, serving
+from tests.sparkd.gateway.fakes import RawEngine, Running, serving
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

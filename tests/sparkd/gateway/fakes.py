@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkd.abilities import Abilities, Need
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
-from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.gateway.proxy import Waits
-from sparkd.parsers import Parsers
-from sparkd.snapshot import ModelView, Snapshot
-from sparkd.state import ModelState, Want
-from sparkd.upstream import Upstream
+from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.state.abilities import Abilities, Need
+from sparkd.state.nouns import ModelState, Want
+from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.vllm.parsers import Parsers
 
 PROBE_TOKEN = "the-probe-token"
 ANSWER = b'{"id":"chatcmpl-1","choices":[]}'

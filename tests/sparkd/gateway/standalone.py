@@ -1,6 +1,6 @@
 """The gateway as a process of its own in front of an engine's socket, so that its memory can be measured. Never starts the engine.
 
-python -m tests.gateway.standalone ENGINE_SOCKET    prints its port, ends with its standard input
+python -m tests.sparkd.gateway.standalone ENGINE_SOCKET    prints its port, ends with its standard input
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from sparkd.gateway import Limits
-from tests.gateway.fakes import RawEngine, serving
+from tests.sparkd.gateway.fakes import RawEngine, serving
 
 
 async def main(engine_socket: str) -> None:

@@ -1,6 +1,6 @@
 """S6: who may do what, as one table over real sockets; the table is authorisation.golden, and this file writes it when run.
 
-python -m tests.gateway.test_matrix > tests/gateway/authorisation.golden
+python -m tests.sparkd.gateway.test_authorisation_matrix > tests/sparkd/gateway/authorisation.golden
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from sparkd.gateway import Keys
 from sparkd.gateway.keys import Role
 from sparkd.gateway.routes import EXACT
-from tests.gateway.fakes import Client, RawEngine, Running, request, serving
+from tests.sparkd.gateway.fakes import Client, RawEngine, Running, request, serving
 
 GOLDEN = Path(__file__).with_name("authorisation.golden")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

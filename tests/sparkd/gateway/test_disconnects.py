@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from sparkd.gateway.answers import Receive, Scope, Send
-from sparkd.upstream import Upstream
-from tests.gateway.fakes import (
+from sparkd.engine.upstream import Upstream
+from sparkd.gateway.responses import Receive, Scope, Send
+from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
     EVENT,
@@ -25,8 +25,8 @@ from tests.gateway.fakes import (
     soon,
     until_gone,
 )
-from workers.stub import start_stub
-from workers.stub_faults import FAULTS
+from workers.stub.__main__ import start_stub
+from workers.stub.faults import FAULTS
 
 CHAT = "/v1/chat/completions"
 BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'

@@ -12,8 +12,8 @@ import pytest
 from sparkd.errors import ModelLoading, Unavailable
 from sparkd.gateway import Limits, heartbeat
 from sparkd.gateway.heartbeat import how_far
-from sparkd.state import ModelState, Progress
-from tests.gateway.fakes import (
+from sparkd.state.nouns import ModelState, Progress
+from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
     EVENT,

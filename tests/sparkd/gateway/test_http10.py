@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from sparkd.gateway import Limits
-from sparkd.state import ModelState
-from tests.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
+from sparkd.state.nouns import ModelState
+from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
 
 CHAT = "/v1/chat/completions"
 STREAM = b'{"model":"tiny","stream":true}'

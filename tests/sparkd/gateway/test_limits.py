@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sparkd.gateway import Limits
-from tests.gateway.fakes import (
+from tests.sparkd.gateway.fakes import (
     DONE,
     EVENT,
     STREAM_HEAD,

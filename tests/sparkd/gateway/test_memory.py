@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.fakes import EVENT, STREAM_HEAD, Client, RawEngine, chunked, post, request, soon
+from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, Client, RawEngine, chunked, post, request, soon
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
@@ -46,11 +46,11 @@ async def process(engine: RawEngine) -> AsyncIterator[Process]:
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.gateway.standalone",
+        "tests.sparkd.gateway.standalone",
         str(engine.path),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     port = int(await child.stdout.readline())
     process = Process(child.pid, port)

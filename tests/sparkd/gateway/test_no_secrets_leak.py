@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
 from sparkd.gateway import Keys
-from tests.gateway.fakes import DONE, EVENT, STREAM_HEAD, RawEngine, Running, chunked, post, serving, soon, until_gone
+from tests.sparkd.gateway.fakes import DONE, EVENT, STREAM_HEAD, RawEngine, Running, chunked, post, serving, soon, until_gone
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 
 from sparkd.gateway.keys import Keys
-from tests.gateway.fakes import (
+from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
     EVENT,

@@ -12,9 +12,9 @@ import pytest
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import Keys, Limits
 from sparkd.gateway.routes import EXACT, Kind
-from sparkd.parsers import Parsers
-from sparkd.state import ModelState
-from tests.gateway.fakes import (
+from sparkd.state.nouns import ModelState
+from sparkd.vllm.parsers import Parsers
+from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
     EVENT,
@@ -262,7 +262,7 @@ async def test_content_types(gateway: Running) -> None:
 
 
 async def test_s1_malformed_bodies_get_our_envelope(gateway: Running) -> None:
-    from tests.gateway.test_body import BAD
+    from tests.sparkd.gateway.test_body import BAD
 
     client = await gateway.open()
     for case, body in BAD.items():

@@ -6,8 +6,8 @@ import pytest
 from fastapi import FastAPI
 
 from sparkd.gateway import Limits
-from sparkd.state import ModelState, Progress
-from tests.gateway.fakes import (
+from sparkd.state.nouns import ModelState, Progress
+from tests.sparkd.gateway.fakes import (
     RawEngine,
     chunked,
     post,
@@ -95,7 +95,7 @@ async def test_a_fault_of_the_admin_api_is_told_in_our_words(engine: RawEngine, 
 
 async def test_every_answer_says_its_date(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """RFC 9110 6.6.1: what the gateway says, what the admin API says, what the parser refuses, an engine's answer, once each."""
-    monkeypatch.setattr("sparkd.gateway.answers.time.time", lambda: 1_760_000_000.9)
+    monkeypatch.setattr("sparkd.gateway.responses.time.time", lambda: 1_760_000_000.9)
     expected = "Thu, 09 Oct 2025 08:53:20 GMT"
     async with serving(engine) as gateway:
         raws = (

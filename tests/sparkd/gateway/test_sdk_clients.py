@@ -9,11 +9,11 @@ import anthropic
 import openai
 import pytest
 
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import ModelLoading
 from sparkd.gateway import Keys
-from sparkd.upstream import Upstream
-from tests.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
-from workers.stub import start_stub
+from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
+from workers.stub.__main__ import start_stub
 
 KEY = "inference-key"
 # httpx or httpx2, as the release of openai has it.

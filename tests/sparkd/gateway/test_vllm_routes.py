@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.abilities import GENERATE, POOL, Abilities
 from sparkd.gateway import Keys
 from sparkd.gateway.routes import EXACT, Kind, nearest
-from sparkd.state import ModelState
-from tests.gateway.fakes import RawEngine, Running, serving, view
+from sparkd.state.abilities import GENERATE, POOL, Abilities
+from sparkd.state.nouns import ModelState
+from tests.sparkd.gateway.fakes import RawEngine, Running, serving, view
 
 CHAT = "/v1/chat/completions"
 CLIENT = "X-Sparkd-Client: test"

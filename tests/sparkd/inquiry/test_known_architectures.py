@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.architectures import CHECKED
-from sparkd.kv_cost import Serving, kv_layout
-from sparkd.model_answers import SPARK, Answer, Question
-from sparkd.model_shape import shape_of
-from sparkd.weight_cost import inventory
+from sparkd.capacity.kv_cache import Serving, kv_layout
+from sparkd.capacity.weights import inventory
+from sparkd.inquiry.model_answers import SPARK, Answer, Question
+from sparkd.models.architectures import CHECKED
+from sparkd.models.shape import shape_of
 from tests.conftest import VllmAnswers
-from tests.published_headers import checkpoint_of, config_of
-from workers.stream.recipe import Recipe
+from tests.support.published_headers import checkpoint_of, config_of
+from workers.quantization.recipe import Recipe
 
 # A published configuration of each. On two ranks too: one for each way in which heads and experts are split.
 FIXTURES = {

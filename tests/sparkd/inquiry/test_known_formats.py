@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.consultation import Consultation
+from sparkd.capacity.parallelism import refusal
+from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint, tensor_class
-from sparkd.consultation import Consultation
+from sparkd.checkpoint.header import DTYPE_BITS
+from sparkd.checkpoint.quantization import source_quantization
+from sparkd.checkpoint.tensors import TensorRef
 from sparkd.hardware import SPARK
-from sparkd.legal import refusal
-from sparkd.model_answers import Answer, Question, Runtime, ask
-from sparkd.model_shape import shape_of
-from sparkd.safetensors import DTYPE_BITS
-from sparkd.source_quantization import source_quantization
-from sparkd.tensors import TensorRef
-from sparkd.weight_cost import Inventory, inventory
-from tests.published_headers import config_of
-from tests.published_stored import stored
-from tests.published_tensors import tensors_of
-from workers.stream.format import SPELLINGS
-from workers.stream.recipe import Recipe
+from sparkd.inquiry.model_answers import Answer, Question, Runtime, ask
+from sparkd.models.shape import shape_of
+from tests.support.published_headers import config_of
+from tests.support.published_stored import stored
+from tests.support.published_tensors import tensors_of
+from workers.quantization.formats import SPELLINGS
+from workers.quantization.recipe import Recipe
 
 VOCABULARY = 4096
 RANKS = (1, 2, 4)

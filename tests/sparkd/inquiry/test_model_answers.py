@@ -14,10 +14,10 @@ import pytest
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
-from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
-from tests.sketches import dense, tensors_of, write
-from workers.model_question import DRAFT
-from workers.runtime import cpu_abilities
+from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from tests.support.sketches import dense, tensors_of, write
+from workers.engine.model_question import DRAFT
+from workers.host.runtime import cpu_abilities
 
 LAYER = {
     "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "layer": "Attention", "block": 16, "page_bytes": 65536,
@@ -149,7 +149,7 @@ def test_the_front_end_and_its_secrets_are_not_asked_about(engine: Engine) -> No
     assert asked["questions"][0] | {"folder": ""} == {
         "folder": "", "args": ["--max-num-seqs", "8"], "env": {"VLLM_X": "1"}, "tensor_parallel": 1, "pipeline_parallel": 1,
     }  # fmt: skip
-    assert asked["files"] == {"config.json": LLAMA.decode()} and asked["argv"] == ["-P", "-m", "workers.model_answer"]
+    assert asked["files"] == {"config.json": LLAMA.decode()} and asked["argv"] == ["-P", "-m", "workers.engine.model_answer"]
     assert kept(one(args=("--max-num-seqs=8", "--port", "1"), env={"VLLM_X": "1"}), engine) is None
     assert kept(one(args=("--max-num-seqs", "8", "--port", "1"), env={"VLLM_X": "1"}), engine) is not None
 
@@ -200,7 +200,7 @@ def test_another_release_or_plugin_is_asked_anew(engine: Engine) -> None:
 def test_another_cpu_is_asked_anew_about_its_own_platform(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A home folder may be that of several machines, and a machine may get another CPU."""
     cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr("sparkd.model_answers.cpu_abilities", lambda: cpu_abilities.__wrapped__(str(cpuinfo)))
+    monkeypatch.setattr("sparkd.inquiry.model_answers.cpu_abilities", lambda: cpu_abilities.__wrapped__(str(cpuinfo)))
     engine.says(own=[{"question": 0, "answer": answer()}], spark=[{"question": 0, "answer": answer()}])
     machines = ["flags : fpu avx2", "flags : fpu avx2 avx512_bf16", "flags : fpu avx2 avx512_bf16 amx_tile", "Features : fp bf16 sve", ""]
     for text in machines:

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from sparkd import node_inquiry
-from sparkd.answer_schema import checked
-from sparkd.config import load_config
+from sparkd.capacity.requirement import evidence_of
+from sparkd.config.config import load_config
+from sparkd.entry.node_runtime import NodeRuntime, runtime_in_sight, runtimes_in_sight
 from sparkd.errors import AgentLost, ClusterError, EngineError, RankError
-from sparkd.model_answers import Answer, Away, Question, Runtime, ask, kept, places
-from sparkd.needs import evidence_of
-from sparkd.node_inquiry import NodeInquiry
-from sparkd.node_runtime import NodeRuntime, runtime_in_sight, runtimes_in_sight
-from tests.daemon_process import until
-from tests.sketches import dense, tensors_of, write
-from tests.test_model_answers import GROUPS, LAYER, REFUSAL, STAGE, Engine, answer, one
-from workers import inquiry
-from workers.inquiry import Inquiries
+from sparkd.inquiry import other_node
+from sparkd.inquiry.answer_schema import checked
+from sparkd.inquiry.model_answers import Answer, Away, Question, Runtime, ask, kept, places
+from sparkd.inquiry.other_node import NodeInquiry
+from tests.sparkd.inquiry.test_model_answers import GROUPS, LAYER, REFUSAL, STAGE, Engine, answer, one
+from tests.support.daemon_process import until
+from tests.support.sketches import dense, tensors_of, write
+from workers.agent import inquiry
+from workers.agent.inquiry import Inquiries
 
 THERE = "10.0.0.2"
 
@@ -63,7 +63,7 @@ def wait(done: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(node_inquiry, "POLL_S", 0.01)
+    monkeypatch.setattr(other_node, "POLL_S", 0.01)
     return Engine(tmp_path)
 
 

@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from sparkd import plan_here
-from sparkd.config import Config, load_config
+from sparkd.capacity import plan_for_node
+from sparkd.capacity.requirement import need_of
+from sparkd.config.config import Config, load_config
+from sparkd.daemon.foresight import Foresight
+from sparkd.entry.node_runtime import NodeRuntime, runtimes_in_sight
 from sparkd.errors import RankError
-from sparkd.foresight import Foresight
-from sparkd.installed import full_version_in
-from sparkd.needs import need_of
-from sparkd.node_runtime import NodeRuntime, runtimes_in_sight
-from sparkd.snapshot import Snapshot
-from sparkd.state import ModelState
-from tests.daemon_process import ROOT
-from tests.sketches import dense, tensors_of, write
-from workers.runtime import probe
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import Snapshot
+from sparkd.vllm.installed import full_version_in
+from tests.support.daemon_process import ROOT
+from tests.support.sketches import dense, tensors_of, write
+from workers.host.runtime import probe
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 AGENT = """
 import json, sys
-from workers.inquiry import Inquiries
-from workers.runtime import probe
+from workers.agent.inquiry import Inquiries
+from workers.host.runtime import probe
 inquiries = Inquiries()
 methods = {"inquire": inquiries.start, "inquiry": inquiries.read, "end_inquiry": inquiries.end}
 methods["runtime"] = lambda path: probe(path).to_dict()
@@ -111,8 +111,8 @@ async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, confi
         return {}
 
     async def sureness() -> str:
-        question = plan_here.QuestionHere(model="m")
-        found = await plan_here.planned_here(question, config.lookup, unlinked, config, elsewhere=nodes.runtime)
+        question = plan_for_node.QuestionHere(model="m")
+        found = await plan_for_node.planned_here(question, config.lookup, unlinked, config, elsewhere=nodes.runtime)
         return str(found["options"][0]["footprint"]["sureness"])
 
     assert await sureness() != "exact"

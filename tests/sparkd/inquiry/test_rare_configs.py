@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.exact import exact_of
-from sparkd.kv_cost import Serving
-from sparkd.model_answers import Answer, Question
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.vllm_figures import exact_of
+from sparkd.inquiry.model_answers import Answer, Question
 from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
 from tests.conftest import VllmAnswers
-from tests.rare_configs import RARE, REFUSED, UNANSWERED, question_of
+from tests.support.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
 
 def questions(_folder: Path) -> dict[str, Question]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.architectures import remark
-from tests.sketches import mixture, tensors_of, write
+from sparkd.models.architectures import remark
+from tests.support.sketches import mixture, tensors_of, write
 
 REGISTRY = """
 _TEXT_GENERATION_MODELS = {

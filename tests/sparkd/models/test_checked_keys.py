@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from sparkd.architectures import is_checked
-from sparkd.checked_keys import KEYS
-from sparkd.model_shape import shape_of
-from tests.published_headers import config_of
-from tests.sketches import dense, mixture
-from tests.test_known_architectures import FIXTURES
+from sparkd.models.architectures import is_checked
+from sparkd.models.checked_keys import KEYS
+from sparkd.models.shape import shape_of
+from tests.sparkd.inquiry.test_known_architectures import FIXTURES
+from tests.support.published_headers import config_of
+from tests.support.sketches import dense, mixture
 
 OWN_DEFAULTS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 

@@ -19,19 +19,20 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from sparkd import hub, plan_here
+from sparkd.capacity import plan_for_node
+from sparkd.capacity.plan_for_node import checkpoint_here
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, Unavailable
-from sparkd.hub_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
-from sparkd.plan_here import checkpoint_here
-from sparkd.threads import Threads
-from tests import checkpoints
-from tests.fakes import FakeCluster
-from tests.gateway.fakes import soon
-from tests.hub_server import COMMIT, SIGNATURE, Repository, serving
-from tests.shards import header_of, layered, pack, write_folder, write_shard
+from sparkd.execution.threads import Threads
+from sparkd.models import hub
+from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
+from tests.sparkd.gateway.fakes import soon
+from tests.support import checkpoints
+from tests.support.fakes import FakeCluster
+from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
+from tests.support.shards import header_of, layered, pack, write_folder, write_shard
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 ID = "owner/name"
 PLACE = f"hf://{ID}@{COMMIT}"
 TOKEN = "hf_thetokenthatnobodymaysee"
@@ -373,7 +374,7 @@ def test_the_first_error_ends_it() -> None:
 def test_an_interrupt_does_not_wait_for_the_hub(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from sparkd.hub_headers import read_remote_checkpoint
+from sparkd.models.remote_headers import read_remote_checkpoint
 print("asking", flush=True)
 try:
     read_remote_checkpoint("owner/name", None, os.environ, lambda done, total: os.kill(os.getpid(), signal.SIGINT))
@@ -476,18 +477,18 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     may_end, running = threading.Event(), list[str]()
 
-    def answered(question: plan_here.QuestionHere, *_: object) -> dict[str, Any]:
+    def answered(question: plan_for_node.QuestionHere, *_: object) -> dict[str, Any]:
         running.append(question.model)
         may_end.wait()
         return {"model": question.model}
 
-    monkeypatch.setattr(plan_here, "_answer_of_process", answered)
-    monkeypatch.setattr(plan_here, "_PLANS", Threads("plan", 2, 4))
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", answered)
+    monkeypatch.setattr(plan_for_node, "_PLANS", Threads("plan", 2, 4))
     asking = []
     try:
         for number in range(20):
-            question = plan_here.QuestionHere(model=f"owner/{number}", hardware="spark")
-            asking.append(asyncio.create_task(plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)))
+            question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
+            asking.append(asyncio.create_task(plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)))
             await soon(lambda number=number: len(running) == min(number + 1, 2))
         await soon(lambda: sum(task.done() for task in asking) == 16)
 
@@ -504,9 +505,9 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
 async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ(repository).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(plan_here, "LIMIT_S", 0.0)
+    monkeypatch.setattr(plan_for_node, "LIMIT_S", 0.0)
 
     with pytest.raises(Unavailable, match=f"{ID}: its headers were not all read within 0 s. Ask again later"):
-        await plan_here.planned_here(plan_here.QuestionHere(model=ID), lambda _: None, FakeCluster().unlinked)
+        await plan_for_node.planned_here(plan_for_node.QuestionHere(model=ID), lambda _: None, FakeCluster().unlinked)
     with pytest.raises(Unavailable, match="were not all read"):
-        plan_here._answer(plan_here.QuestionHere(model=ID), plan_here.hardware_here("spark"), None, {})
+        plan_for_node._answer(plan_for_node.QuestionHere(model=ID), plan_for_node.hardware_here("spark"), None, {})

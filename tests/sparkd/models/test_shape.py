@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.model_shape import Attention, Shape, State, shape_of, text_config, widest
-from tests.sketches import CONFIGS, dense, mixture, published, shape
+from sparkd.models.shape import Attention, Shape, State, shape_of, text_config, widest
+from tests.support.sketches import CONFIGS, dense, mixture, published, shape
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
 # (layers that see all tokens, layers with a window, states, layers that keep nothing).

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config.recipe_check import checked, choices
 from sparkd.errors import ConfigError
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import checked, choices
-from sparkd.recipe_file import parse_recipe
-from sparkd.recipes import METHODS, PROFILES, offered
-from sparkd.vllm_flags import values_of
-from workers import parse_args
+from sparkd.recipes.expand import METHODS, PROFILES, offered
+from sparkd.recipes.file import parse_recipe
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.vllm.translate import values_of
+from workers.engine import parse_args
 
 BOOK = Book(None, AsWritten())
 OURS = sorted(BOOK.names())

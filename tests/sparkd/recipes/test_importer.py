@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from sparkd.config.recipe_check import Choice, checked, described, load, resolve, summary, unusable
 from sparkd.errors import ConfigError
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import Choice, checked, described, load, resolve, summary, unusable
-from sparkd.recipe_file import parse_recipe
-from sparkd.recipe_import import Imported, imported, substituted
-from sparkd.vllm_flags import draft_method
-from sparkd.vllm_known import Flag, FlagTable
+from sparkd.recipes.file import parse_recipe
+from sparkd.recipes.importer import Imported, imported, substituted
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.vllm.arg_check import Flag, FlagTable
+from sparkd.vllm.translate import draft_method
 
 # SPACES: blanks behind a backslash, which people leave there.
 ONE = """
@@ -77,7 +77,7 @@ def with_command(command: str, **keys: Any) -> str:
 
 def table_of_the_fixture() -> FlagTable:
     """Names alone, of vLLM 0.32.0."""
-    text = (Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
+    text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
     lines = [line.split()[1:] for line in text.splitlines() if not line.startswith("#")]
     return FlagTable("0.32.0", {name[2:]: Flag(number) for number, line in enumerate(lines) for name in line if name.startswith("--")})
 

@@ -10,7 +10,7 @@ import yaml
 
 from tests.compat.launchers import RefusedThere, Serving, arguments, serving, theirs
 from tests.compat.recipes import Verdict, differences, main, verdict
-from tests.test_recipe_import import ONE, TWO
+from tests.sparkd.recipes.test_importer import ONE, TWO
 
 DSPARK = '{"method": "dspark", "num_speculative_tokens": {tokens}, "attention_backend": "B12X_MLA_SPARSE"}'
 DOUBLED = DSPARK.replace('{"', '{{"').replace('"}', '"}}')

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from sparkd import registry_fetch
 from sparkd.__main__ import exit_code
-from sparkd.config import load_config, parse_model
+from sparkd.cli import registry_fetch
+from sparkd.cli.registry_fetch import fetched, source_of
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, SparkdError, StateError
-from sparkd.recipe_book import AsWritten, Book
-from sparkd.registry import Registries, Registry
-from sparkd.registry_fetch import fetched, source_of
-from tests.test_recipe_import import ONE, TWO
-from tests.test_recipes import RECIPE
+from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.registry import Registries, Registry
+from tests.sparkd.recipes.test_expand import RECIPE
+from tests.sparkd.recipes.test_importer import ONE, TWO
 
 PLAIN = """
 recipe_version: "1"
@@ -569,7 +569,7 @@ command: "vllm serve owner/plain '\e[2Jword' --\e[2Jflag '\e[2J' --tool-call-par
 """
 
 
-@pytest.mark.parametrize("left", ["", " && \\e[2J", " --tool-call-parser '\\e[2J'", ' --\\e[2Jflag', " '\\e[2Jword'"])
+@pytest.mark.parametrize("left", ["", " && \\e[2J", " --tool-call-parser '\\e[2J'", " --\\e[2Jflag", " '\\e[2Jword'"])
 def test_no_escape_in_quotes_reaches_the_terminal(left: str, eugr: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     eugr.commit({"recipes/quoted.yaml": QUOTED.replace(left, "")})
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")

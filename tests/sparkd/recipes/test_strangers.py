@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd import recipe_verbs
-from sparkd.config import parse_model
-from sparkd.config_check import check
+from sparkd.cli import recipes
+from sparkd.cli.config_check import check
+from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError
-from sparkd.recipe_book import Book
-from tests.test_recipe_import import ONE
-from tests.test_registry import PLAIN, Repository, as_json, eugr, run, state
+from sparkd.recipes.library import Book
+from tests.sparkd.recipes.test_importer import ONE
+from tests.sparkd.recipes.test_registry import PLAIN, Repository, as_json, eugr, run, state
 
 __all__ = ["eugr", "state"]
 NATIVE = """
@@ -34,7 +34,7 @@ INSIDE = NATIVE + "speculative: {mtp: {model: '{model}/mtp'}}\n"
 
 @pytest.fixture(autouse=True)
 def _without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_verbs, "_flags", lambda: None)
+    monkeypatch.setattr(recipes, "_flags", lambda: None)
 
 
 @pytest.mark.parametrize("text", FOLDERS.values(), ids=FOLDERS.keys())

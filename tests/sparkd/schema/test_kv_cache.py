@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.admission import machine
-from sparkd.config import Engine, ModelConfig, config_hash, load_config, parse_model
-from sparkd.config_check import check
+from sparkd.capacity.account import machine
+from sparkd.capacity.auto_resolve import room_of
+from sparkd.cli.config_check import check
+from sparkd.config.config import Engine, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
-from sparkd.resolving import room_of
+from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import VARIABLE, Settings
-from workers.runtime import API_SERVER, COMMAND_LINE
 
 GIB = 1 << 30
 OURS = ("cuda", COMMAND_LINE)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
-from workers.stream.recipe import Recipe
+from workers.quantization.recipe import Recipe
 
 
 def from_text(folder: Path, text: str) -> Config:
@@ -88,7 +88,7 @@ def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
     hashes = {key: config_hash(model(**{key: value}), Engine()) for key, value in CHANGES_ENGINE.items()}
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
-    # Of a recipe, only what it brings: tests/test_recipes.py.
+    # Of a recipe, only what it brings: tests/sparkd/recipes/test_expand.py.
     assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields)
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.yamlfile import MAX_BYTES, Items, Place, Problem, Table, masked, parse
+from sparkd.schema.yaml_file import MAX_BYTES, Items, Place, Problem, Table, masked, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import StateError
-from sparkd.rows import noun_of
-from sparkd.state import (
+from sparkd.state.nouns import (
     EVENTS_KEPT,
     LEGAL,
     OPERATIONS_KEPT,
@@ -27,7 +26,8 @@ from sparkd.state import (
     Want,
     check_step,
 )
-from tests.test_plan import HANDLE
+from sparkd.state.rows import noun_of
+from tests.sparkd.control.test_plan import HANDLE
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_an_event_is_examined_once_however_often_it_is_read(tmp_path: Path, monk
         examined.append(noun)
         return noun_of(noun, raw)
 
-    monkeypatch.setattr("sparkd.state.noun_of", counted)
+    monkeypatch.setattr("sparkd.state.nouns.noun_of", counted)
     store = Store(tmp_path / "state.db")
     written = [store.add_event(1.5, "k", "m", "it", {"a": [number]}) for number in range(20)]
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> 
 
 def test_schema_version_1_as_the_first_release_wrote_it_still_opens(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
-    golden = Path(__file__).parent / "fixtures" / "state-v1.sql"
+    golden = Path(__file__).parents[2] / "fixtures" / "state-v1.sql"
     with sqlite3.connect(path) as db:
         db.executescript(golden.read_text())
     db.close()

@@ -21,16 +21,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkd.admin_bodies import NewModel
-from sparkd.config import load_config
+from sparkd.admin.bodies import NewModel
+from sparkd.config.config import load_config
+from sparkd.control.journal import Ledger
+from sparkd.control.registry import Roster
 from sparkd.errors import StateError
-from sparkd.ledger import Ledger
-from sparkd.roster import Roster
-from sparkd.rows import object_in
-from sparkd.state import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
-from sparkd.yamlfile import MAX_DEPTH, check_depth
-from tests.fakes import scene, stage
-from tests.test_plan import HANDLE
+from sparkd.schema.yaml_file import MAX_DEPTH, check_depth
+from sparkd.state.nouns import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
+from sparkd.state.rows import object_in
+from tests.sparkd.control.test_plan import HANDLE
+from tests.support.fakes import scene, stage
 
 TABLES = ("desired", "handles", "answered", "specs", "operations", "events")
 
@@ -467,7 +467,7 @@ READ_ONLY = """
 import os, sys
 from pathlib import Path
 from sparkd.errors import StateError
-from sparkd.state import Store
+from sparkd.state.nouns import Store
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
 try:
@@ -498,12 +498,12 @@ import logging, os, resource, subprocess, sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from sparkd import logs
+from sparkd.daemon import logs
 from sparkd.__main__ import exit_code
-from sparkd.daemon import _lock, _private_folder
+from sparkd.daemon.daemon import _lock, _private_folder
 from sparkd.errors import StateError
-from sparkd.ledger import Ledger
-from sparkd.state import Store
+from sparkd.control.journal import Ledger
+from sparkd.state.nouns import Store
 
 method, folder = sys.argv[1], Path(sys.argv[2])
 SIZE = 16 << 20
@@ -556,7 +556,7 @@ def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Pa
     method = "tmpfs" if may_mount() else "limit"
     own = ["unshare", "-m"] if method == "tmpfs" else []
     command = [*own, sys.executable, "-c", FULL_DISK, method, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3], check=False)
     assert done.returncode == 0, done.stderr
     outcomes = dict(line.split() for line in done.stdout.splitlines())
     assert outcomes["0"].startswith("StateError") and outcomes["0"] in ("StateError", "StateError3")

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from sparkd import added_flags, vllm_table
-from sparkd.cluster import Cluster
-from sparkd.config import Config, parse_model
-from sparkd.config_check import check
+from sparkd.capacity.requirement import Need, said_to
+from sparkd.cli.config_check import check
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.launcher import Attempt
+from sparkd.config.config import Config, parse_model
 from sparkd.errors import RankError
-from sparkd.needs import Need, said_to
-from sparkd.start import Attempt
-from sparkd.vllm_known import FlagTable, misfits, unspeculative
-from sparkd.vllm_table import flag_table, places, refused
-from tests.test_installed import environment
+from sparkd.inquiry import flag_table as vllm_table
+from sparkd.inquiry.flag_table import flag_table, places, refused
+from sparkd.recipes import admin_flags
+from sparkd.vllm.arg_check import FlagTable, misfits, unspeculative
+from tests.sparkd.vllm.test_installed import environment
 
 TAKEN = [
     "--max-model-len 8192",
@@ -151,8 +152,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> FlagTable:
 
 
 def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with(table: FlagTable) -> None:
-    for name in sorted(added_flags.SWITCHES | added_flags.VALUES | added_flags.MAPPINGS | added_flags.LISTS):
-        takes = 0 if name in added_flags.SWITCHES else None if name in added_flags.LISTS else 1
+    for name in sorted(admin_flags.SWITCHES | admin_flags.VALUES | admin_flags.MAPPINGS | admin_flags.LISTS):
+        takes = 0 if name in admin_flags.SWITCHES else None if name in admin_flags.LISTS else 1
         assert table.flags[name].takes == takes, name
         assert f"no-{name}" not in table.flags or takes == 0, name
 
@@ -161,7 +162,7 @@ PARSER = """
 import json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-from workers.flag_table import parser_here
+from workers.engine.flag_table import parser_here
 parser = parser_here()
 def error(message):
     raise ValueError(message)
@@ -345,7 +346,7 @@ def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
     line: str, told: str | None, tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_table, "flag_table", lambda *_, **__: table)
-    monkeypatch.setattr("sparkd.needs.full_version_in", lambda _: table.version)
+    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: table.version)
     file, args = tmp_path / "sparkd.yaml", shlex.split(line)
     file.write_text(json.dumps({"state_dir": str(tmp_path), "models": {"m": {"model": "o/m", "extra_args": args}}}))
     found = [problem.message for problem in check(file, {}) if "--speculative-config: " in problem.message]
@@ -462,10 +463,10 @@ def test_a_check_finds_it_and_a_load_does(
 async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
-    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
+    monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
     need = Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
-    monkeypatch.setattr("sparkd.siting.need_of", lambda *_: need)
+    monkeypatch.setattr("sparkd.cluster.placer.need_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.place(spec)
     assert caught.value.message == (
@@ -478,7 +479,7 @@ async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, 
     """What its vLLM is to be told is worked out where the model is placed, and goes with the placement to the start."""
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
-    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
+    monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": table.version}
     monkeypatch.setattr(cluster._here, "runtime", lambda _: here)
     looked: list[str] = []

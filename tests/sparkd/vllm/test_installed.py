@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config_check import check
-from sparkd.installed import release_in
+from sparkd.cli.config_check import check
+from sparkd.vllm.installed import release_in
 
 
 def environment(folder: Path, *packages: str) -> Path:

@@ -1,4 +1,5 @@
-"""sparkd/parsers.py and sparkd/parser_choice.py: which parsers are chosen for which family and template, and that an entry's key wins."""
+"""sparkd/vllm/parsers.py and sparkd/entry/parser_choice.py: which parsers are chosen for which family and template, and that an entry's key
+wins."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from sparkd import parser_choice
+from deploy.embedded_model import CHAT_TEMPLATE
 from sparkd.__main__ import exit_code
-from sparkd.config import load_config, parse_model
-from sparkd.config_check import check
-from sparkd.embedded import CHAT_TEMPLATE
+from sparkd.capacity.requirement import said_to
+from sparkd.cli.config_check import check
+from sparkd.config.config import load_config, parse_model
+from sparkd.entry import parser_choice
+from sparkd.entry.hub_check import Remote
+from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
-from sparkd.hub_model import Remote
-from sparkd.installed import full_version_in, parsers_of
-from sparkd.needs import said_to
-from sparkd.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
-from sparkd.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
-from sparkd.unknown_names import unknown_parsers
+from sparkd.vllm.installed import full_version_in, parsers_of
+from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
+from sparkd.vllm.unknown_names import unknown_parsers
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
 THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"

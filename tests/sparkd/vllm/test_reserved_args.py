@@ -6,11 +6,11 @@ from typing import NoReturn
 
 import pytest
 
-from sparkd.added_flags import refuse_flags, refuse_variables
 from sparkd.errors import ConfigError
-from sparkd.vllm_args import check_args, owned_args, owned_env, trusts_code
+from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
+from sparkd.vllm.reserved_args import check_args, owned_args, owned_env, trusts_code
 
-FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
+FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 
 
 def release() -> list[tuple[str, list[str]]]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.vllm_flags import PER_BATCH, Translation, release_of, translated, values_of, without
-from sparkd.vllm_history import ADDED, ANY, FLAGS, READ_OFF, VARIABLES, Dropped
+from sparkd.vllm.releases import ADDED, ANY, FLAGS, READ_OFF, VARIABLES, Dropped
+from sparkd.vllm.translate import PER_BATCH, Translation, release_of, translated, values_of, without
 
 NOW = READ_OFF
-RELEASE_FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
+RELEASE_FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 
 
 def said(args: str = "", env: dict[str, str] | None = None, release: tuple[int, int] = NOW) -> Translation:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import parse_model
-from sparkd.kv_sizing import WORKERS, vllm_sizes
-from sparkd.model_config import ModelConfig
-from sparkd.placement import needed_gib
-from sparkd.uncounted import (
+from sparkd.capacity.reservation import needed_gib
+from sparkd.config.config import parse_model
+from sparkd.schema.kv_cache import WORKERS, vllm_sizes
+from sparkd.schema.model import ModelConfig
+from sparkd.vllm.unaccounted_args import (
     _FLAGS,
     _SHORTEST,
     CACHE,
@@ -32,10 +32,10 @@ from sparkd.uncounted import (
     unsized,
 )
 
-FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
+FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.
 GONE = {"task"}
-# sparkd refuses it everywhere (sparkd.vllm_args), and it begins --config-format.
+# sparkd refuses it everywhere (sparkd.vllm.reserved_args), and it begins --config-format.
 REFUSED = {"config"}
 
 

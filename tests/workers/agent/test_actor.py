@@ -21,16 +21,17 @@ from typing import Any
 
 import pytest
 
+from sparkd.cluster.read_memory import reading
 from sparkd.errors import NodeRefused, RankError
-from sparkd.memory import reading
-from sparkd.state import RankHandle
-from tests.daemon_process import ROOT
-from tests.ranks import until
-from workers import agent as module
-from workers import node_variables, rank
-from workers.agent import Agent, _make_key
+from sparkd.state.nouns import RankHandle
+from tests.support.daemon_process import ROOT
+from tests.support.ranks import until
+from workers.agent import actor as module
+from workers.agent.actor import Agent, _make_key
+from workers.host import node_variables
+from workers.rank import lifecycle
 
-FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 SHOWN = ["sparkd", "sparkd_plugin-0.dist-info", "workers"]
 NEVER_S = 60.0  # the sampler's thread sleeps through the test
 
@@ -83,7 +84,7 @@ def test_a_folder_of_another_user_is_told_until_it_is_given_back(folder: Path, m
 
     places = ("n", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"))
     with monkeypatch.context() as patched:
-        patched.setattr("workers.agent.private_folder", check)
+        patched.setattr("workers.agent.actor.private_folder", check)
         with pytest.raises(NodeRefused, match=str(folder / folder_of)):
             Agent(*places)
         made = Agent(*places, actor=True)
@@ -284,7 +285,7 @@ def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> Non
     link.symlink_to("/an/older/release/workers")
     Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc"))
 
-    assert link.resolve() == Path(module.__file__).resolve().parent
+    assert link.resolve() == Path(module.__file__).resolve().parents[1]
     assert sorted(os.listdir(link.parent)) == SHOWN
 
 
@@ -383,7 +384,7 @@ def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> No
     assert os.listdir(made.run_dir) == ["plugin"]
 
 
-@pytest.mark.parametrize("where", ["workers.rank.spawn", "workers.agent._make_key", "workers.agent._free_port"])
+@pytest.mark.parametrize("where", ["workers.rank.lifecycle.spawn", "workers.agent.actor._make_key", "workers.agent.actor._free_port"])
 def test_a_disk_that_is_full_is_named_and_leaves_no_key(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")
@@ -402,7 +403,7 @@ def test_a_key_that_cannot_be_written_is_not_left_half(tmp_path: Path, monkeypat
     def full(length: int) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("workers.agent.secrets.token_hex", full)
+    monkeypatch.setattr("workers.agent.actor.secrets.token_hex", full)
     with pytest.raises(OSError, match="No space left"):
         _make_key(path)
     assert not path.exists()
@@ -422,4 +423,4 @@ def test_only_keys_of_its_own_folder_are_given_out(made: Agent, folder: Path) ->
 def test_a_runtime_that_is_not_there_is_a_rank_error(made: Agent) -> None:
     with pytest.raises(RankError, match="cannot be run"):
         made.runtime("/nowhere/python")
-    assert rank.scan(made.run_dir) == []
+    assert lifecycle.scan(made.run_dir) == []

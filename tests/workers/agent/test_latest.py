@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkd.errors import RankError
-from workers.latest import Latest
+from workers.agent.latest import Latest
 
 
 class Job:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import until
-from workers import processes
-from workers.foreign import foreign
+from tests.support.ranks import until
+from workers.agent.other_engines import foreign
+from workers.host import processes
 
 CHILDREN = """
 import subprocess, sys, time
@@ -75,7 +75,7 @@ def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Star
     ended.wait(10)
     table = processes.table
     monkeypatch.setattr(processes, "table", lambda: {one: stat for one, stat in table().items() if one not in (pid, small)})
-    monkeypatch.setattr("workers.foreign._device", lambda: {pid: 40 << 30, small: 100 << 20, ended.pid: 40 << 30})
+    monkeypatch.setattr("workers.agent.other_engines._device", lambda: {pid: 40 << 30, small: 100 << 20, ended.pid: 40 << 30})
 
     assert [one for one in foreign() if one["bytes"] >= 1 << 30] == [
         {"pid": pid, "name": "another user's process", "vllm": False, "bytes": 40 << 30}
@@ -84,7 +84,7 @@ def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Star
 
 def test_gpu_memory_tells_of_engines_with_other_names(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     pid, small = start("sglang.launch_server"), start("http.server")
-    monkeypatch.setattr("workers.foreign._device", lambda: {pid: 40 << 30, small: 100 << 20})
+    monkeypatch.setattr("workers.agent.other_engines._device", lambda: {pid: 40 << 30, small: 100 << 20})
     found = {one["pid"]: one for one in foreign()}
 
     assert (found[pid]["vllm"], found[pid]["bytes"] >= 40 << 30, small in found) == (False, True, False)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from workers import cuda_stand_in
-from workers.cuda_stand_in import AbsentPackage
-from workers.meta_model import Refused, _meta
+from workers.engine import cuda_stand_in
+from workers.engine.cuda_stand_in import AbsentPackage
+from workers.engine.meta_model import Refused, _meta
 
 
 def refusal(raised: Callable[[], object], step: str = "model") -> dict[str, object]:

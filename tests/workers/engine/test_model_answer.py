@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.model_answers import OWN, SPARK, Answer, Question, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, kept
 from tests.conftest import VllmAnswers
-from tests.sketches import write
-from workers.model_question import DRAFT as MOVED
+from tests.support.sketches import write
+from workers.engine.model_question import DRAFT as MOVED
 
-CONFIGS = Path(__file__).parent / "fixtures/configs"
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 DRAFT = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
 # Of the small one's two layers, its embedding and its head.
 SMALL_BYTES = 2 * (2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096) + 4096 + 2 * 128_256 * 4096)

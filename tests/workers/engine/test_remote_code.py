@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.command import build_environment
-from workers.interpreter import PACKAGE_DIR
-from workers.spec import RankSpec
-from workers.trusted_code import VARIABLE, Commits
+from workers.host.interpreter import PACKAGE_DIR
+from workers.host.trusted_code import VARIABLE, Commits
+from workers.rank.command import build_environment
+from workers.rank.spec import RankSpec
 
 FIRST, SECOND, THIRD = "1" * 40, "2" * 40, "3" * 40
 TRUSTED = Commits({"owner/name": [FIRST]})
@@ -53,7 +53,7 @@ _CODE = "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):
 # Each line: the class's own commit, or the error. As vLLM reads a configuration for its tokenizer: by the folder of a snapshot.
 _CHILD = """
 import os, sys
-from workers.remote_code import enforce
+from workers.engine.remote_code import enforce
 enforce(os.environ)
 from transformers import AutoConfig
 for folder in sys.argv[1:]:

@@ -18,25 +18,27 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.config import ModelConfig
+from sparkd.capacity.reservation import Placement
+from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.node_tracker import Observation, facts_of
+from sparkd.cluster.read_memory import reading
+from sparkd.config.config import ModelConfig
+from sparkd.control.pressure import told_of
+from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
-from sparkd.memory import reading
-from sparkd.placement import Placement
-from sparkd.pressure import told_of
-from sparkd.sight import Observation, facts_of
-from sparkd.start import Attempt
-from sparkd.state import RankFact, RankHandle, Want
-from sparkd.upstream import ServedModels, Upstream, served_models
-from tests import memory_hog
-from tests.fakes import FakeCluster, scene
-from tests.memory_hog import show
-from tests.ranks import until
-from workers import holders, incidents, memlock, sentry
-from workers.agent import Agent
-from workers.holders import device_bytes
-from workers.vitals import Vitals
+from sparkd.state.nouns import RankFact, RankHandle, Want
+from tests.support import memory_hog
+from tests.support.fakes import FakeCluster, scene
+from tests.support.memory_hog import show
+from tests.support.ranks import until
+from workers.agent.actor import Agent
+from workers.guard import consumers, incidents
+from workers.guard import guard as sentry
+from workers.guard.consumers import device_bytes
+from workers.guard.memory_sampler import Vitals
+from workers.host import memlock
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 ON: Mapping[str, Any] = {"mode": "on"}
 FLOOR_GIB, HARD_GIB = 2.0, 4.0
 SAMPLE_S = 0.25
@@ -141,7 +143,7 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
     """As a person reads it, with no daemon."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-        patch.setattr("sparkd.incident_verbs._folder", lambda: agent.sentry.folder)
+        patch.setattr("sparkd.cli.incidents._folder", lambda: agent.sentry.folder)
         capsys.readouterr()
         assert exit_code(["incidents", "ls"]) == 0
         assert incident_id in capsys.readouterr().out
@@ -152,7 +154,7 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
         assert json.loads(capsys.readouterr().out)["id"] == incident_id
         assert exit_code(["incidents", "show", "20260101-000000-x"]) == 5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparkd.client.Client.get", lambda client, path: pytest.fail(f"{path} is asked for"))
+        patch.setattr("sparkd.admin.client.Client.get", lambda client, path: pytest.fail(f"{path} is asked for"))
         assert exit_code(["incidents", "show", "../../etc/passwd"]) == 5
         assert "There is no incident '../../etc/passwd'" in capsys.readouterr().err
 
@@ -184,7 +186,7 @@ class RealNode(FakeCluster):
 
 
 async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guard.CALM_S", 0.5)
+    monkeypatch.setattr("workers.guard.policy.CALM_S", 0.5)
     agent = agents.start()
     made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.2, backoff__max_s=0.2)
     made.clock = time.monotonic  # type: ignore[assignment]
@@ -313,8 +315,8 @@ def test_device_memory_is_read_with_and_without_a_name() -> None:
 
 
 def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("sleep", "600"))
-    monkeypatch.setattr(holders, "DEVICE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("sleep", "600"))
+    monkeypatch.setattr(consumers, "DEVICE_TIMEOUT_S", 0.1)
     agent = agents.start()
     started(agent, folder)
     until(lambda: agent.sentry.reading["device_trouble"])
@@ -325,14 +327,14 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, fo
 def test_a_driver_that_falls_silent_between_two_questions_leaves_no_old_answer(
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("true",))
-    monkeypatch.setattr(holders, "GPU_COMMAND", ("echo", "12.5, 96, 60"))
-    monkeypatch.setattr(holders, "DEVICE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(holders, "DEVICE_EVERY_S", 0.0)
+    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("true",))
+    monkeypatch.setattr(consumers, "GPU_COMMAND", ("echo", "12.5, 96, 60"))
+    monkeypatch.setattr(consumers, "DEVICE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
     agent = agents.start()
     started(agent, folder)
     until(lambda: agent.sentry.reading.get("gpu_power_w") == 12.5)
-    monkeypatch.setattr(holders, "GPU_COMMAND", ("sleep", "600"))
+    monkeypatch.setattr(consumers, "GPU_COMMAND", ("sleep", "600"))
     until(lambda: agent.sentry.reading["device_trouble"])
     assert agent.sentry.reading["device_trouble"] == "sleep did not answer within 0.1 s"
     until(lambda: "gpu_power_w" not in agent.sentry.reading)
@@ -350,7 +352,7 @@ def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
 
 
 def test_memory_is_locked_where_that_is_allowed_and_else_it_says_why() -> None:
-    code = "from workers import memlock; import sys; sys.stdout.write(str(memlock.lock()))\n"
+    code = "from workers.host import memlock; import sys; sys.stdout.write(str(memlock.lock()))\n"
     code += "print(next(line for line in open('/proc/self/status') if line.startswith('VmLck')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, cwd=FIXTURES.parent.parent)
     locked = int(done.stdout.split()[-2])
@@ -363,9 +365,9 @@ def test_a_gpu_with_memory_of_its_own_tells_what_it_draws_and_holds_nothing_of_t
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sentry, "shares_memory", lambda: False)
-    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("false",))
-    monkeypatch.setattr(holders, "GPU_COMMAND", ("echo", "412.5, 96, 60"))
-    monkeypatch.setattr(holders, "DEVICE_EVERY_S", 0.0)
+    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("false",))
+    monkeypatch.setattr(consumers, "GPU_COMMAND", ("echo", "412.5, 96, 60"))
+    monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
     agent = agents.start()
     started(agent, folder)
     until(lambda: agent.sentry.reading.get("gpu_power_w") == 412.5)

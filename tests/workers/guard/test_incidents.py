@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.memory_hog import show
-from workers import incidents
-from workers.sentry import Sentry
+from tests.support.memory_hog import show
+from workers.guard import incidents
+from workers.guard.guard import Sentry
 
 RANK = "m-1-0123abcd"
 

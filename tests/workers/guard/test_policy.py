@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.collapses import STILL, TOTAL, Lived, Story, line, live
-from workers.guard import (
+from tests.support.collapses import STILL, TOTAL, Lived, Story, line, live
+from workers.guard.memory_sampler import Look, Trend, Vitals
+from workers.guard.policy import (
     CALM_S,
     CAPTURE,
     CRITICAL,
@@ -26,9 +27,8 @@ from workers.guard import (
     decide,
     pace_s,
 )
-from workers.vitals import Look, Trend, Vitals
 
-MEMINFO = Path(__file__).parent / "fixtures" / "meminfo"
+MEMINFO = Path(__file__).parents[2] / "fixtures" / "meminfo"
 LIMITS = Limits.of(TOTAL)
 SERVING = Engine("a", "a", SERVE, 60 * GIB, in_flight=1)
 LOADING = Engine("b", "b", LOAD, 30 * GIB, in_flight=0)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.memory import reading
-from sparkd.state import Reading
-from workers.meminfo import parse_meminfo, parse_pressure, sample
+from sparkd.cluster.read_memory import reading
+from sparkd.state.nouns import Reading
+from workers.host.meminfo import parse_meminfo, parse_pressure, sample
 
-FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 KIB = 1024
 # MemTotal, MemAvailable, MemFree, Cached, SwapTotal, SwapFree in kB as the files give them; what a file leaves out is 0.
 CAPTURES = {

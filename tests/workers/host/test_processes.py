@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from workers import processes
-from workers.processes import Identity, Stat
+from workers.host import processes
+from workers.host.processes import Identity, Stat
 
 BOOT = "b"
 SHIM, ENGINE = Identity(10, 100, BOOT), Identity(11, 101, BOOT)

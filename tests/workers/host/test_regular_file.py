@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config_check import check
+from sparkd.cli.config_check import check
+from sparkd.config.recipe_check import load
 from sparkd.errors import ConfigError
-from sparkd.recipe_check import load
-from workers import regular_file
-from workers.hub_cache import snapshot_of
+from workers.host import regular_file
+from workers.host.hub_cache import snapshot_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def pipe(path: Path) -> Path:

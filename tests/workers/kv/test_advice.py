@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.kv.arithmetic import FOUR_BITS, GIB, Demand, DoesNotFit, Need, Reserved, pool
+from workers.kv.request import Wish
 from workers.kv.settings import BLOCKS_FLAG, Settings
-from workers.kv.wish import Wish
 
 _NUMBER = r"([\d,]+\d|\d)"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kv.test_sizing import BLOCK, DEMAND, NEED, STOCK, Machine, at_once
+from tests.workers.kv.test_sizing import BLOCK, DEMAND, NEED, STOCK, Machine, at_once
 from workers.kv.agreement import Course, Vote, course_of
 from workers.kv.arithmetic import GIB, Demand, Need
 from workers.kv.profiles import Learned, Profiles, key_of

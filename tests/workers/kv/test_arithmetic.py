@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Reserved, longest, margin_of, pool, smaller_batch, too_little
-from workers.kv.readings import Reading, host
+from workers.kv.memory import Reading, host
 
 NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
 # Weights are in memory already when room is read; they are here for the sentence.
@@ -16,7 +16,7 @@ SPARK = Demand(graphs=2 * GIB, peak=6 * GIB, reusable=2 * GIB, weights=60 * GIB)
 
 # A GiB of graphs and four for the largest batch.
 DEMAND = Demand(graphs=GIB, peak=4 * GIB, reusable=GIB * 4 // 5)
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "meminfo"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 
 
 def spark(folder: Path, capture: str) -> Reading:

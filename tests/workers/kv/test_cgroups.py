@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workers.kv.cgroups import cgroup_left
-from workers.kv.readings import host
+from workers.kv.memory import host
 
 # What kernels write where there is no limit: PAGE_COUNTER_MAX of 4 KiB and of 64 KiB pages.
 NONE, NONE_64K = "9223372036854771712", "9223372036854710272"

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config.multimodal import MultiModalConfig
 
-    from workers.kv.identity import FIELDS, MULTIMODAL, environment_of, folders_of, identity_of, multimodal_of
+    from workers.kv.engine_identity import FIELDS, MULTIMODAL, environment_of, folders_of, identity_of, multimodal_of
 
 COMMITS = "a" * 40, "b" * 40
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kv.test_sizing import DEMAND, Machine, at_once, serve, start, told
+from tests.workers.kv.test_sizing import DEMAND, Machine, at_once, serve, start, told
 from workers.kv.arithmetic import GIB, Demand
+from workers.kv.load_watch import EVERY, LOOKS, UnderLoad
 from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.sized import Sized
+from workers.kv.sized_worker import Sized
 from workers.kv.sizing import Sizing
-from workers.kv.under_load import EVERY, LOOKS, UnderLoad
 
 __all__ = ["at_once"]  # a fixture
 KEY = key_of({"model": "m"})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.readings import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.memory import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "meminfo"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 GIB = 2**30
 
 

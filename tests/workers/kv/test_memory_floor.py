@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from workers.kv import floor
+from workers.kv import memory_floor
 from workers.kv.arithmetic import GIB
-from workers.kv.floor import BLIND, Floor
-from workers.kv.readings import Reading
+from workers.kv.memory import Reading
+from workers.kv.memory_floor import BLIND, Floor
 
 
 class Memory:
@@ -34,7 +34,7 @@ class Memory:
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(floor, "EVERY_S", 0.001)
+    monkeypatch.setattr(memory_floor, "EVERY_S", 0.001)
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
 
 

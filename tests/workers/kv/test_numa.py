@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from workers.kv.memory import Reading, host
 from workers.kv.numa import nodes_bound, policy
-from workers.kv.readings import Reading, host
+from workers.kv.request import Wish
 from workers.kv.settings import Settings
 from workers.kv.symbols import Missing
-from workers.kv.wish import Wish
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own are not ours

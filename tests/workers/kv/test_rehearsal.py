@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workers.kv import encoders
-from workers.kv.minimal import all_decoding, profiled, smaller_batches
+from workers.kv.rehearsal import all_decoding, profiled, smaller_batches
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own are not ours

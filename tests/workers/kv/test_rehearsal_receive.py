@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.kv.minimal import receive
+from workers.kv.rehearsal import receive
 
 
 class Stage:

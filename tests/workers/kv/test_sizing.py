@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from workers.kv.arithmetic import GIB, Demand, Need
+from workers.kv.memory import Reading
 from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.readings import Reading
 from workers.kv.settings import Settings
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.symbols import Missing

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kv.test_sizing import NEED, Machine, at_once, told
+from tests.workers.kv.test_sizing import NEED, Machine, at_once, told
 from workers.kv.arithmetic import GIB, Need
 from workers.kv.settings import Settings
-from workers.kv.sized import Sized
+from workers.kv.sized_worker import Sized
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing
 
@@ -100,7 +100,7 @@ def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(mon
             raise Missing(counts)
         return 3.0
 
-    monkeypatch.setattr("workers.kv.sized.requests_in", requests_in)
+    monkeypatch.setattr("workers.kv.sized_worker.requests_in", requests_in)
     worker, cache = Ours(), SimpleNamespace(kv_cache_groups=["full"])
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8192))
     worker._sizing = Sizing(Machine(40 * GIB), Settings(), need, lambda: {"model": "m"})

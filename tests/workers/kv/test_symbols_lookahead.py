@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparkd.kv_cost import KvLayout, Serving, sized
+from sparkd.capacity.kv_cache import KvLayout, Serving, sized
 from workers.kv.arithmetic import Need
+from workers.kv.request import Wish
 from workers.kv.settings import Settings
 from workers.kv.symbols import lookahead_of
-from workers.kv.wish import Wish
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own are not ours

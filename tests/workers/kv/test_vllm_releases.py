@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import workers.kv
-from tests.kv.test_sizing import NEED, STOCK, Machine, at_once
-from workers.kv import minimal, prompt_logprobs, symbols
+from tests.workers.kv.test_sizing import NEED, STOCK, Machine, at_once
+from workers.kv import prompt_logprobs, rehearsal, symbols
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.settings import Settings
 from workers.kv.sizing import Sizing
@@ -185,7 +185,7 @@ def test_a_method_is_missing(name):
 def test_a_runner_that_lacks_a_method_for_a_small_cache_is_named(lacks):
     known = {"_init_minimal_kv_cache_for_profiling", "_cleanup_profiling_kv_cache"} - {lacks}
     runner = SimpleNamespace(**dict.fromkeys(known, print), compilation_config=None)
-    with pytest.raises(Missing, match=lacks), minimal.minimal_cache(runner):
+    with pytest.raises(Missing, match=lacks), rehearsal.minimal_cache(runner):
         pass
 
 

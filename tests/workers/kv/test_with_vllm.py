@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparkd.kv_cost import BLOCK_TOKENS, Serving, kv_layout
-from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from tests.sketches import dense
+from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
+from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from tests.support.sketches import dense
 from workers.kv.arithmetic import Need, longest
-from workers.kv.floor import Floor
-from workers.kv.readings import Reading
+from workers.kv.memory import Reading
+from workers.kv.memory_floor import Floor
 from workers.kv.symbols import need_of, weight_bits
 
 with warnings.catch_warnings():
@@ -28,11 +28,11 @@ with warnings.catch_warnings():
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    from tests.test_plan_vllm import aligned, attention_spec, state_spec, vllm_config
+    from tests.sparkd.capacity.test_against_vllm import aligned, attention_spec, state_spec, vllm_config
     from workers.kv.cpu import SparkCPUWorker
     from workers.kv.cuda import CudaRehearsal, SparkWorker
-    from workers.kv.gate import GATE
     from workers.kv.sizing import RanOut
+    from workers.kv.start_gate import GATE
 
 GIB = 2**30
 # Bytes free and reserved, of which allocated: of each device.

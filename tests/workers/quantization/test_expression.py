@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.stream import expression
-from workers.stream.expression import MAX_STATES, MAX_STEPS_OF_ONE, Expression, Search, TooCostly, Unreadable
+from workers.quantization import expression
+from workers.quantization.expression import MAX_STATES, MAX_STEPS_OF_ONE, Expression, Search, TooCostly, Unreadable
 
 PATHS = [
     "", "a", "b", "aaab", "o_proj", "model.layers.0.self_attn.q_proj", "model.layers.12.mlp.down_proj", "lm_head", "model.lm_head",

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.stream.reference import E4M3
-from tests.stream.test_fp8_source import described
-from tests.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
-from workers.stream.format import Format
+from tests.workers.stream.formats.test_fp8_source_load import described
+from tests.workers.stream.reference import E4M3
+from tests.workers.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
+from workers.quantization.formats import Format
+from workers.quantization.packed import Block
+from workers.quantization.packed_scale import block_scale, packed_module_of
+from workers.quantization.recipe import Recipe
 from workers.stream.formats import quantizer
-from workers.stream.packed import Block
-from workers.stream.packed_scale import block_scale, packed_module_of
 from workers.stream.pipeline import Pipeline
-from workers.stream.plan import Batch, steps
-from workers.stream.recipe import Recipe
+from workers.stream.read_plan import Batch, steps
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 

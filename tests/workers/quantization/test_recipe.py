@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import SourceQuantization
 from sparkd.errors import CheckpointError, ConfigError
-from tests.shards import Shape, checkpoint_of, layered
-from workers.stream import recipe
-from workers.stream.format import SPELLINGS
-from workers.stream.recipe import Format, Recipe
+from tests.support.shards import Shape, checkpoint_of, layered
+from workers.quantization import recipe
+from workers.quantization.formats import SPELLINGS
+from workers.quantization.recipe import Format, Recipe
 
 W = (128, 128)
 LLAMA = {

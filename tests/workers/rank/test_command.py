@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from sparkd.errors import RankError
-from tests.ranks import SECRET, Place, a_place
-from workers import command, runtime
+from tests.support.ranks import SECRET, Place, a_place
+from workers.host import runtime
+from workers.rank import command
 
 place = pytest.fixture(name="place")(a_place)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.state import Progress
-from workers import kvfile
+from sparkd.state.nouns import Progress
 from workers.kv.report import Report
-from workers.kvfile import kv_path, over_nodes, read_kv, remove_kv, with_kv
-from workers.progress import Parser
+from workers.rank import kv_report
+from workers.rank.kv_report import kv_path, over_nodes, read_kv, remove_kv, with_kv
+from workers.rank.log_parser import Parser
 
 GIB = 1 << 30
 TOLD: dict[str, Any] = {
@@ -24,7 +24,7 @@ TOLD: dict[str, Any] = {
     "sequences": 8.5, "bytes_per_token": 131072.0, "limited_by_other_rank": False, "slack_bytes": 3 * GIB, "error_bytes": -5,
     "load_peak_bytes": GIB // 2,
 }  # fmt: skip
-OF_RANK: dict[str, Any] = {name: TOLD[name] for name in kvfile.BY_RANK}
+OF_RANK: dict[str, Any] = {name: TOLD[name] for name in kv_report.BY_RANK}
 READ: dict[str, Any] = {name: value for name, value in TOLD.items() if name not in ("v", "at", "limited_by_other_rank")} | {
     "why": None,
     "source_why": None,
@@ -164,7 +164,7 @@ def test_what_is_no_report_says_nothing(path: Path, text: str) -> None:
         ({"slack_bytes": -7.5, "error_bytes": 2**70}, {"slack_bytes": -7, "error_bytes": None}),
         ({"source": "dream", "rank": 10**9}, {"source": None, "rank": 0}),
         ({"rank": "1", "margin_bytes": True}, {"rank": 0, "margin_bytes": None}),
-        ({"why": "\x1b[31m" + "w" * 9999}, {"why": "[31m" + "w" * (kvfile.WHY_CHARS - 4)}),
+        ({"why": "\x1b[31m" + "w" * 9999}, {"why": "[31m" + "w" * (kv_report.WHY_CHARS - 4)}),
         ({"at": "noon", "limited_by_other_rank": "yes"}, {}),
     ],
 )
@@ -187,7 +187,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(path: Path, kind: st
 
 
 JSON = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(kvfile.PHASES), st.lists(st.integers())
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(kv_report.PHASES), st.lists(st.integers())
 )
 
 

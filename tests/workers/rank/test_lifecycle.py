@@ -18,10 +18,11 @@ import httptools
 import pytest
 
 from sparkd.errors import RankError
-from sparkd.state import Progress, RankHandle
-from tests.ranks import SECRET, STUBBORN, Place, a_place, stop, until
-from workers import processes, rank
-from workers.rank import RankSpec
+from sparkd.state.nouns import Progress, RankHandle
+from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, until
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.lifecycle import RankSpec
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -30,7 +31,7 @@ place = pytest.fixture(name="place")(a_place)
 
 
 def test_the_handle_is_on_disk_before_spawn_returns(place: Place) -> None:
-    handle = rank.spawn(place.spec())
+    handle = lifecycle.spawn(place.spec())
     path = Path(place.run_dir, "r1.json")
     assert place.status()["handle"] == handle
     assert path.stat().st_mode & 0o777 == 0o600
@@ -111,10 +112,10 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
     (site / "httptools").symlink_to(Path(httptools.__file__).parent)  # what the stub needs, as vLLM's environment has it
     plugin = place.root / "plugin"
     plugin.mkdir()
-    (plugin / "workers").symlink_to(Path(rank.__file__).parent)
+    (plugin / "workers").symlink_to(Path(lifecycle.__file__).parents[1])
     bare = subprocess.run([runtime, "-I", "-c", "import sparkd"], capture_output=True, text=True, check=False)
     assert "No module named 'sparkd'" in bare.stderr
-    rank.spawn(place.spec(runtime=runtime, entrypoint="workers.stub", pythonpath=(str(plugin),)))
+    lifecycle.spawn(place.spec(runtime=runtime, entrypoint="workers.stub", pythonpath=(str(plugin),)))
     until(lambda: place.fact()["progress"]["server_up"])
     assert place.fact()["alive"]
 
@@ -139,8 +140,8 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
 )
 def test_what_cannot_be_started_says_why_and_leaves_nothing(place: Place, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(RankError, match=re.escape(told)):
-        rank.spawn(place.spec(**changes))
-    assert rank.scan(place.run_dir) == []
+        lifecycle.spawn(place.spec(**changes))
+    assert lifecycle.scan(place.run_dir) == []
     assert not os.path.exists(place.run_dir) or os.listdir(place.run_dir) == []
 
 
@@ -149,14 +150,14 @@ def test_a_key_that_others_can_read_is_refused(place: Place) -> None:
     key.write_text(SECRET, encoding="utf-8")
     key.chmod(0o644)
     with pytest.raises(RankError, match="chmod 600"):
-        rank.spawn(place.spec(socket_path=None, host="10.0.0.2", port=9, api_key_path=str(key)))
+        lifecycle.spawn(place.spec(socket_path=None, host="10.0.0.2", port=9, api_key_path=str(key)))
 
 
 def test_a_caller_that_adopts_orphans_is_refused(place: Place) -> None:
     code = """
     import ctypes, json, sys
     from sparkd.errors import RankError
-    from workers import rank
+    from workers.rank import lifecycle as rank
     assert ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1), 0, 0, 0) == 0
     try:
         rank.spawn(rank.RankSpec.from_dict(json.loads(sys.argv[1])))
@@ -164,7 +165,7 @@ def test_a_caller_that_adopts_orphans_is_refused(place: Place) -> None:
         print(error)
     """
     actor = [sys.executable, "-c", textwrap.dedent(code), json.dumps(place.spec().to_dict())]
-    done = subprocess.run(actor, capture_output=True, text=True, check=True, env={"PYTHONPATH": rank.PACKAGE_DIR})
+    done = subprocess.run(actor, capture_output=True, text=True, check=True, env={"PYTHONPATH": lifecycle.PACKAGE_DIR})
     assert "start Ray on this node without RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper" in done.stdout
     assert not os.path.exists(place.run_dir)
 
@@ -172,12 +173,12 @@ def test_a_caller_that_adopts_orphans_is_refused(place: Place) -> None:
 def test_an_id_is_used_once(place: Place) -> None:
     handle = place.start()
     with pytest.raises(RankError, match="exists in"):
-        rank.spawn(place.spec())
+        lifecycle.spawn(place.spec())
     assert place.fact()["alive"]
     with pytest.raises(RankError, match="cannot be forgotten"):
-        rank.forget("r1", place.run_dir)
+        lifecycle.forget("r1", place.run_dir)
     stop(place, handle)
-    rank.forget("r1", place.run_dir)
+    lifecycle.forget("r1", place.run_dir)
     assert os.listdir(place.run_dir) == []
     place.log.unlink()
     place.start()
@@ -190,7 +191,7 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(place: Place) -> None:
         listener.bind(path)
         listener.listen()
         with pytest.raises(RankError, match="in use by another process"):
-            rank.spawn(place.spec())
+            lifecycle.spawn(place.spec())
     assert os.path.exists(path)
     place.start()
     assert not os.path.exists(path)
@@ -214,31 +215,31 @@ def test_damaged_status_files_are_reported_and_can_be_cleaned(place: Place) -> N
     for name, text in {"half": whole[: len(whole) // 2], "empty": "", "list": "[]", "odd": '{"handle": 3}'}.items():
         Path(place.run_dir, f"{name}.json").write_text(text, encoding="utf-8")
     Path(place.run_dir, "not a rank.json").write_text("{}", encoding="utf-8")
-    facts = {fact["rank_id"]: fact for fact in rank.scan(place.run_dir)}
+    facts = {fact["rank_id"]: fact for fact in lifecycle.scan(place.run_dir)}
     assert sorted(facts) == ["empty", "half", "list", "odd", "r1"]
     assert facts["r1"]["alive"]
     for name in ("half", "empty", "list", "odd"):
         assert (facts[name]["handle"], facts[name]["state"], facts[name]["alive"]) == (None, "unreadable", False)
         assert "cannot be read" in facts[name]["error"]
-        rank.forget(name, place.run_dir)
-    assert [fact["handle"] for fact in rank.scan(place.run_dir)] == [handle]
+        lifecycle.forget(name, place.run_dir)
+    assert [fact["handle"] for fact in lifecycle.scan(place.run_dir)] == [handle]
 
 
 def test_the_run_directory_need_not_exist(place: Place) -> None:
-    assert rank.scan(place.run_dir) == []
-    assert rank.strays(place.run_dir) == {}
+    assert lifecycle.scan(place.run_dir) == []
+    assert lifecycle.strays(place.run_dir) == {}
 
 
 def test_a_rank_whose_file_is_lost_is_a_stray(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "SHIM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lifecycle, "SHIM_TIMEOUT_S", 0.1)
     handle = place.start(STUBBORN)
-    assert rank.strays(place.run_dir) == {}
+    assert lifecycle.strays(place.run_dir) == {}
     os.kill(handle["pid"], signal.SIGSTOP)  # or it would write the file again
     Path(place.run_dir, "r1.json").unlink()
-    assert list(rank.strays(place.run_dir)) == ["r1"]
+    assert list(lifecycle.strays(place.run_dir)) == ["r1"]
     assert stop(place, handle, 0.0)["gone"]
-    assert rank.strays(place.run_dir) == {}
-    assert rank.scan(place.run_dir) == []
+    assert lifecycle.strays(place.run_dir) == {}
+    assert lifecycle.scan(place.run_dir) == []
 
 
 def test_an_old_boot_s_rank_is_dead(place: Place) -> None:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.state import Progress
-from workers import loadfile, told
-from workers.kvfile import with_kv
-from workers.loadfile import load_path, read_load, remove_load, together
-from workers.progress import Parser
+from sparkd.state.nouns import Progress
+from workers.rank import load_report
+from workers.rank import reports as told
+from workers.rank.kv_report import with_kv
+from workers.rank.load_report import load_path, read_load, remove_load, together
+from workers.rank.log_parser import Parser
 
 AT_S = 5000.0
 TOLD: dict[str, Any] = {
@@ -74,7 +75,7 @@ def test_the_first_failure_is_the_cause(path: Path) -> None:
 
 def test_what_was_said_long_ago_has_no_rate_and_no_eta(path: Path) -> None:
     write(path)
-    old = read_load(path, AT_S + loadfile.STALE_S + 1)
+    old = read_load(path, AT_S + load_report.STALE_S + 1)
 
     assert old == {**READ, "bytes_per_s": None, "eta_s": None}
 
@@ -129,7 +130,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(path: Path, kind: st
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*loadfile.PHASES, "cache"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*load_report.PHASES, "cache"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*TOLD, "state", "bytes", "why", "message"]), inner),
     max_leaves=8,
 )

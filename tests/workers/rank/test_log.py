@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import DEADLINE_S, SECRET, Place, a_place, until
-from workers import logfile, rank
+from tests.support.ranks import DEADLINE_S, SECRET, Place, a_place, until
+from workers.rank import lifecycle
+from workers.rank import log as logfile
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -34,7 +35,7 @@ def test_progress_reaches_the_status_file(place: Place) -> None:
 
 def test_an_unfinished_bar_counts(place: Place) -> None:
     bar = r"\rLoading safetensors checkpoint shards:  25% Completed | 1/4 [00:00<?, ?it/s]"
-    rank.spawn(place.spec(f"import sys, time\nsys.stderr.write('{bar}')\nsys.stderr.flush()\ntime.sleep(600)\n"))
+    lifecycle.spawn(place.spec(f"import sys, time\nsys.stderr.write('{bar}')\nsys.stderr.flush()\ntime.sleep(600)\n"))
     assert until(lambda: place.fact()["progress"]["shards_done"]) == 1
 
 
@@ -48,7 +49,7 @@ def test_a_full_disk_does_not_stop_the_engine(place: Place) -> None:
     time.sleep(600)
     """
     done = place.root / "done"
-    rank.spawn(place.spec(code, log_path="/dev/full", flags=("--flag", str(done))))
+    lifecycle.spawn(place.spec(code, log_path="/dev/full", flags=("--flag", str(done))))
     until(done.exists)
     assert until(lambda: place.fact()["dropped_lines"] >= 40000)
     assert place.fact()["alive"]

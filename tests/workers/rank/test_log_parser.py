@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.state import Progress
-from workers.progress import LAST_ERROR_CHARS, PHASES, ROOT_CAUSE_WINDOW_S, Parser
+from sparkd.state.nouns import Progress
+from workers.rank.log_parser import LAST_ERROR_CHARS, PHASES, ROOT_CAUSE_WINDOW_S, Parser
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 BAR = "Loading safetensors checkpoint shards: {percent:3d}% Completed | {done}/{total} [00:01<00:01,  1.20s/it]"
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import Place, a_place, stop, until
-from workers import rank, shared
-from workers.holders import Held, Holders
-from workers.shared import Note, Segment, judge
+from tests.support.ranks import Place, a_place, stop, until
+from workers.guard.consumers import Held, Holders
+from workers.rank import lifecycle, shared_memory
+from workers.rank.shared_memory import Note, Segment, judge
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -36,7 +36,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the same tmpfs: what others do in /dev/shm meanwhile is not this test's."""
     folder = Path(tempfile.mkdtemp(prefix="sparkd-test-", dir="/dev/shm"))
     (folder / "psm_before").write_bytes(b"somebody's")
-    monkeypatch.setattr(shared, "FOLDER", folder)
+    monkeypatch.setattr(shared_memory, "FOLDER", folder)
     yield folder
     shutil.rmtree(folder)
 
@@ -84,7 +84,7 @@ def test_what_is_surely_a_dead_rank_s(file: Segment, known: Note, held: tuple[An
     ],
 )
 def test_names_that_an_engine_s_libraries_give(name: str, is_one: bool) -> None:
-    assert bool(shared.NAMES.match(name)) is is_one
+    assert bool(shared_memory.NAMES.match(name)) is is_one
 
 
 # In the order of their sizes; the last is mapped and its descriptor closed, as cpushm's and torch's are.
@@ -110,7 +110,7 @@ def test_a_rank_s_shared_memory_goes_with_it(place: Place, memory: Path, end: st
     handle = place.start(MAKER.format(folder=str(memory)))
     holders = Holders(place.run_dir, unified=False)
     holders.refresh(0.0)
-    assert stat.S_IMODE(shared.note_path(place.run_dir, "r1").stat().st_mode) == 0o600
+    assert stat.S_IMODE(shared_memory.note_path(place.run_dir, "r1").stat().st_mode) == 0o600
     if end != "ordered":
         os.kill(handle["pid"] if "shim" in end else place.fact()["engine_pid"], signal.SIGKILL)
         until(lambda: not place.fact()["alive"] and not place.fact()["processes"])
@@ -124,7 +124,7 @@ def test_a_rank_s_shared_memory_goes_with_it(place: Place, memory: Path, end: st
         "psm_closed": NOT_SEEN,
     }
     assert list(left) == ["psm_large", "notes.txt", "x-cpushm_0", "psm_closed"], "the largest first"
-    rank.forget("r1", place.run_dir)
+    lifecycle.forget("r1", place.run_dir)
     assert os.listdir(place.run_dir) == []
 
 
@@ -149,12 +149,12 @@ def test_what_cannot_be_removed_is_told_with_the_reason(place: Place, memory: Pa
         raise PermissionError(1, "Operation not permitted", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared.os, "unlink", refuse)
-        why = {Path(one["path"]).name: one["why"] for one in shared.clear(place.run_dir, "r1")}
+        patch.setattr(shared_memory.os, "unlink", refuse)
+        why = {Path(one["path"]).name: one["why"] for one in shared_memory.clear(place.run_dir, "r1")}
         assert "psm_large" not in why, "its rank lives"
         os.kill(place.fact()["engine_pid"], signal.SIGKILL)
         until(lambda: not place.fact()["processes"])
-        why = {Path(one["path"]).name: one["why"] for one in shared.clear(place.run_dir, "r1")}
+        why = {Path(one["path"]).name: one["why"] for one in shared_memory.clear(place.run_dir, "r1")}
     assert why["psm_large"] == "Operation not permitted"
     assert stop(place, handle)["gone"]
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_removed_is_told_with_the_reason(place: Place, memory: Pa
 @pytest.mark.parametrize("of", ["an earlier release", "an earlier boot"])
 def test_a_rank_without_notes_of_this_boot_loses_nothing(place: Place, memory: Path, of: str) -> None:
     handle = place.start(MAKER.format(folder=str(memory)))
-    notes = shared.note_path(place.run_dir, "r1")
+    notes = shared_memory.note_path(place.run_dir, "r1")
     Holders(place.run_dir, unified=False).refresh(0.0)
     if of == "an earlier boot":
         notes.write_text(json.dumps(json.loads(notes.read_text()) | {"boot_id": "00000000-0000-0000-0000-000000000000"}))
@@ -184,7 +184,7 @@ def test_notes_are_taken_often_while_it_starts_and_seldom_later(monkeypatch: pyt
         noted.append(now_s)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared, "note", note)
+    monkeypatch.setattr(shared_memory, "note", note)
     holders.ranks = (held,)
     for now_s in (0.0, 2.0, 4.0, 10.0):
         holders._note_shared(now_s)

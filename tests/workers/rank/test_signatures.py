@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.plan import Fail, plan
-from sparkd.state import Diagnosis, ModelState
-from tests.test_plan import ALIVE, DEAD, NOW_S, running
-from tests.test_progress import ERROR, read
-from workers.signatures import LASTING, SIGNATURES, diagnose
+from sparkd.control.plan import Fail, plan
+from sparkd.state.nouns import Diagnosis, ModelState
+from tests.sparkd.control.test_plan import ALIVE, DEAD, NOW_S, running
+from tests.workers.rank.test_log_parser import ERROR, read
+from workers.rank.signatures import LASTING, SIGNATURES, diagnose
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 # Wording of vLLM 0.26 and 0.32, transformers 4.57, huggingface_hub 1.1, torch 2.13, NCCL 2.28 and Linux 6.17, as their sources have it.
 LINES = {
     "KvCacheDoesNotFit": "ValueError: To serve at least one request with the model's max seq len (8192), (9.0 GiB KV cache is needed, "

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import DEADLINE_S, STUBBORN, Place, a_place, stop, until
-from workers import processes, rank
+from tests.support.ranks import DEADLINE_S, STUBBORN, Place, a_place, stop, until
+from workers.host import processes
+from workers.rank import lifecycle
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -30,7 +31,7 @@ def test_it_survives_the_process_group_that_started_it(place: Place) -> None:
         "print(json.dumps(rank.spawn(spec)), flush=True)\ntime.sleep(600)\n"
     )
     actor = subprocess.Popen(
-        [sys.executable, "-c", code, str(spec)], stdout=subprocess.PIPE, start_new_session=True, env={"PYTHONPATH": rank.PACKAGE_DIR}
+        [sys.executable, "-c", code, str(spec)], stdout=subprocess.PIPE, start_new_session=True, env={"PYTHONPATH": lifecycle.PACKAGE_DIR}
     )
     assert actor.stdout
     with actor.stdout:
@@ -48,7 +49,7 @@ def test_it_survives_the_process_group_that_started_it(place: Place) -> None:
 def test_stop_ends_every_kind_of_child(place: Place) -> None:
     handle = place.start(STUBBORN)
     fact = place.fact()
-    pids = rank.verify_gone("r1", place.run_dir)
+    pids = lifecycle.verify_gone("r1", place.run_dir)
     assert fact["processes"] == len(pids) - 1
     assert fact["processes"] >= 7
     ended = stop(place, handle)
@@ -83,7 +84,7 @@ def test_stop_twice_is_harmless(place: Place) -> None:
     handle = place.start()
     first = stop(place, handle)
     assert stop(place, handle) == first
-    rank.forget("r1", place.run_dir)
+    lifecycle.forget("r1", place.run_dir)
     assert stop(place, handle) == {"gone": True, "survivors": [], "exit_code": None, "stop_ordered": False, "left": []}
 
 
@@ -108,7 +109,7 @@ def test_kill_9_of_the_engine_takes_its_children_along(place: Place) -> None:
 
 def test_kill_9_of_the_shim_is_seen_and_cleaned_up(place: Place) -> None:
     handle = place.start(STUBBORN)
-    engine, pids = place.fact()["engine_pid"], rank.verify_gone("r1", place.run_dir)
+    engine, pids = place.fact()["engine_pid"], lifecycle.verify_gone("r1", place.run_dir)
     os.kill(handle["pid"], signal.SIGKILL)
     until(lambda: not processes.read_stat(engine) or engine not in processes.table())
     fact = place.fact()
@@ -120,9 +121,9 @@ def test_kill_9_of_the_shim_is_seen_and_cleaned_up(place: Place) -> None:
 
 
 def test_a_stuck_shim_is_ended_from_outside(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "SHIM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lifecycle, "SHIM_TIMEOUT_S", 0.1)
     handle = place.start(STUBBORN)
-    pids = rank.verify_gone("r1", place.run_dir)
+    pids = lifecycle.verify_gone("r1", place.run_dir)
     os.kill(handle["pid"], signal.SIGSTOP)
     ended = stop(place, handle, 0.1)
     assert (ended["gone"], ended["stop_ordered"]) == (True, True)
@@ -154,7 +155,7 @@ def test_another_run_directory_s_rank_of_the_same_name_is_left_alone(place: Plac
     handle = place.start()
     elsewhere = place.root / "elsewhere"
     elsewhere.mkdir()
-    assert rank.stop({"rank_id": "r1"}, run_dir=str(elsewhere), grace_s=0)["gone"]
+    assert lifecycle.stop({"rank_id": "r1"}, run_dir=str(elsewhere), grace_s=0)["gone"]
     assert place.fact()["alive"]
     assert stop(place, handle)["gone"]
 

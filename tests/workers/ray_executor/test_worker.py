@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.ranks import Place, a_place, stop, until
-from workers import command, rank, ray_place
-from workers.holders import Holders
-from workers.ray_engine import platform, settle
-from workers.ray_worker import rank_of
+from tests.support.ranks import Place, a_place, stop, until
+from workers.guard.consumers import Holders
+from workers.rank import command, lifecycle, ray_environment
+from workers.ray_executor.engine import platform, settle
+from workers.ray_executor.worker import rank_of
 
 place = pytest.fixture(a_place)
 PLACED = {"address": "192.168.100.10:6379", "group": "c0ffee"}
@@ -31,12 +31,18 @@ time.sleep(600)
 @pytest.fixture
 def worker(place: Place) -> Iterator[subprocess.Popen[bytes]]:
     """Rank 1 of a model with its keeper, and the process that Ray would start."""
-    env, plugin = {"GLOO_SOCKET_IFNAME": "enp1"}, (rank.PACKAGE_DIR,)
-    rank.spawn(place.spec(rank=1, world=2, attempt="r0", ray=PLACED, socket_path=None, pythonpath=plugin, env=env))
+    env, plugin = {"GLOO_SOCKET_IFNAME": "enp1"}, (lifecycle.PACKAGE_DIR,)
+    lifecycle.spawn(place.spec(rank=1, world=2, attempt="r0", ray=PLACED, socket_path=None, pythonpath=plugin, env=env))
     script = place.root / "default_worker.py"
     script.write_text(WORKER, encoding="utf-8")
-    environ = {"PATH": os.defpath, "PYTHONPATH": rank.PACKAGE_DIR, "SPARKD_RAY_RUN_DIR": place.run_dir, "RAY_JOB_ID": "7", "LEAKED": "x"}
-    process = subprocess.Popen([sys.executable, "-m", "workers.ray_worker", "r0", str(script), "--node"], env=environ)
+    environ = {
+        "PATH": os.defpath,
+        "PYTHONPATH": lifecycle.PACKAGE_DIR,
+        "SPARKD_RAY_RUN_DIR": place.run_dir,
+        "RAY_JOB_ID": "7",
+        "LEAKED": "x",
+    }
+    process = subprocess.Popen([sys.executable, "-m", "workers.ray_executor.worker", "r0", str(script), "--node"], env=environ)
     until(lambda: any(line.startswith("worker ") for line in place.lines()))
     yield process
     process.kill()
@@ -63,7 +69,7 @@ def test_the_worker_counts_as_a_process_of_the_rank_and_ends_with_it(place: Plac
 
     assert stop(place, {"rank_id": "r1"})["gone"]
     assert worker.wait(10) == -signal.SIGKILL
-    rank.forget("r1", place.run_dir)
+    lifecycle.forget("r1", place.run_dir)
     assert list((place.root / "run").glob("r1*")) == []
 
 
@@ -78,8 +84,8 @@ def test_a_worker_that_ends_by_itself_ends_the_rank(place: Place, worker: subpro
 def test_a_worker_of_a_start_that_was_given_up_ends_with_a_sentence(place: Place) -> None:
     os.makedirs(place.run_dir)
     done = subprocess.run(
-        [sys.executable, "-m", "workers.ray_worker", "r0", "worker.py"], capture_output=True, text=True, check=False,
-        env={"PYTHONPATH": rank.PACKAGE_DIR, "SPARKD_RAY_RUN_DIR": place.run_dir},
+        [sys.executable, "-m", "workers.ray_executor.worker", "r0", "worker.py"], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": lifecycle.PACKAGE_DIR, "SPARKD_RAY_RUN_DIR": place.run_dir},
     )  # fmt: skip
 
     assert done.returncode == 1
@@ -91,29 +97,29 @@ def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(pla
     flags = tuple(command.parallel_flags(2, 1, 0, "192.168.100.10", 29500, "ray"))
     first = place.spec(flags=flags, ray=PLACED, world=2, attempt="r1", env={"NCCL_IB_HCA": "rocep1s0f0"})
     second = replace(first, rank=1, rank_id="r1-r1", socket_path=None)
-    starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker r1"}, "metadata": {}}
+    starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -P -m workers.ray_executor.worker r1"}, "metadata": {}}
     environ = command.build_environment(first, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_JOB_ID": "01"})
 
     assert flags == ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
-    assert command.build_command(second) == [sys.executable, "-P", "-m", "workers.ray_keeper"]
+    assert command.build_command(second) == [sys.executable, "-P", "-m", "workers.ray_executor.keeper"]
     assert {name: environ[name] for name in environ if name.startswith(("RAY_", "SPARKD_RAY_G", "VLLM_RAY_"))} == {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_ADDRESS": PLACED["address"], "RAY_BACKEND_LOG_LEVEL": "error",
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(starts),
         "RAY_USAGE_STATS_ENABLED": "0", "SPARKD_RAY_GROUP": "c0ffee", "VLLM_RAY_BUNDLE_INDICES": "0,1", "VLLM_RAY_PER_WORKER_GPUS": "0.01",
     }  # fmt: skip
-    assert {"NCCL_IB_HCA", "SPARKD_RUN_DIR", "PATH"} <= set(environ[ray_place.OWN].split(","))
-    assert ray_place.GROUP not in command.build_environment(replace(first, ray=None), {})
+    assert {"NCCL_IB_HCA", "SPARKD_RUN_DIR", "PATH"} <= set(environ[ray_environment.OWN].split(","))
+    assert ray_environment.GROUP not in command.build_environment(replace(first, ray=None), {})
 
 
 def test_a_runtime_without_ray_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     settle({})
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RuntimeError, match=r"cannot work in this runtime: .*Install Ray there"):
-        settle({ray_place.GROUP: "c0ffee"})
+        settle({ray_environment.GROUP: "c0ffee"})
 
 
 def test_the_platform_is_vllms_own_unless_an_engine_on_cpus_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ray_place.ON_CPU, raising=False)
+    monkeypatch.delenv(ray_environment.ON_CPU, raising=False)
     assert platform() is None
-    monkeypatch.setenv(ray_place.ON_CPU, "1")
-    assert platform() == "workers.ray_cpu.CpuPlatform"
+    monkeypatch.setenv(ray_environment.ON_CPU, "1")
+    assert platform() == "workers.ray_executor.cpu_platform.CpuPlatform"

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.stream import feed as module
-from workers.stream.feed import Feed
-from workers.stream.plan import Input
+from workers.stream import device_feed as module
+from workers.stream.device_feed import Feed
+from workers.stream.read_plan import Input
 from workers.stream.reader import Piece, Reader
 
 CPU = torch.device("cpu")

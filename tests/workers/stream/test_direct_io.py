@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import CheckpointError
-from tests.stream.shards import (
+from tests.workers.stream.shards import (
     KIB,
     cached_pages,
     contents,
@@ -25,7 +25,7 @@ from tests.stream.shards import (
     write_shard,
     write_shards,
 )
-from workers.stream import direct
+from workers.stream import direct_io
 from workers.stream.reader import Piece
 
 
@@ -178,9 +178,9 @@ ALIGNMENTS = [
 def test_the_file_system_names_the_alignment(
     shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, says: tuple[int, int] | None, block_bytes: int, outcome: int | str
 ) -> None:
-    monkeypatch.setattr(direct, "_direct_alignment", lambda _: says)
+    monkeypatch.setattr(direct_io, "_direct_alignment", lambda _: says)
     path = shard_of(shards, 300_007)
-    file = direct.SourceFile(path, direct=None, block_bytes=block_bytes)
+    file = direct_io.SourceFile(path, direct=None, block_bytes=block_bytes)
     assert (file.alignment, file.direct) == ((outcome, True) if isinstance(outcome, int) else (4096, False))
     assert file.direct or str(outcome) in str(file.fallback_reason)
     pieces = [Piece(0, path, 150_000, 100_000), Piece(1, path, 10, 9), Piece(2, path, 70_000, 1)]
@@ -188,9 +188,9 @@ def test_the_file_system_names_the_alignment(
 
 
 def test_what_this_kernel_says_of_a_file(shards: dict[str, bytes], tmp_path: Path) -> None:
-    said = direct._direct_alignment(shard_of(shards, 4096))
+    said = direct_io._direct_alignment(shard_of(shards, 4096))
     assert said is None or all(size & (size - 1) == 0 for size in said)
-    assert direct._direct_alignment(str(tmp_path / "gone")) is None
+    assert direct_io._direct_alignment(str(tmp_path / "gone")) is None
 
 
 def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from workers.stream.experts import answered, families, place
+from workers.stream.expert_placement import answered, families, place
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import Emitted
 

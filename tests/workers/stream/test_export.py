@@ -16,18 +16,18 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.architectures import gpt_oss
-from tests.checkpoints import Draw, Entry, normal, write_checkpoint
+from tests.support.architectures import gpt_oss
+from tests.support.checkpoints import Draw, Entry, normal, write_checkpoint
+from workers.quantization.recipe import Recipe
 from workers.stream import export as program
-from workers.stream.appearing import appearing
-from workers.stream.cache_writer import CacheWriter, layout_of
-from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.atomic_folder import appearing
+from workers.stream.cache.writer import CacheWriter, layout_of
 from workers.stream.export import Request, export
 from workers.stream.formats import quantizer
-from workers.stream.recipe import Recipe
 from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.vllm.config import linear_modules, quantization_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECIPE = Recipe.parse("int4-g32").canonical()
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256, "torch_dtype": "bfloat16"}
 MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(4) for name in ("gate", "up", "down")]

@@ -11,15 +11,15 @@ import torch
 
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.stream.test_fp8_source import described, fp8_source
-from tests.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
+from tests.workers.stream.formats.test_fp8_source_load import described, fp8_source
+from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
+from workers.quantization.recipe import Recipe
 from workers.stream import finite, pipeline
 from workers.stream.finite import Finite
+from workers.stream.load_session import Source
 from workers.stream.pipeline import Pipeline
-from workers.stream.plan import Run, steps
 from workers.stream.progress import ProgressFile
-from workers.stream.recipe import Recipe
-from workers.stream.source import Source
+from workers.stream.read_plan import Run, steps
 from workers.stream.virtual import VirtualCheckpoint
 
 NAN, INF = float("nan"), float("inf")
@@ -115,7 +115,7 @@ def test_a_large_tensor_that_is_never_whole(tmp_path: Path, monkeypatch: pytest.
 
 def test_of_a_run_of_neighbours_the_bad_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied as one, so a look at their files says which."""
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     names = tuple(f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (4, 6))
     weights = random_weights()
     for name in names:

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.architectures import EXPERTS, HIDDEN, gpt_oss
 from tests.bench.dequantized import read
-from tests.checkpoints import MIB, write_checkpoint
+from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
+from tests.support.checkpoints import MIB, write_checkpoint
 from workers import plugin
-from workers.stream import served
-from workers.stream.ct_config import quantization_config
+from workers.quantization.formats import Format
+from workers.quantization.recipe import Recipe
 from workers.stream.export import Request, export
-from workers.stream.format import Format
 from workers.stream.formats import quantizer
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Reader
-from workers.stream.recipe import Recipe
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.vllm import supported
+from workers.stream.vllm.config import quantization_config
 
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
@@ -41,7 +41,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import gpt_oss as stock
 
-    from workers.stream.method import SparkConfig
+    from workers.stream.vllm.method import SparkConfig
 
 CPU = torch.device("cpu")
 MLP = "model.layers.1.mlp.experts"
@@ -187,7 +187,7 @@ def test_a_published_checkpoint_passes_through_unchanged(tmp_path: Path) -> None
 
 def described(folder: Path, quantize: Any, ranks: int = 1) -> None:
     checkpoint = read_checkpoint(folder)
-    served.refuse_unserved(checkpoint, Recipe.parse(quantize).assign(checkpoint), ranks)
+    supported.refuse_unserved(checkpoint, Recipe.parse(quantize).assign(checkpoint), ranks)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_an_older_vllm_takes_none(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("quantize", "served_there"), [("int4-g32", True), ("mxfp4", False), ("fp8", False), ("fp8-block", False)])
 def test_on_a_gpu_only_int4_has_biases(folder: Path, quantize: str, served_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "_is_cpu", lambda: False)
+    monkeypatch.setattr(supported, "_is_cpu", lambda: False)
     if served_there:
         described(folder, quantize)
         return

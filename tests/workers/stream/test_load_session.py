@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from sparkd.checkpoint import read_checkpoint
-from tests.checkpoints import Entry, normal, write_checkpoint
+from tests.support.checkpoints import Entry, normal, write_checkpoint
+from workers.quantization.recipe import Recipe
+from workers.stream.load_session import Source
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
-from workers.stream.recipe import Recipe
-from workers.stream.source import Source
 from workers.stream.virtual import VirtualCheckpoint
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}

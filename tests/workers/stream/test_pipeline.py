@@ -12,16 +12,16 @@ from safetensors.torch import save_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.cache_writer import CODES
-from workers.stream.experts import answered, families
+from workers.quantization.recipe import Recipe
+from workers.stream.cache.layout import lay_out, neighbours
+from workers.stream.cache.writer import CODES
+from workers.stream.expert_placement import answered, families
 from workers.stream.formats import global_scale, quantizer
-from workers.stream.layout import lay_out, neighbours
+from workers.stream.load_session import Source
 from workers.stream.pipeline import Pipeline
-from workers.stream.plan import Run, steps
 from workers.stream.progress import ProgressFile
+from workers.stream.read_plan import Run, steps
 from workers.stream.reader import Reader
-from workers.stream.recipe import Recipe
-from workers.stream.source import Source
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 
@@ -348,7 +348,7 @@ def same_memory(got: Fused, want: Fused) -> None:
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8", "bf16"])
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
 def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkeypatch, quantize, ranks, rank, batch_bytes):
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     arguments = Fused(ranks, rank).asked(virtual)
@@ -381,7 +381,7 @@ def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
 def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monkeypatch, quantize):
     """A quantized cache read by the model for which its tensors stand in order: the second start."""
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     first = {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER).tensors()}
@@ -418,7 +418,7 @@ def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     trace = Fused(2, 1).trace(virtual)

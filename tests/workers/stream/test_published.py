@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.architecture_sources import SOURCES
-from tests.architectures import ARCHITECTURES
-from tests.checkpoints import MIB, write_checkpoint
-from tests.stream.loading import load
+from tests.support.architecture_sources import SOURCES
+from tests.support.architectures import ARCHITECTURES
+from tests.support.checkpoints import MIB, write_checkpoint
+from tests.workers.stream.loading import load
 from workers import plugin
-from workers.stream import loader
-from workers.stream.cpu_linear import register_cpu_linear_kernels
+from workers.stream.vllm import loader
+from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
 
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.

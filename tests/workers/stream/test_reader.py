@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.stream.shards import (
+from tests.workers.stream.shards import (
     KIB,
     any_piece,
     contents,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import CheckpointError
-from tests.stream.shards import KIB, make_reader, nothing_left, open_files, released, ring_bytes_mapped, write_shard, write_shards
+from tests.workers.stream.shards import KIB, make_reader, nothing_left, open_files, released, ring_bytes_mapped, write_shard, write_shards
 from workers.stream import reader as reader_module
 from workers.stream.reader import Piece, ReaderClosed
 

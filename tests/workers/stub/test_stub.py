@@ -20,14 +20,14 @@ from typing import Any
 import httpx
 import pytest
 
-from workers.kvfile import read_kv
-from workers.loadfile import read_load
-from workers.stub import CommandLine, Life, StubEngine, start_stub
-from workers.stub_answers import STAMP, text
-from workers.stub_faults import FAULTS, broken_answer
-from workers.stub_load import UNITS
+from workers.rank.kv_report import read_kv
+from workers.rank.load_report import read_load
+from workers.stub.__main__ import CommandLine, Life, StubEngine, start_stub
+from workers.stub.answers import STAMP, text
+from workers.stub.faults import FAULTS, broken_answer
+from workers.stub.load import UNITS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 20.0
 GIB = 1 << 30
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "What is the capital of France?"}]}

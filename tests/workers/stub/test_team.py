@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.daemon_process import free_port
-from workers.stub import CommandLine
-from workers.stub_team import StubTeam
+from tests.support.daemon_process import free_port
+from workers.stub.__main__ import CommandLine
+from workers.stub.team import StubTeam
 
 
 def of(rank: int, world: int, port: int) -> StubTeam:

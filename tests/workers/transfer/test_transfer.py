@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from sparkd.errors import RankError
-from tests.daemon_process import until
-from workers.hub_cache import snapshot_of
-from workers.staging import chunks, leftovers, manifest, part, sink, source, wire
-from workers.staging.chunks import Buffer, ChunkFile, sha256_of
-from workers.staging.jobs import Jobs
-from workers.staging.leftovers import NOTE
-from workers.staging.manifest import JOURNAL, PART, Manifest, lacking, manifest_of, refuse_without_room
-from workers.staging.source import Source
+from tests.support.daemon_process import until
+from workers.agent.jobs import Jobs
+from workers.host.hub_cache import snapshot_of
+from workers.transfer import chunks, manifest, partial_file, protocol, sink, source, stale_files
+from workers.transfer.chunks import Buffer, ChunkFile, sha256_of
+from workers.transfer.manifest import JOURNAL, PART, Manifest, lacking, manifest_of, refuse_without_room
+from workers.transfer.source import Source
+from workers.transfer.stale_files import NOTE
 
 CHUNK = 8192
 COMMIT = "c" * 40
@@ -35,7 +35,7 @@ ID = "owner/name"
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of some hundred KiB have many chunks then; nobody waits between two tries."""
-    for module in (chunks, source, part):
+    for module in (chunks, source, partial_file):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(manifest, "SPARE_BYTES", 0)
     monkeypatch.setattr(sink, "PAUSE_S", 0.0)
@@ -172,8 +172,8 @@ def test_the_configuration_comes_last(tmp_path: Path, monkeypatch: pytest.Monkey
     made = found(str(plain(tmp_path / "a", FILES)), {})
     there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
     order: list[str] = []
-    finish = part.Part.finish
-    monkeypatch.setattr(part.Part, "finish", lambda self, buffer: (order.append(self.file.name), finish(self, buffer))[1])
+    finish = partial_file.Part.finish
+    monkeypatch.setattr(partial_file.Part, "finish", lambda self, buffer: (order.append(self.file.name), finish(self, buffer))[1])
     pulled(there, {})
 
     assert order[-2:] in (["config.json", "empty.txt"], ["empty.txt", "config.json"])
@@ -183,16 +183,16 @@ def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path:
     name = "model-00001-of-00002.safetensors"
     there, here = cached(tmp_path / "a", {name: FILES[name]}), {"HF_HOME": str(tmp_path / "b")}
     made = found(ID, there)
-    keep, kept = part.Part.keep, []
+    keep, kept = partial_file.Part.keep, []
 
-    def some(self: part.Part, index: int, buffer: Buffer, told: str) -> bool:
+    def some(self: partial_file.Part, index: int, buffer: Buffer, told: str) -> bool:
         if len(kept) >= 4:
             raise OSError(28, "No space left on device", "/disk")
         kept.append(index)
         return keep(self, index, buffer, told)
 
     with monkeypatch.context() as patch:
-        patch.setattr(part.Part, "keep", some)
+        patch.setattr(partial_file.Part, "keep", some)
         assert "/disk cannot be written: No space left on device" in pulled(made, here)["error"]
     (left,) = (tmp_path / "b").rglob(f"*{PART}")
     (sums,) = (tmp_path / "b").rglob(f"*{JOURNAL}")
@@ -233,7 +233,7 @@ def copied(a: Path, b: Path) -> dict[str, Any]:
 def cleared(a: Path, b: Path) -> tuple[list[str], list[str]]:
     """What the end of such a copy removes and leaves, without the network."""
     shutil.copytree(a, b, dirs_exist_ok=True)
-    return leftovers.clear(replace(found(str(a), {}), model=str(b)), b)
+    return stale_files.clear(replace(found(str(a), {}), model=str(b)), b)
 
 
 def test_shards_that_the_source_has_no_more_go_and_what_is_somebodys_own_stays(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_nothing_goes_while_the_copy_is_not_whole_or_the_source_has_no_whole_set
 
 def test_a_folder_that_cannot_be_written_and_has_it_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = plain(tmp_path / "a", FILES), plain(tmp_path / "b", FILES)
-    monkeypatch.setattr(leftovers, "NOTE", "no/such/folder")
+    monkeypatch.setattr(stale_files, "NOTE", "no/such/folder")
 
     assert cleared(a, b) == ([], [])
     assert sorted(os.listdir(b)) == sorted(os.listdir(a))
@@ -302,13 +302,13 @@ def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(
     made = found(str(plain(tmp_path / "a", FILES)), {})
     there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
     wrong = [2]
-    digest = part.digest
+    digest = partial_file.digest
 
     def sometimes(data: memoryview) -> str:
         wrong[0] -= 1
         return "0" * 64 if wrong[0] >= 0 else digest(data)
 
-    monkeypatch.setattr(part, "digest", sometimes)
+    monkeypatch.setattr(partial_file, "digest", sometimes)
     assert pulled(there, {})["ended"]
     wrong[0] = 1 << 30
     (tmp_path / "b" / "config.json").unlink()
@@ -323,9 +323,9 @@ def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
     assert "cannot be reached" in told["error"] and "does not have the key" in told["error"]
     port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
     with socket.create_connection(("127.0.0.1", port), 5) as link:
-        link.sendall(bytes(wire.NONCE_BYTES))
-        wire._exactly(link, 2 * wire.NONCE_BYTES)
-        link.sendall(bytes(wire.NONCE_BYTES))
+        link.sendall(bytes(protocol.NONCE_BYTES))
+        protocol._exactly(link, 2 * protocol.NONCE_BYTES)
+        link.sendall(bytes(protocol.NONCE_BYTES))
         assert link.recv(1) == b""
 
 
@@ -344,20 +344,20 @@ def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        wire.Request(wire.DATA, "../../etc/passwd", 0, 10),
-        wire.Request(wire.DATA, "/etc/passwd", 0, 10),
-        wire.Request(wire.DATA, "config.json", 0, 1 << 20),
-        wire.Request(wire.DATA, "config.json", 7, 1),
-        wire.Request(wire.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
+        protocol.Request(protocol.DATA, "../../etc/passwd", 0, 10),
+        protocol.Request(protocol.DATA, "/etc/passwd", 0, 10),
+        protocol.Request(protocol.DATA, "config.json", 0, 1 << 20),
+        protocol.Request(protocol.DATA, "config.json", 7, 1),
+        protocol.Request(protocol.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
     ],
 )
-def test_nothing_else_is_served(request_: wire.Request, tmp_path: Path) -> None:
+def test_nothing_else_is_served(request_: protocol.Request, tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
     port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
     with socket.create_connection(("127.0.0.1", port), 5) as link:
-        wire.greet_as_client(link, bytes.fromhex(KEY))
-        with pytest.raises(wire.RemoteRefusal, match="has no such bytes"):
-            wire.ask(link, request_, memoryview(bytearray(1 << 20)))
+        protocol.greet_as_client(link, bytes.fromhex(KEY))
+        with pytest.raises(protocol.RemoteRefusal, match="has no such bytes"):
+            protocol.ask(link, request_, memoryview(bytearray(1 << 20)))
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
     port = served.listen("127.0.0.1")
     assert served.idle_s() > 0
     with socket.create_connection(("127.0.0.1", port), 5) as link:
-        wire.greet_as_client(link, bytes.fromhex(KEY))
-        assert wire.ask(link, wire.Request(wire.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1)))
+        protocol.greet_as_client(link, bytes.fromhex(KEY))
+        assert protocol.ask(link, protocol.Request(protocol.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1)))
         assert served.idle_s() == 0.0
     until(lambda: served.idle_s() > 0, 10, "the connection has ended", 0.01)
 

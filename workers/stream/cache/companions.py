@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from workers.stream.layout import INDEX, ShardLayout, index_json
-from workers.stream.manifest import MANIFEST, USED, OwnFile
+from workers.stream.cache.layout import INDEX, ShardLayout, index_json
+from workers.stream.cache.manifest import MANIFEST, USED, OwnFile
 
 # The largest that models bring is a tokenizer of 33 MB (Gemma 3).
 MAX_BYTES = 256 << 20

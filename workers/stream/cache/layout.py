@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sparkd.errors import CheckpointError
-from workers.stream.fusion import EXPERT, group_of
+from workers.quantization.fusion import EXPERT, group_of
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"

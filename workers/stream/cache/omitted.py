@@ -16,8 +16,8 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from workers.stream.cache_writer import layout_of
-from workers.stream.layout import Tensors
+from workers.stream.cache.layout import Tensors
+from workers.stream.cache.writer import layout_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.virtual import Emitted, VirtualCheckpoint
 

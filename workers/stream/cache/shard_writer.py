@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workers.stream.layout import ShardLayout, Slot
+from workers.stream.cache.layout import ShardLayout, Slot
+from workers.stream.direct_target import TargetFile
 from workers.stream.ring import Ring
-from workers.stream.target import TargetFile
 
 MIB = 1 << 20
 

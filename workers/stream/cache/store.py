@@ -20,7 +20,7 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.manifest import (
+from workers.stream.cache.manifest import (
     CODE_VERSION,
     MANIFEST,
     USED,

@@ -24,14 +24,14 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
-from workers.stream.cache import DAMAGED, GIB, WRITING, find, locked, make_room, remove, turn
-from workers.stream.companions import companions_bytes, write_companions
+from workers.stream.cache.companions import companions_bytes, write_companions
+from workers.stream.cache.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
+from workers.stream.cache.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
+from workers.stream.cache.shard_writer import MIB, ShardWriter
+from workers.stream.cache.store import DAMAGED, GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.finite import holds_nan
-from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
-from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import DTYPES, VirtualCheckpoint, dtype_of
-from workers.stream.writer import MIB, ShardWriter
 
 # CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
 CPU_STAGING_BYTES, CPU_BLOCK_BYTES, CPU_HOLD_BYTES = 16 * MIB, MIB, 64 * MIB

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from workers.stream.formats.base import Quantizer, amax, amax_each, nonfinite
 from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
+from workers.stream.formats.fp8_source import Dequantized
 from workers.stream.formats.int4 import Int4Quantizer
 from workers.stream.formats.mxfp4 import Mxfp4Quantizer
 from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
-from workers.stream.formats.source import Dequantized
 
 if TYPE_CHECKING:
-    from workers.stream.recipe import Format
+    from workers.quantization.recipe import Format
 
 __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quantizer"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.stream.format import fitting
+from workers.quantization.formats import fitting
 
 # Elements worked on at once: a float32 temporary of 1 MiB. Five of them stay in the cache of a CPU and under 8 MiB together.
 CHUNK_ELEMENTS = 1 << 18

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.stream.format import Format
+from workers.quantization.formats import Format
 from workers.stream.formats.base import Parts, Quantizer, windows
 
 BLOCK = 128

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.stream.experts import answered, families, stretches
-from workers.stream.mismatch import refuse_integers, source_of
-from workers.stream.ranks import experts_are_spread
+from workers.stream.expert_placement import answered, families, stretches
 from workers.stream.trace import Trace, phantoms
-from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
 from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.vllm.completeness import Asked, Writes, refuse_unfilled, storages_of
+from workers.stream.vllm.load_errors import refuse_integers, source_of
+from workers.stream.vllm.ranks import experts_are_spread
 
 logger = logging.getLogger("vllm.sparkd.stream")
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkd.errors import CheckpointError
-from workers.stream.fusion import EXPERT
+from workers.quantization.fusion import EXPERT
 from workers.stream.trace import PhantomTensor, Trace
 
 _NAMED = 3

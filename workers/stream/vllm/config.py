@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint import VISION_PARTS, tensor_class
 from sparkd.errors import CheckpointError
-from workers.stream.format import GROUP_SIZES, Format
-from workers.stream.packed import in_vllm, packed_of
+from workers.quantization.formats import GROUP_SIZES, Format
+from workers.quantization.packed import in_vllm, packed_of
 
 if TYPE_CHECKING:
     from sparkd.checkpoint import Checkpoint, TensorRef

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError
-from workers.stream.format import Format
-from workers.stream.symbols import symbol
+from workers.quantization.formats import Format
+from workers.stream.vllm.symbols import symbol
 
 BLOCK = 128
 # The magnitudes of E2M1 by code; the fourth bit is the sign (OCP Microscaling Formats v1.0, section 5.3.3).

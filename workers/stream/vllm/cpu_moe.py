@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from sparkd.errors import CheckpointError, MissingSymbol
-from workers.stream.cpu_linear import BLOCK, GROUPS, LIBRARY, matmul
-from workers.stream.format import Format
-from workers.stream.symbols import lacking
+from workers.quantization.formats import Format
+from workers.stream.vllm.cpu_linear import BLOCK, GROUPS, LIBRARY, matmul
+from workers.stream.vllm.symbols import lacking
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase

@@ -22,27 +22,27 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
-from workers.stream.asking import ask
-from workers.stream.cache import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
-from workers.stream.cache_writer import CODES, CacheWriter
-from workers.stream.compiling import compile_kernels, make_ready
-from workers.stream.cpu_linear import register_cpu_linear_kernels
-from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
-from workers.stream.early import Early
-from workers.stream.layout import Tensors
-from workers.stream.left_out import can_be_completed, completed, left_out, recipe_without
-from workers.stream.method import NAME, formats_of, is_ours
-from workers.stream.mismatch import ended, is_out_of_memory, mismatch
+from workers.stream.cache.layout import Tensors
+from workers.stream.cache.omitted import can_be_completed, completed, left_out, recipe_without
+from workers.stream.cache.store import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
+from workers.stream.cache.writer import CODES, CacheWriter
+from workers.stream.load_session import Source, virtual_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
-from workers.stream.ranks import rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.reader import Reader
-from workers.stream.repack import repack_in_place
-from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
-from workers.stream.source import Source, virtual_of
 from workers.stream.trace import Trace
 from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.vllm.ask_model import ask
+from workers.stream.vllm.config import in_our_formats, linear_modules, quantization_config
+from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
+from workers.stream.vllm.early_repack import Early
+from workers.stream.vllm.load_errors import ended, is_out_of_memory, mismatch
+from workers.stream.vllm.method import NAME, formats_of, is_ours
+from workers.stream.vllm.ranks import rank_of_world, ranks, tensor_parallel_rank
+from workers.stream.vllm.repack import repack_in_place
+from workers.stream.vllm.supported import refuse_unserved
+from workers.stream.vllm.warmup import compile_kernels, make_ready
 
 logger = logging.getLogger("vllm.sparkd.stream")
 

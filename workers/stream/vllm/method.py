@@ -1,8 +1,8 @@
 """The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never decides
 a format, never reads a weight.
 
-Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name `spark`, so
-what is served while streaming and what an exported checkpoint says are one description.
+Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/vllm/config.py under the name `spark`,
+so what is served while streaming and what an exported checkpoint says are one description.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from workers.stream.recipe import Format
+from workers.quantization.recipe import Format
 
 NAME = "spark"
 
@@ -50,10 +50,10 @@ class SparkConfig(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
     def _cpu_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        from workers.stream.cpu_linear import cpu_scheme
+        from workers.stream.vllm.cpu_linear import cpu_scheme
 
         if isinstance(layer, RoutedExperts):
-            from workers.stream.cpu_moe import cpu_moe_method
+            from workers.stream.vllm.cpu_moe import cpu_moe_method
 
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")

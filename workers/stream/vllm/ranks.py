@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.stream.symbols import symbol
+from workers.stream.vllm.symbols import symbol
 
 
 def experts_are_spread() -> bool:

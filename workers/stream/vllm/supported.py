@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.format import Format
-from workers.stream.packed import is_interleaved, packed_of
-from workers.stream.symbols import symbol
+from workers.quantization.formats import Format
+from workers.quantization.packed import is_interleaved, packed_of
+from workers.stream.vllm.symbols import symbol
 
 BLOCK = 128
 _UP = re.compile(r"(.+\.experts\.\d+)\.up_proj")

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 
 import torch
 
-from workers.stream.format import Format
+from workers.quantization.formats import Format
 from workers.stream.formats import amax_each, global_scale, quantizer
 
 # Tells the processes that vLLM starts, which see no configuration before their load.

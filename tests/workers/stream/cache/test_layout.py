@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.layout import ITEM_BYTES, ShardLayout, index_json, lay_out, neighbours
+from workers.stream.cache.layout import ITEM_BYTES, ShardLayout, index_json, lay_out, neighbours
 
 TENSORS = st.dictionaries(
     st.text('abc.äß"\\', min_size=1, max_size=12).filter(str.isprintable),

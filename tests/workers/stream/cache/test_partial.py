@@ -14,17 +14,17 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.architectures import llama, qwen3_next
-from tests.checkpoints import MIB, write_checkpoint
-from tests.stream.loading import load
+from tests.support.architectures import llama, qwen3_next
+from tests.support.checkpoints import MIB, write_checkpoint
+from tests.workers.stream.loading import load
 from workers import plugin
-from workers.stream import loader
-from workers.stream.cache import Entry, entries, remove
+from workers.quantization.recipe import Recipe
+from workers.stream.cache.omitted import can_be_completed, left_out
+from workers.stream.cache.store import Entry, entries, remove
 from workers.stream.export import Request, export
-from workers.stream.left_out import can_be_completed, left_out
 from workers.stream.pipeline import Pipeline
-from workers.stream.recipe import Recipe
 from workers.stream.virtual import Emitted
+from workers.stream.vllm import loader
 
 LAYER = "model.layers.1."
 AHEAD = "mtp."

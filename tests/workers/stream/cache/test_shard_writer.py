@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.stream import target
-from workers.stream.layout import ShardLayout, Tensors, lay_out
-from workers.stream.target import TargetFile
-from workers.stream.writer import ShardWriter
+from workers.stream import direct_target
+from workers.stream.cache.layout import ShardLayout, Tensors, lay_out
+from workers.stream.cache.shard_writer import ShardWriter
+from workers.stream.direct_target import TargetFile
 
 BLOCK = 4096
 WAIT_S = 60.0
@@ -168,7 +168,7 @@ def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pyt
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *more)
 
-    monkeypatch.setattr(target.os, "open", without)
+    monkeypatch.setattr(direct_target.os, "open", without)
     file = TargetFile(str(tmp_path / "file"), 2 * BLOCK)
     file.write(BLOCK, memoryview(bytes(range(256)) * 16))
     file.settle()
@@ -180,8 +180,8 @@ def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pyt
 def test_much_that_goes_through_the_page_cache_is_written_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
     real = os.fdatasync
-    monkeypatch.setattr(target, "FLUSH_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(target.os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
+    monkeypatch.setattr(direct_target, "FLUSH_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(direct_target.os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
     file = TargetFile(str(tmp_path / "file"), 8 * BLOCK, direct=False)
 
     for number in range(8):
@@ -199,7 +199,7 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
     def full(_fd: int, _data: memoryview, _offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(target.os, "pwrite", full)
+    monkeypatch.setattr(direct_target.os, "pwrite", full)
     made = ShardWriter(shards, lambda: str(tmp_path), told.append, staging_bytes=4 * BLOCK, block_bytes=BLOCK)
 
     refused = [made.put(slot, 0, values[name], wait=True) for name, slot in made.slots.items()]

@@ -18,9 +18,12 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.checkpoints import Entry, normal, write_checkpoint
-from workers.stream import cache, cache_writer, manifest, target
-from workers.stream.cache import (
+from tests.support.checkpoints import Entry, normal, write_checkpoint
+from workers.stream import direct_target
+from workers.stream.cache import manifest, store
+from workers.stream.cache import writer as cache_writer
+from workers.stream.cache.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
+from workers.stream.cache.store import (
     CachedCheckpoint,
     entries,
     fault_of,
@@ -33,11 +36,10 @@ from workers.stream.cache import (
     swept,
     written_now,
 )
-from workers.stream.cache_writer import CODES, CacheWriter
-from workers.stream.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
-from workers.stream.source import virtual_of
+from workers.stream.cache.writer import CODES, CacheWriter
+from workers.stream.load_session import virtual_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 RECIPE = {"format": "nvfp4", "layers": []}
 DESCRIBED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}}
@@ -68,7 +70,7 @@ def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, (1 << 40) - free_bytes, free_bytes))
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, (1 << 40) - free_bytes, free_bytes))
 
 
 def quantized(source: Checkpoint) -> dict[str, torch.Tensor]:
@@ -508,7 +510,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
 def test_a_nearly_full_disk_evicts_too(cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     old = written(cache_dir, source)
     (entry,) = entries(cache_dir)
-    reserve = int((1 << 40) * cache.RESERVE_FRACTION)
+    reserve = int((1 << 40) * store.RESERVE_FRACTION)
     free_disk(monkeypatch, reserve)
     with locked(cache_dir):
         assert make_room(cache_dir, entry.size_bytes + 1, None) is not None
@@ -533,7 +535,7 @@ def test_a_disk_that_becomes_full_drops_the_cache_and_frees_what_it_took(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(target.os, "pwrite", full)
+    monkeypatch.setattr(direct_target.os, "pwrite", full)
     made = written(cache_dir, source)
 
     assert made.state == "failed"
@@ -564,8 +566,8 @@ def test_a_disk_that_really_has_no_room(small_disk: Path, source: Checkpoint) ->
 import resource, shutil, signal, sys
 from pathlib import Path
 import torch
-from workers.stream import cache
-from workers.stream.cache_writer import CacheWriter
+from workers.stream.cache import store as cache
+from workers.stream.cache.writer import CacheWriter
 from sparkd.checkpoint import read_checkpoint
 cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
 folder = Path({str(small_disk)!r})
@@ -633,8 +635,8 @@ CHILD = """
 import os, shutil, sys, threading
 import torch
 from sparkd.checkpoint import read_checkpoint
-from workers.stream import cache
-from workers.stream.cache_writer import CacheWriter
+from workers.stream.cache import store as cache
+from workers.stream.cache.writer import CacheWriter
 cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
 cache_dir, folder = sys.argv[1:]
 layout = {"a": ("U8", (4 << 20,)), "b": ("U8", (4 << 20,))}

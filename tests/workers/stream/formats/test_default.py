@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workers.stream.format import Format
+from workers.quantization.formats import Format
 from workers.stream.formats import amax, global_scale, quantizer
 
 FORMATS = [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("fp8"), Format("fp8_block")]

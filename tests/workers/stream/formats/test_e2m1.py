@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.stream import reference
+from tests.workers.stream import reference
 from workers.stream.formats import e2m1
 from workers.stream.formats.groups import pack
 

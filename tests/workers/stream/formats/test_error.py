@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stream import reference, weights
+from tests.workers.stream import reference, weights
+from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
-from workers.stream.recipe import Format
 
 BARS = [
     ("mxfp4", "gauss", 0.112),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.stream import reference, weights
+from tests.workers.stream import reference, weights
+from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
-from workers.stream.recipe import Format
 
 SPELLINGS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
-from tests.stream import weights
+from tests.workers.stream import weights
+from workers.quantization.recipe import Format
 from workers.stream.formats import amax, global_scale, nonfinite, quantizer
-from workers.stream.recipe import Format
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 SPELLINGS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
 
 
@@ -139,8 +139,8 @@ _MEMORY = """
 import json, sys
 import torch
 from workers.stream.formats import amax, quantizer
-from workers.stream.formats.source import dequantize_fp8
-from workers.stream.recipe import Format
+from workers.stream.formats.fp8_source import dequantize_fp8
+from workers.quantization.recipe import Format
 
 def peak_bytes(work):
     with open("/proc/self/clear_refs", "w") as file:
@@ -183,9 +183,9 @@ def test_temporaries_are_small_whatever_the_shape() -> None:
 _KERNELS = """
 import json, sys
 import torch
-from tests.stream import weights
+from tests.workers.stream import weights
 from workers.stream.formats import quantizer, triton_kernels
-from workers.stream.recipe import Format
+from workers.quantization.recipe import Format
 
 random = torch.Generator().manual_seed(0)
 batch = (torch.randn(2, 5, 384, generator=random) * 0.02).bfloat16()

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
-from tests.stream import reference
-from workers.stream.format import Format
+from tests.workers.stream import reference
+from workers.quantization.formats import Format
 from workers.stream.formats import quantizer
-from workers.stream.formats.source import dequantize_fp8, holds_codes, restated_fp8
+from workers.stream.formats.fp8_source import dequantize_fp8, holds_codes, restated_fp8
 
 
 def every_code(n: int, k: int) -> torch.Tensor:

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.architectures import llama
-from tests.checkpoints import MIB, fp8_config, linear, write_checkpoint
-from tests.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
-from workers.stream.ct_config import linear_modules, quantization_config
-from workers.stream.format import Format
+from tests.support.architectures import llama
+from tests.support.checkpoints import MIB, fp8_config, linear, write_checkpoint
+from tests.workers.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
+from workers.quantization.formats import Format
+from workers.quantization.recipe import Recipe
 from workers.stream.formats import quantizer
-from workers.stream.formats.source import holds_codes
+from workers.stream.formats.fp8_source import holds_codes
 from workers.stream.pipeline import Pipeline
-from workers.stream.plan import Batch, steps
-from workers.stream.recipe import Recipe
+from workers.stream.read_plan import Batch, steps
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.vllm.config import linear_modules, quantization_config
 
 
 def fp8_source(
@@ -91,7 +91,7 @@ def test_an_fp8_source_is_undone_unit_by_unit(tmp_path, kind, batch_bytes):
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, kind, quantize):
     """Rows that begin within a block of scales, and columns."""
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 6)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 6)
     stored, _, config = fp8_source(random_weights(inter=2 * 96), kind)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
@@ -197,7 +197,7 @@ def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quan
 @pytest.mark.parametrize(("kind", "quantize"), HELD)
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
 def test_experts_that_are_kept_are_placed_with_their_own_codes(tmp_path, monkeypatch, kind, quantize, ranks, rank, batch_bytes):
-    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     stored, _, config = fp8_source(random_weights(), kind)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
@@ -307,7 +307,7 @@ def test_fp8_of_another_form_is_refused_by_a_cure_that_helps(tmp_path):
 @pytest.mark.parametrize(("kind", "quantize"), HELD)
 def test_vllms_own_parameters_hold_the_sources_codes(tmp_path, one_rank, kind, quantize):
     """Through vLLM's model class and its loaders, q/k/v and gate/up in one parameter each, from the checkpoint and from the cache."""
-    from tests.stream.loading import load
+    from tests.workers.stream.loading import load
     from workers import plugin
 
     plugin.register()

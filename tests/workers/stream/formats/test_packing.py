@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 
-from tests.stream.weights import distribution
+from tests.workers.stream.weights import distribution
+from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
-from workers.stream.recipe import Format
 
 with warnings.catch_warnings():
     # What it and torch deprecate among themselves is not ours.

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparkd.errors import CheckpointError
-from tests.architectures import ARCHITECTURES
-from tests.checkpoints import MIB, write_checkpoint
-from tests.stream.loading import load
+from tests.support.architectures import ARCHITECTURES
+from tests.support.checkpoints import MIB, write_checkpoint
+from tests.workers.stream.loading import load
 from workers import plugin
-from workers.stream import asking
+from workers.quantization.recipe import Recipe
 from workers.stream.export import Request, export
-from workers.stream.recipe import Recipe
 from workers.stream.trace import Taken, Trace
-from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of, unfilled
+from workers.stream.vllm import ask_model
+from workers.stream.vllm.completeness import Asked, Writes, refuse_unfilled, storages_of, unfilled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,7 +162,7 @@ def test_who_has_to_find_all_its_weights_in_the_checkpoint(
 ) -> None:
     config = SimpleNamespace(runner_type=runner, quantization=quantization)
     virtual = SimpleNamespace(formats=formats, checkpoint=SimpleNamespace(quantization=more.pop("stored", None)))
-    assert asking.fills_all(SimpleNamespace(**more), config, virtual) is all_of_it  # type: ignore[arg-type]
+    assert ask_model.fills_all(SimpleNamespace(**more), config, virtual) is all_of_it  # type: ignore[arg-type]
 
 
 # Modules of all kinds

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.checkpoints import Entry, write_checkpoint
-from workers.stream.ct_config import in_our_formats, linear_modules, matches, patterns, quantization_config
+from tests.support.checkpoints import Entry, write_checkpoint
+from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError, MissingSymbol
-from tests.stream.products import assert_product
-from workers.stream import cpu_linear
-from workers.stream.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
-from workers.stream.format import SPELLINGS, Format
+from tests.workers.stream.products import assert_product
+from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.formats import quantizer
+from workers.stream.vllm import cpu_linear
+from workers.stream.vllm.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.

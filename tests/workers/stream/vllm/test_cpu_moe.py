@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
-from tests.stream.products import assert_near
-from workers.stream.experts import answered, families, place
-from workers.stream.format import SPELLINGS, Format
+from tests.workers.stream.products import assert_near
+from workers.quantization.formats import SPELLINGS, Format
+from workers.stream.expert_placement import answered, families, place
 from workers.stream.formats import quantizer
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import Emitted
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-    from workers.stream import cpu_moe
+    from workers.stream.vllm import cpu_moe
 
 FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.stream.early import Early
 from workers.stream.trace import Trace, phantoms
+from workers.stream.vllm.early_repack import Early
 
 CPU = torch.device("cpu")
 ROWS, COLS = 6, 8

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
-from tests.architectures import llama
-from tests.checkpoints import MIB, write_checkpoint
-from tests.stream.loading import load
+from tests.support.architectures import llama
+from tests.support.checkpoints import MIB, write_checkpoint
+from tests.workers.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
 from workers.stream.progress import ProgressFile

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from workers import plugin
-from workers.stream.ct_config import quantization_config
-from workers.stream.format import Format
+from workers.quantization.formats import Format
+from workers.stream.vllm.config import quantization_config
 
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from vllm.config.load import LoadConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from workers.stream import loader
-    from workers.stream.method import SparkConfig, formats_of
+    from workers.stream.vllm import loader
+    from workers.stream.vllm.method import SparkConfig, formats_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from workers.stream import repack
+from workers.stream.vllm import repack
 
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.

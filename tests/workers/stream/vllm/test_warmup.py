@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from workers.stream import compiling
+from workers.stream.vllm import warmup
 
 
 @pytest.fixture
@@ -21,33 +21,33 @@ def hashed(monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch):
-    monkeypatch.setattr(compiling.multiprocessing, "parent_process", lambda: "somebody")
+    monkeypatch.setattr(warmup.multiprocessing, "parent_process", lambda: "somebody")
 
 
 def test_triton_is_made_ready_here_and_in_the_processes_that_are_started(hashed, child):
     environ: dict[str, str] = {}
-    compiling.make_ready(environ)
+    warmup.make_ready(environ)
     assert hashed.wait(10)
     hashed.clear()
-    compiling.make_ready_if_told(environ)
+    warmup.make_ready_if_told(environ)
     assert hashed.wait(10)
 
 
-@pytest.mark.parametrize("environ", [{}, {compiling.VARIABLE: ""}])
+@pytest.mark.parametrize("environ", [{}, {warmup.VARIABLE: ""}])
 def test_nothing_is_hashed_where_nothing_is_quantized(hashed, child, environ):
     before = threading.active_count()
-    compiling.make_ready_if_told(environ)
+    warmup.make_ready_if_told(environ)
     assert threading.active_count() == before
     assert not hashed.is_set()
 
 
 def test_a_process_that_only_inherited_the_variable_hashes_nothing(hashed):
-    compiling.make_ready_if_told({compiling.VARIABLE: "1"})
+    warmup.make_ready_if_told({warmup.VARIABLE: "1"})
     assert not hashed.is_set()
 
 
 def test_a_triton_that_has_it_elsewhere_hashes_later(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
     environ: dict[str, str] = {}
-    compiling.make_ready(environ)
-    assert environ == {compiling.VARIABLE: "1"}
+    warmup.make_ready(environ)
+    assert environ == {warmup.VARIABLE: "1"}

@@ -1,0 +1,1 @@
+"""The configuration: its values, its checks, its API keys."""

@@ -1,0 +1,1 @@
+"""HTTP to one engine: connections, addresses, metrics."""

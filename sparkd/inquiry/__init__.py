@@ -1,0 +1,1 @@
+"""What the installed vLLM itself says of flags and of models: asked of a child, checked and kept."""

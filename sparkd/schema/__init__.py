@@ -1,0 +1,1 @@
+"""The typed keys of sparkd.yaml and of a model's entry."""

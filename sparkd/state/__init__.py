@@ -1,0 +1,1 @@
+"""The nouns of the control plane, and how they are stored."""

@@ -1,0 +1,1 @@
+"""Programs and guards that run in the engine's own Python."""

@@ -1,0 +1,1 @@
+"""Which weight gets which format, decided without torch."""

@@ -1,0 +1,1 @@
+"""One rank of an engine: its specification, its command, its life and its reports."""

@@ -1,0 +1,1 @@
+"""An engine on vLLM's Ray executor, in its own processes."""

@@ -1,0 +1,1 @@
+"""The quantized weights that are kept on disk."""

@@ -1,0 +1,1 @@
+"""What the loader knows of vLLM's classes."""

@@ -1,0 +1,1 @@
+"""A stub engine, for tests and benches: speaks as vLLM does, computes nothing."""
