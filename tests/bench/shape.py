@@ -5,13 +5,15 @@
 A row for each figure with its goal. --list: also the names behind each figure. Exit status 1: a goal is missed.
 Stops: the functions that one function calls, and those that these call, each once, depth first; a stop is a call that leads into another
 file than its caller's. A call is followed where its name says which function it is: one of the module, one that was imported, a method of
-the class itself, or a method whose name no second class has. Parsers: functions that cut, strip or search a name that holds a sentence.
+the class itself, or a method whose name no second class has, unless it is called on a module that is not ours. Parsers: functions that cut,
+strip or search a name that holds a sentence.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 import sys
 import tomllib
@@ -26,11 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("sparkd", "workers")
 # The flows of docs/architecture.md, by their headings there, and the goal of each.
 FLOWS = {"One load": 14, "One request": 12, "One kill": 6}
-NEED = ("need_of",)
+NEED = "sparkd.capacity.requirement.need_of"
 _SENTENCES = re.compile(r"^(sentence|message|reason|condition|why|trouble|text_of|refusal|told|cause)s?$")
-# Methods of Python's own types: which object such a call is on, only a type checker knows.
-_KINDS = (str, bytes, dict, list, set, Path, re.Pattern, re.Match, Exception, Counter, json)
-_COMMON = {name for kind in _KINDS for name in dir(kind)} | {"call"}
+# Methods of Python's own types: which object such a call is on, only a type checker knows. `_replace`: of a named tuple.
+_KINDS = (str, bytes, dict, list, set, Path, re.Pattern, re.Match, Exception, Counter, json, logging.Logger)
+_COMMON = {name for kind in _KINDS for name in dir(kind)} | {"call", "_replace"}
 _CUTS = frozenset({"partition", "rpartition", "split", "rsplit", "replace", "removeprefix", "removesuffix", "startswith", "endswith"})
 
 
@@ -190,7 +192,7 @@ def _functions(every: Mapping[str, Module]) -> Iterator[tuple[str, str, Module, 
                         yield f"{module.name}.{node.name}.{part.name}", node.name, module, part
 
 
-def _stops(every: Mapping[str, Module], names: tuple[str, ...]) -> list[str]:
+def _stops(every: Mapping[str, Module], start: str) -> list[str]:
     functions = {full: (owner, module, node) for full, owner, module, node in _functions(every)}
     methods: dict[str, list[str]] = defaultdict(list)
     for full, (owner, _module, node) in functions.items():
@@ -209,9 +211,7 @@ def _stops(every: Mapping[str, Module], names: tuple[str, ...]) -> list[str]:
                     stops.append(f"{module.name} -> {callee}")
                 follow(callee)
 
-    for full, (owner, _module, node) in functions.items():
-        if node.name in names and not owner:
-            follow(full)
+    follow(start)
     return stops
 
 
@@ -225,8 +225,11 @@ def _callee(target: ast.expr, owner: str, module: Module, functions: object, met
         if isinstance(target.value, ast.Name):
             if target.value.id == "self" and f"{module.name}.{owner}.{target.attr}" in known:
                 return f"{module.name}.{owner}.{target.attr}"
-            if (full := f"{module.names.get(target.value.id, '')}.{target.attr}") in known:
-                return full
+            imported = module.names.get(target.value.id, "")
+            if f"{imported}.{target.attr}" in known:
+                return f"{imported}.{target.attr}"
+            if imported and imported.partition(".")[0] not in PACKAGES:
+                return None
         if len(methods[target.attr]) == 1 and target.attr not in _COMMON:
             return methods[target.attr][0]
     return None
