@@ -21,7 +21,7 @@ FILE_BYTES = 8 << 20
 FILE_BACKUPS = 3
 FILE_MODE = 0o640
 # Libraries whose INFO repeats our own words or shows addresses and queries.
-QUIET = ("aiohttp", "asyncio", "httpcore", "httpx", "ray", "urllib3", "uvicorn")
+QUIET = ("asyncio", "httpcore", "httpx", "ray", "urllib3", "uvicorn")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-import aiohttp
-
 from sparkd import metrics
 from sparkd.engine.upstream import Upstream
+from sparkd.errors import EngineError
 from sparkd.execution.boundary import Boundary
 
 EVERY_S = 5.0
@@ -187,17 +186,10 @@ async def _sound_page(upstream: Upstream, model: str) -> str | None:
 async def _fetched(upstream: Upstream) -> str | None:
     """A page, or what came of it when it had more than MAX_BYTES."""
     try:
-        async with asyncio.timeout(TIMEOUT_S), upstream.session().get("/metrics") as response:
-            if response.status != 200:
-                return None
-            pieces = bytearray()
-            async for chunk in response.content.iter_any():
-                pieces += chunk
-                if len(pieces) > MAX_BYTES:
-                    break
-            return pieces.decode("latin-1" if len(pieces) > MAX_BYTES else "utf-8", "replace")
-    except (TimeoutError, OSError, aiohttp.ClientError):
+        page = await upstream.get("/metrics", MAX_BYTES, TIMEOUT_S)
+    except (TimeoutError, EngineError):
         return None
+    return page.decode("latin-1" if len(page) > MAX_BYTES else "utf-8", "replace")
 
 
 def _home(name: str, family: str) -> str:

@@ -7,65 +7,65 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
+from sparkd.engine.http import Pool, RawHeaders
+from sparkd.errors import EngineError
 
-from sparkd.engine.http import Pool
-
-CONNECT_TIMEOUT_S = 2.0
-KEEPALIVE_S = 30.0
 MAX_MODEL_LIST_BYTES = 1 << 20
 MAX_OPENAPI_BYTES = 8 << 20
 
 
 class Upstream:
-    """Where an engine listens. `api_key` goes into the Authorization header of what sparkd sends, and nowhere else.
+    """Where an engine listens. `api_key` goes into the Authorization header of what sparkd sends, and nowhere else."""
 
-    `wire` is the data plane's way, `session()` that of probes and scrapes. The session is made on first use because it must belong
-    to the running event loop. limit=0: aiohttp's default of 100 connections queues silently beyond it
-    (vllm-project/production-stack issue 765). No environment proxies, no cookies, no redirects.
-    """
-
-    __slots__ = ("_closed", "_session", "api_key", "base_url", "socket_path", "wire")
+    __slots__ = ("api_key", "base_url", "socket_path", "wire")
 
     def __init__(self, *, socket_path: str | None = None, base_url: str = "http://engine", api_key: str | None = None) -> None:
         self.socket_path = socket_path
         self.base_url = base_url
         self.api_key = api_key
         self.wire = Pool(socket_path, base_url, api_key)
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
 
-    def session(self) -> aiohttp.ClientSession:
-        """Raises aiohttp.ClientConnectionError once closed: whoever still holds it then would make a client that nobody closes."""
-        if self._closed:
-            raise aiohttp.ClientConnectionError("the engine is gone")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                base_url=self.base_url,
-                connector=self._connector(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                auto_decompress=False,
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"authorization": f"Bearer {self.api_key}"} if self.api_key else None,
-                skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
-            )
-        return self._session
+    async def get(self, path: str, most_bytes: int, timeout_s: float) -> bytes:
+        """The body of what the engine answers with 200, cut off somewhere behind `most_bytes`.
+
+        Raises EngineError for another status and for what is no whole answer, EngineGone where nobody listens, TimeoutError.
+        """
+        async with asyncio.timeout(timeout_s):
+            connection = await self.wire.connection()
+            body = _Body(most_bytes)
+            try:
+                await connection.ask(b"GET " + path.encode() + self.wire.preamble + b"\r\n", b"", body)
+                return await body.whole
+            finally:
+                connection.abort()
 
     async def close(self) -> None:
         self.wire.close()
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def _connector(self) -> aiohttp.BaseConnector:
-        if self.socket_path:
-            return aiohttp.UnixConnector(path=self.socket_path, limit=0, keepalive_timeout=KEEPALIVE_S)
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=None)
 
     def __repr__(self) -> str:
         return f"Upstream({self.socket_path or self.base_url})"
+
+
+class _Body:
+    """The sink of one answer that is wanted whole."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._most_bytes = most_bytes
+        self._pieces = bytearray()
+
+    def head(self, status: int, headers: RawHeaders) -> None:
+        if status != 200:
+            self.broken(EngineError(f"The engine answered with HTTP {status}."))
+
+    def body(self, data: bytes, ended: bool) -> None:
+        self._pieces += data
+        if (ended or len(self._pieces) > self._most_bytes) and not self.whole.done():
+            self.whole.set_result(bytes(self._pieces))
+
+    def broken(self, error: EngineError) -> None:
+        if not self.whole.done():
+            self.whole.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,11 @@ async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozense
 _ASKED = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/audio/transcriptions"}
 )
-_UNREADABLE = (TimeoutError, OSError, aiohttp.ClientError, ValueError, LookupError, TypeError, RecursionError)
+_UNREADABLE = (TimeoutError, EngineError, ValueError, LookupError, TypeError, RecursionError)
 
 
-async def _json(upstream: Upstream, path: str, limit: int, timeout_s: float) -> Any:
-    async with asyncio.timeout(timeout_s), upstream.session().get(path) as response:
-        if response.status != 200:
-            raise ValueError(f"{path} answered {response.status}")
-        body = bytearray()
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > limit:
-                raise ValueError(f"{path} is larger than {limit} bytes")
+async def _json(upstream: Upstream, path: str, most_bytes: int, timeout_s: float) -> Any:
+    body = await upstream.get(path, most_bytes, timeout_s)
+    if len(body) > most_bytes:
+        raise ValueError(f"{path} is larger than {most_bytes} bytes")
     return json.loads(body)

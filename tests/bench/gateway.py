@@ -296,7 +296,7 @@ def main() -> int:
 
 
 def _notes(options: argparse.Namespace, cores: Cores, other_share: float) -> list[str]:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "httptools"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("uvicorn", "httptools"))
     notes = [f"Python {platform.python_version()}, {packages}, {platform.machine()}, {os.cpu_count()} cores."]
     notes.append(f"Everything else on this machine used {other_share:.0%} of it meanwhile: above 5 % do not read p99, above 20 % nothing.")
     floor_ms = targets.wake_ms_per_1000(cores)

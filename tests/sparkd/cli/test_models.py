@@ -576,7 +576,6 @@ def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
         "fastapi",
         "uvicorn",
         "ray",
-        "aiohttp",
         "sqlite3",
         "yaml",
         "sparkd.daemon.daemon",
@@ -599,7 +598,6 @@ _RAY = {
 _DAEMON = {
     "fastapi",
     "uvicorn",
-    "aiohttp",
     "sqlite3",
     "asyncio",
     "sparkd.daemon.daemon",

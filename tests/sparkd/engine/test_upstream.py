@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import aiohttp
 import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.engine.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, ServedModels, Upstream, served_models, served_routes
+from sparkd.errors import EngineError, EngineGone
 from sparkd.state.abilities import Abilities
 from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
@@ -34,17 +34,15 @@ async def upstream(engine: RawEngine) -> AsyncIterator[Upstream]:
     await made.close()
 
 
-async def get(upstream: Upstream, path: str = "/x") -> int:
-    async with upstream.session().get(path) as response:
-        await response.read()
-        return response.status
+async def get(upstream: Upstream, path: str = "/x") -> bytes:
+    return await upstream.get(path, 1 << 20, 20.0)
 
 
 async def test_it_says_nothing_but_host_and_key(engine: RawEngine, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
-    assert await get(upstream) == 200
+    await get(upstream)
     assert engine.heard[0].headers == {"host": "engine", "authorization": f"Bearer {KEY}"}
 
 
@@ -60,42 +58,25 @@ async def test_over_tcp(engine: RawEngine) -> None:
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     upstream = Upstream(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-    assert await get(upstream) == 200
+    await get(upstream)
     await upstream.close()
     server.close()
 
     assert engine.heard[0].headers["host"] == f"127.0.0.1:{port}"
 
 
-async def test_one_client_for_its_life_that_keeps_no_cookies_and_its_connections(engine: RawEngine, upstream: Upstream) -> None:
+async def test_it_keeps_no_cookies_and_its_connection(engine: RawEngine, upstream: Upstream) -> None:
     engine.replies(JSON_ANSWER.replace(b"server: engine", b"set-cookie: a=b; Path=/"))
-    first = upstream.session()
     for _ in range(3):
-        assert await get(upstream) == 200
+        await get(upstream)
 
-    assert upstream.session() is first
     assert engine.connections == 1
     assert not any("cookie" in heard.headers for heard in engine.heard)
 
 
-async def test_more_requests_at_once_than_aiohttp_would_let_through(engine: RawEngine, upstream: Upstream) -> None:
-    everybody = asyncio.Event()
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(engine.heard) == 150:
-            everybody.set()
-        await everybody.wait()
-        writer.write(JSON_ANSWER)
-
-    engine.script = script
-    async with asyncio.timeout(30):
-        assert await asyncio.gather(*(get(upstream) for _ in range(150))) == [200] * 150
-
-
 async def test_a_body_that_says_it_is_compressed_is_passed_on_as_it_is(engine: RawEngine, upstream: Upstream) -> None:
     engine.replies(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nabcd")
-    async with upstream.session().get("/x") as response:
-        assert await response.read() == b"abcd"
+    assert await get(upstream) == b"abcd"
 
 
 async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream) -> None:
@@ -103,16 +84,41 @@ async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream
     await upstream.close()
     await upstream.close()
 
-    with pytest.raises(aiohttp.ClientConnectionError):
+    with pytest.raises(EngineGone):
         await get(upstream)
     assert await served_models(upstream) is None
 
 
-async def test_closed_before_it_was_used() -> None:
-    upstream = Upstream(socket_path="/nowhere")
-    await upstream.close()
-    with pytest.raises(aiohttp.ClientConnectionError):
-        upstream.session()
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", EngineError),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabcd", EngineError),
+        (b"garbage\r\n\r\n", EngineError),
+        (b"", EngineGone),
+    ],
+    ids=["another status", "cut off", "no HTTP", "hung up"],
+)
+async def test_an_answer_that_is_none(engine: RawEngine, upstream: Upstream, raw: bytes, error: type[EngineError]) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        writer.close()
+
+    engine.script = script
+    with pytest.raises(error):
+        await get(upstream)
+
+
+async def test_a_body_is_not_read_beyond_its_bound(engine: RawEngine, upstream: Upstream) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    engine.script = script
+    body = await upstream.get("/x", 100_000, 20.0)
+    assert 100_000 < len(body) < 2_000_000
 
 
 def test_its_key_is_not_in_its_repr() -> None:

@@ -36,7 +36,7 @@ async def gateway(engine: RawEngine) -> AsyncIterator[Running]:
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """No test may leave a traceback or an error of uvicorn, aiohttp or asyncio in a log."""
+    """No test may leave a traceback or an error of uvicorn or asyncio in a log."""
     caplog.set_level(logging.INFO)
 
 
