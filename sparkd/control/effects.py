@@ -327,7 +327,7 @@ class Actions:
         """before: the nodes' readings before its first chat, where there was one. served: of one that served before it was adopted."""
         took_s = self._clock() - record.attempt_since_s
         record.load_s = self._load_s(record)
-        record.ready_since_s = record.last_used_s = self._clock()
+        record.ready_since_s = self._clock()
         if served is not None:
             record.ready_since_s, record.load_s = self._clock() - (served.for_s or 0.0), served.load_s
         self.move(record, ModelState.READY)

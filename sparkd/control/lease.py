@@ -133,7 +133,7 @@ class Door:
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
                 raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
-            record.questions += 1
+            record.queue.begin(probe=True)
             return record
         self._refuse_closed(record)
         if need is not None:
@@ -143,51 +143,38 @@ class Door:
         if record.state is not ModelState.READY:
             await self._wait(record, wait_s, waits, need)
         limit = record.spec.concurrency_limit if record.spec else None
-        if limit is not None and record.in_flight >= limit:
+        if limit is not None and record.queue.in_flight >= limit:
             raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
-        record.in_flight += 1
-        record.promised_at_s = None
+        record.queue.begin(probe=False)
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
-        if probe:
-            record.questions -= 1
-        else:
-            record.in_flight -= 1
-            record.last_used_s = self._clock()
+        record.queue.end(self._clock(), probe=probe)
         # A question of ours leads to no other.
         if answered or (answered is not None and not probe):
-            record.unanswered = not answered and record.state is ModelState.READY
-        if record.in_flight == 0 and record.state is ModelState.DRAINING:
+            record.queue.judge(answered=answered or record.state is not ModelState.READY)
+        if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake()
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in. It stays for clients that were told to come back, until one has or
         forget_promises says otherwise."""
-        record.asked_since_s = None
-        for waiter in record.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        record.queue.open(self._clock())
 
     def turn_away(self, record: Record, error: Unavailable | None = None, *, keeps_place: bool = False) -> None:
         """The model failed, was stopped or cannot be loaded now: everyone who waits learns why. keeps_place: it has not had its turn yet,
         and a wish that is not theirs stays where it was in the line."""
-        record.promised_at_s = None
+        record.queue.forget_promise()
         if not keeps_place or record.desired.by == "request":
-            record.asked_since_s = None
+            record.queue.withdraw()
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
-        error = error or (self._failed(record) if record.state is ModelState.FAILED else unloaded)
-        for waiter in record.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+        record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded))
 
     def close(self, records: Iterable[Record], *, wholly: bool) -> None:
         """Send away all that wait: nothing is loaded for them any more."""
         self._closed, self._closed_wholly = True, wholly
         for record in records:
-            for waiter in record.waiters:
-                if not waiter.done():
-                    waiter.set_exception(_draining())
+            record.queue.turn_away(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: Need | None) -> None:
         self._refuse_away(record)
@@ -210,28 +197,26 @@ class Door:
         wished = record.desired.want is not Want.RUNNING
         if wished:
             self._want(record.name, Want.RUNNING, "request")
-            record.promised_at_s = None
+            record.queue.forget_promise()
         if waits is not None:
             waits(
                 lambda: self._roster.view(record, self._clock()).loading(),
                 bool(record.spec and self._roster.config.tells_loading(record.spec)),
             )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        record.waiters[waiter] = None
-        if record.asked_since_s is None:
-            record.asked_since_s = self._clock()
+        record.queue.wait(waiter, self._clock())
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
             # The client was told to come back: the model goes on loading for it.
-            record.promised_at_s = self._clock()
+            record.queue.promise(self._clock())
             raise self._loading(record) from None
         except asyncio.CancelledError:
-            record.waiters.pop(waiter, None)
+            record.queue.leave(waiter)
             self._withdraw(record)
             raise
         finally:
-            record.waiters.pop(waiter, None)
+            record.queue.leave(waiter)
         self._refuse_closed(record)
 
     async def _until_ready(self, record: Record, waiter: asyncio.Future[None], wait_s: float) -> None:
@@ -273,7 +258,7 @@ class Door:
         cancel_abandoned_loads a load that is under way, too. Only what a request has wished, and nobody was told to come back for, and for
         which no other model has ended: without it nothing would be loaded."""
         ours = record.desired.want is Want.RUNNING and record.desired.by == "request"
-        if record.waiters or record.in_flight or record.promised_at_s is not None or not ours:
+        if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not ours:
             return
         if any(_is_owed(other, record) for other in self._models()):
             return
@@ -287,9 +272,9 @@ class Door:
     def forget_promises(self) -> None:
         """Drop the claim of a client that a 503 sent away and that has not come back: no model is evicted or stays for it."""
         for record in self._models():
-            at_s = record.promised_at_s
+            at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
-                record.promised_at_s = None
+                record.queue.forget_promise()
 
     def _refuse_away(self, record: Record) -> None:
         self._refuse_closed(record)

@@ -66,7 +66,7 @@ class Gate:
         # An open node that misses a look may be back with the next one.
         if self.pressure.is_news or not (somewhere or observation.unseen - self.shut):
             for record in records.values():
-                if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED) and not _may_live(record, observation):
+                if record.queue.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED) and not _may_live(record, observation):
                     self._shed(record)
 
     def _shed(self, record: Record) -> None:
@@ -74,7 +74,7 @@ class Gate:
         named = [f"{one['model'] or 'another model'} ({one['memory_gib']:g} GiB)" for one in held_by]
         held = f" Memory is held by {', '.join(named)}." if named else ""
         told = "; ".join((*self.pressure.told.values(), *self.release.told.values()))
-        metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
+        metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.queue.waiters))
         why = f"{record.name} cannot be loaded now: {told}.{held}"
         self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":

@@ -52,9 +52,9 @@ class Found:
             silent_s=now_s - record.told_at_s,
             frozen=frozen(record),
             busy=record.busy,
-            in_flight=record.in_flight,
-            queued=record.queued,
-            last_used_s=record.last_used_s,
+            in_flight=record.queue.in_flight,
+            queued=record.queue.waiting,
+            last_used_s=record.queue.last_used_s,
             last_asked_s=record.last_asked_s,
             attempt_since_s=record.attempt_since_s,
             backoff_until_s=record.backoff_until_s,
@@ -62,7 +62,7 @@ class Found:
             drain_deadline_s=config.unload_timeout_s,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
             claims=record.claims,
-            asked_since_s=now_s if record.asked_since_s is None else record.asked_since_s,
+            asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
             lack=record.lack,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
@@ -82,10 +82,10 @@ class Found:
 def _stay(record: Record, config: Config) -> Stay:
     if record.ready_since_s is None:
         return Stay()
-    busy = record.in_flight or record.waiters
-    idle_at_s = float("inf") if busy else record.last_used_s + config.swap_idle_s
+    busy = record.queue.in_flight or record.queue.waiters
+    idle_at_s = float("inf") if busy else record.queue.last_used_s + config.swap_idle_s
     least_s = config.min_residency_s
-    if record.promised_at_s is not None:
-        comes_back_s = record.promised_at_s + PROMISE_S
+    if record.queue.promised_at_s is not None:
+        comes_back_s = record.queue.promised_at_s + PROMISE_S
         idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.ready_since_s)
     return Stay(record.ready_since_s, record.load_s or 0.0, least_s, idle_at_s)

@@ -77,7 +77,7 @@ def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     """By model, what the guards of the nodes must know of it: see workers.guard.guard.Sentry."""
     return {
         record.name: {
-            "in_flight": record.in_flight,
+            "in_flight": record.queue.in_flight,
             "priority": record.spec.priority if record.spec else 0,
             "pinned": bool(record.spec and record.spec.pin),
             "state": record.state.value,
@@ -96,10 +96,10 @@ def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Recor
         for record in records
         if record.state is ModelState.READY
         and nodes.intersection(record.nodes)
-        and not (record.in_flight or record.queued or (record.spec and record.spec.pin))
-        and now_s - record.last_used_s >= IDLE_S
+        and not (record.queue.in_flight or record.queue.waiting or (record.spec and record.spec.pin))
+        and now_s - record.queue.last_used_s >= IDLE_S
     ]
-    return min(idle, key=lambda one: (one.spec.priority if one.spec else 0, one.last_used_s, one.name), default=None)
+    return min(idle, key=lambda one: (one.spec.priority if one.spec else 0, one.queue.last_used_s, one.name), default=None)
 
 
 def _readings(observation: Observation) -> dict[str, Reading]:

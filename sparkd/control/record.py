@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.config.config import ModelConfig
+from sparkd.control.request_queue import RequestQueue
 from sparkd.control.residency import Evicted
 from sparkd.engine.upstream import Upstream
 from sparkd.state.abilities import Abilities
@@ -26,7 +27,6 @@ class Record:
     __slots__ = (
         "abilities",
         "adopted",
-        "asked_since_s",
         "attempt_since_s",
         "backoff_until_s",
         "busy",
@@ -36,10 +36,8 @@ class Record:
         "halted_since_s",
         "handles",
         "hash",
-        "in_flight",
         "lack",
         "last_asked_s",
-        "last_used_s",
         "lasts",
         "load_s",
         "log_path",
@@ -52,8 +50,7 @@ class Record:
         "operation",
         "origin",
         "progress",
-        "promised_at_s",
-        "questions",
+        "queue",
         "rank_id",
         "ranks",
         "ready_since_s",
@@ -68,9 +65,7 @@ class Record:
         "told_at_s",
         "transport",
         "turn",
-        "unanswered",
         "upstream",
-        "waiters",
         "world",
         "yields_to",
     )
@@ -111,24 +106,14 @@ class Record:
         # Findings on how the ranks of several nodes talk, as plain JSON.
         self.transport: tuple[Mapping[str, str], ...] = ()
         self.adopted = False
-        self.in_flight = 0
-        # Our own requests that the engine works on: they use the model no more than a look at its metrics does.
-        self.questions = 0
-        # In the order in which they came.
-        self.waiters: dict[asyncio.Future[None], None] = {}
-        # When a client's wait was too long and a 503 asked it to come back.
-        self.promised_at_s: float | None = None
-        # Since when somebody asks for it, while it is not READY; its place among all that wait for room or for their turn, 1 for the first.
-        self.asked_since_s: float | None = None
+        self.queue = RequestQueue(now_s)
+        # Its place among all that wait for room or for their turn, 1 for the first.
         self.turn: int | None = None
         # The memory that it asked for when there was no room; and for which model it goes.
         self.lack: Lack | None = None
         self.yields_to: str | None = None
         # How its last stay ended, where it went for another one; None once it is READY again.
         self.evicted: Evicted | None = None
-        # Every recent client gave up, or its connection broke, before the engine answered.
-        self.unanswered = False
-        self.last_used_s = now_s
         self.last_asked_s = float("-inf")
         self.attempt_since_s = now_s
         self.ready_since_s: float | None = None
@@ -139,13 +124,9 @@ class Record:
         self.backoff_until_s = float("-inf")
 
     @property
-    def queued(self) -> int:
-        return len(self.waiters)
-
-    @property
     def claims(self) -> bool:
         """Whether others are to make room for it: a client waits, or was told to come back, or an operator has asked for it."""
-        asked = bool(self.waiters) or self.promised_at_s is not None or self.desired.by in ("admin", "group")
+        asked = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
         return asked and self.desired.want is Want.RUNNING
 
     def is_taken_over(self, want: Want, by: str) -> bool:
@@ -197,7 +178,7 @@ class Record:
         self.reason = self.message = None
         self.lasts = False
         self.transport = ()
-        self.adopted = self.unanswered = False
+        self.adopted = False
         self.halted_since_s = None
         self.lack = None
         self.moved, self.moved_at_s, self.told_at_s = (None, 0.0), now_s, now_s

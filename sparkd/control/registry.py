@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
+from sparkd.control.request_queue import RequestQueue
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
@@ -279,9 +280,9 @@ class Roster:
                 "node": record.node_id,
                 "memory_gib": record.memory_gib,
                 "state": record.state.value,
-                "in_flight": record.in_flight,
-                "queued": record.queued,
-                "idle_seconds": 0.0 if record.in_flight or record.queued else round(max(0.0, now_s - record.last_used_s), 1),
+                "in_flight": record.queue.in_flight,
+                "queued": record.queue.waiting,
+                "idle_seconds": round(_idle_s(record.queue, now_s), 1),
             }
             for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
         ]
@@ -291,7 +292,7 @@ class Roster:
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
         # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
-        asked_s = record.asked_since_s if record.turn is not None else None
+        asked_s = record.queue.asked_since_s if record.turn is not None else None
         since_s = record.since_wall_s if asked_s is None else self._wall() - (now_s - asked_s)
         given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
         return ModelView(
@@ -316,8 +317,8 @@ class Roster:
             progress=_without_cache(record.progress) if record.state is ModelState.FAILED else record.progress,
             node=record.node_id,
             ranks=() if gone else record.handles,
-            in_flight=record.in_flight,
-            queued=record.queued,
+            in_flight=record.queue.in_flight,
+            queued=record.queue.waiting,
             failures=record.failures,
             restarts=record.restarts,
             retry_in_s=retry_in_s,
@@ -336,6 +337,10 @@ class Roster:
         """As vLLM reads it (vllm/envs.py); of an engine that is none, only it knows."""
         value = spec.environment(self.config.engine).get(_STORE, os.environ.get(_STORE, "0"))
         return not spec.runs_vllm(self.config.engine) or value.strip() not in ("0", "")
+
+
+def _idle_s(queue: RequestQueue, now_s: float) -> float:
+    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
 
 
 def _text(spec: Mapping[str, Any]) -> str:

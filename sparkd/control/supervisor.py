@@ -138,10 +138,10 @@ class Supervisor:
         if want is Want.RUNNING and by == "admin":
             record.backoff_until_s = float("-inf")
         if want is Want.STOPPED:
-            record.asked_since_s = None
+            record.queue.withdraw()
             record.cancel()
-        elif record.asked_since_s is None and record.state is not ModelState.READY:
-            record.asked_since_s = self._clock()
+        elif record.state is not ModelState.READY:
+            record.queue.ask(self._clock())
         operation = self.ledger.begin(record, kind, by)
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self.ledger.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")

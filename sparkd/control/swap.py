@@ -69,8 +69,8 @@ class Swap:
         for record in records.values():
             place = whose.line.index(record.name) + 1 if record.name in whose.line else None
             record.turn = place if record.name in whose.waits else None
-            if place is not None and record.asked_since_s is None:
-                record.asked_since_s = self._clock()
+            if place is not None:
+                record.queue.ask(self._clock())
             wait = whose.waits.get(record.name)
             if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and wait is not None):
                 record.message = wait.sentence if wait is not None else None
@@ -85,7 +85,7 @@ class Swap:
     def leave(self, record: Record, to: str) -> None:
         """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
         record.yields_to = to
-        requests = f"; its {record.in_flight} requests may finish first" if record.in_flight else ""
+        requests = f"; its {record.queue.in_flight} requests may finish first" if record.queue.in_flight else ""
         record.evicted = Evicted(to, record.desired.by)
         self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
@@ -122,11 +122,11 @@ class Swap:
             record = records.get(other)
             if record is None or record.desired.want is want:
                 continue
-            unused = record.desired.by == "group" and not (record.in_flight or record.waiters)
+            unused = record.desired.by == "group" and not (record.queue.in_flight or record.queue.waiters)
             if want is Want.RUNNING or by == "admin" or unused:
                 self._want(other, want, "group")
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:
         """Whether a companion of it was used since then: they go after their ttl together, or not."""
         companions = [records[other] for other in self._ties().companions_of(name) if other in records]
-        return any(record.in_flight or record.waiters or record.last_used_s > since_s for record in companions)
+        return any(record.queue.in_flight or record.queue.waiters or record.queue.last_used_s > since_s for record in companions)

@@ -113,7 +113,7 @@ class Pulse:
         if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
-        asked = f"{record.in_flight + record.questions} requests run" if question_s is None else "it does not answer a question"
+        asked = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
         told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
         return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
@@ -143,7 +143,7 @@ class Pulse:
             return
         self._heard_at_s[record.name] = self._clock()
         # Then neither silence nor a count that stands still is a proof: vLLM's gauges do not hear of an abort before the next step.
-        nobody_waits = record.state is ModelState.READY and record.in_flight == 0
+        nobody_waits = record.state is ModelState.READY and record.queue.in_flight == 0
         if page is None:
             if nobody_waits:
                 self._question(record, beat)
@@ -166,7 +166,7 @@ class Pulse:
     def _moves(self, record: Record, steps: float | None) -> None:
         self._beats[record.name] = self._beat(record, steps)
         self._idle.pop(record.name, None)
-        record.unanswered = False
+        record.queue.judge(answered=True)
 
     def _question(self, record: Record, beat: Beat) -> None:
         put_at_s = self._idle.setdefault(record.name, math.inf)
@@ -194,12 +194,12 @@ class Pulse:
 def _works(record: Record) -> bool:
     """Whether somebody waits for it, or has given up waiting."""
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
-    left = record.unanswered and record.state is ModelState.READY
+    left = record.queue.unanswered and record.state is ModelState.READY
     return serving and (_is_asked(record) or left) and record.upstream is not None
 
 
 def _is_asked(record: Record) -> bool:
-    return record.in_flight + record.questions > 0
+    return record.queue.in_flight + record.queue.questions > 0
 
 
 def _cpu_s(record: Record) -> dict[int, float]:

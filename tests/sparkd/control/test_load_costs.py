@@ -154,11 +154,11 @@ async def test_a_load_that_fails_costs_what_it_took(tmp_path: Path) -> None:
         for attempt in (1, 2):
             made.cluster.names = None
             made.supervisor.want("b", Want.RUNNING, "request")
-            made.supervisor.record("b").promised_at_s = made.clock.now_s
+            made.supervisor.record("b").queue.promised_at_s = made.clock.now_s
             await made.tick(6)
             assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING"), attempt
             await made.tick(100)
-            made.supervisor.record("b").promised_at_s = None
+            made.supervisor.record("b").queue.promised_at_s = None
             made.cluster.show(alive=False, processes=0, exit_code=1)
             await made.tick(20)
             await make_ready(made, "a")
@@ -167,6 +167,6 @@ async def test_a_load_that_fails_costs_what_it_took(tmp_path: Path) -> None:
                 assert 100 < made.supervisor._swap._loads.budget.spent_s < 140
         assert made.supervisor._swap._loads.budget.spent_s > 200
         made.supervisor.want("b", Want.RUNNING, "request")
-        made.supervisor.record("b").promised_at_s = made.clock.now_s
+        made.supervisor.record("b").queue.promised_at_s = made.clock.now_s
         await made.tick(6)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")

@@ -321,7 +321,7 @@ async def test_a_requested_model_takes_the_place_of_one_in_use_after_its_time_an
 ) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=30, swap_idle_s=10, unload_timeout_s=0) as made:
         await fill(made, "admin")
-        made.supervisor.record("a").in_flight += int(used)
+        made.supervisor.record("a").queue.in_flight += int(used)
         await made.tick(2)
         waiting = asyncio.create_task(enter(made, "b"))
         await made.tick(2)

@@ -224,8 +224,8 @@ class Machine(RuleBasedStateMachine):
         for record in self._records():
             inside = sum(client.inside for client in self.clients if client.model == record.name)
             waiting = sum(not client.inside and client.task is not None and not client.task.done() for client in self._of(record.name))
-            assert record.in_flight - inside in (0, 1), "one may be the question that makes it READY"
-            assert record.queued <= waiting
+            assert record.queue.in_flight - inside in (0, 1), "one may be the question that makes it READY"
+            assert record.queue.waiting <= waiting
             assert record.reason != "InternalError"
 
     @invariant()

@@ -565,18 +565,18 @@ async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody
         for answered in (False, True, False):
             async with made.supervisor.lease("m") as lease:
                 lease.answered = answered
-            assert record.unanswered is not answered
+            assert record.queue.unanswered is not answered
         async with made.supervisor.lease("m") as lease:
             lease.answered = None
-        assert record.unanswered, "a refusal of the API server's says nothing of the engine"
-        used_s = record.last_used_s
+        assert record.queue.unanswered, "a refusal of the API server's says nothing of the engine"
+        used_s = record.queue.last_used_s
         made.clock.now_s += 5
         async with made.supervisor.lease("m", probe=True) as lease:
             lease.answered = True
-        assert (record.unanswered, record.last_used_s) == (False, used_s), "a question of ours is no use of the model"
+        assert (record.queue.unanswered, record.queue.last_used_s) == (False, used_s), "a question of ours is no use of the model"
         async with made.supervisor.lease("m", probe=True):
             pass
-        assert not record.unanswered, "one question leads to no other"
+        assert not record.queue.unanswered, "one question leads to no other"
 
 
 async def test_a_question_is_asked_past_every_limit_and_loads_nothing(tmp_path: Path) -> None:
@@ -727,7 +727,7 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         elif why == "an operator wishes it":
             made.supervisor.want("m", Want.RUNNING, "admin")
         else:
-            made.supervisor.record("m").in_flight += 1
+            made.supervisor.record("m").queue.in_flight += 1
         await left(waiting)
         await made.tick(3)
 
@@ -850,7 +850,7 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
 async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))
-        await soon(lambda: len(made.supervisor.record("m").waiters) == 2)
+        await soon(lambda: len(made.supervisor.record("m").queue.waiters) == 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await made.tick()

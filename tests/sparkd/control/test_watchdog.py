@@ -44,7 +44,7 @@ class Scene:
         self.page: str | None = page(1)
         self.record = Record("m", Desired("m", Want.RUNNING, 1, "test", 0.0), 0.0, 0.0)
         self.record.state, self.record.rank_id, self.record.world = ModelState.READY, "r1", 2
-        self.record.upstream, self.record.in_flight = Upstream(socket_path="/x"), 2
+        self.record.upstream, self.record.queue.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
         self.asked: list[float] = []
@@ -190,7 +190,7 @@ async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
         await make_ready(made)
         record, pulse = made.supervisor.record("m"), made.supervisor._pulse
         assert made.supervisor.snapshot().models["m"].doubt is None
-        record.in_flight = 1
+        record.queue.in_flight = 1
         pulse.look([record])
         pulse._idle["m"] = made.clock() - 2
         assert str(made.supervisor.snapshot().models["m"].doubt).endswith("has not answered it for 2 s.")
@@ -198,7 +198,7 @@ async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert (view.state, str(view.doubt)[:17]) == ("DRAINING", "No token came for")
-        record.in_flight = 0
+        record.queue.in_flight = 0
 
 
 async def test_an_engine_that_says_nothing_more_is_not_waited_for_with_a_question() -> None:
@@ -216,7 +216,7 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     await scene.after(1)
-    scene.record.in_flight, scene.record.unanswered = 0, True
+    scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
     assert await scene.after(QUESTION_S) is None
     assert len(scene.asked) == 1
     assert await scene.after(IDLE_S) is not None
@@ -224,10 +224,10 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
 
 async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
     scene = Scene()
-    scene.record.world, scene.record.in_flight, scene.record.unanswered = 1, 0, True
+    scene.record.world, scene.record.queue.in_flight, scene.record.queue.unanswered = 1, 0, True
     await scene.after(0, page=None)
     assert await scene.after(1000) is None
-    assert (len(scene.asked), scene.record.unanswered) == (1, False)
+    assert (len(scene.asked), scene.record.queue.unanswered) == (1, False)
 
 
 async def test_a_first_step_that_computes_may_compile_for_long() -> None:
@@ -271,18 +271,18 @@ async def test_a_count_that_stands_still_with_nobody_waiting_is_asked_about() ->
     scene = Scene()
     await scene.after(0)
     await scene.after(1)
-    scene.record.in_flight, scene.record.unanswered = 0, True
+    scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
     assert await scene.after(QUESTION_S) is None
-    assert (len(scene.asked), scene.record.unanswered) == (1, False)
+    assert (len(scene.asked), scene.record.queue.unanswered) == (1, False)
 
-    scene.record.unanswered, scene.answer = True, None
+    scene.record.queue.unanswered, scene.answer = True, None
     await scene.after(QUESTION_S)
     assert await scene.after(IDLE_S) is not None
 
 
 async def test_its_first_question_is_watched_as_a_request_is() -> None:
     scene = Scene()
-    scene.record.state, scene.record.in_flight, scene.record.questions = ModelState.SIZING, 0, 1
+    scene.record.state, scene.record.queue.in_flight, scene.record.queue.questions = ModelState.SIZING, 0, 1
     await scene.after(0)
     told = await scene.after(IDLE_S)
     assert told is not None and told.startswith("1 requests run, and for ")
@@ -304,9 +304,9 @@ async def test_while_the_daemon_itself_is_held_no_engine_stands_still() -> None:
 async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)
-    scene.record.in_flight = 0
+    scene.record.queue.in_flight = 0
     assert await scene.after(1000) is None
-    scene.record.in_flight = 1
+    scene.record.queue.in_flight = 1
     assert await scene.after(1000) is None
     assert scene.asked == []
 

@@ -344,7 +344,7 @@ def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
     made = scene(tmp_path, models={"m": {"model": "/x", "pin": True, "priority": 7}})
     record = made.supervisor.record("m")
     assert told_of([record]) == {}
-    record.rank_id, record.in_flight, record.memory_gib = "m-1", 2, 30.0
+    record.rank_id, record.queue.in_flight, record.memory_gib = "m-1", 2, 30.0
     assert told_of([record]) == {
         "m": {"in_flight": 2, "priority": 7, "pinned": True, "state": "STOPPED", "by": record.desired.by, "predicted_gib": 30.0}
     }

@@ -1,0 +1,90 @@
+"""Owns the requests of one model: those that its engine works on, those that wait for it, and since when somebody asks for it.
+
+No other module changes them. Never decides who may come in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class RequestQueue:
+    """Times are monotonic seconds.
+
+    questions: our own requests that the engine works on. They use the model no more than a look at its metrics does. waiters: in the order
+    in which they came. promised_at_s: when a client's wait was too long and a 503 asked it to come back. asked_since_s: since when somebody
+    asks for the model, while it is not READY. unanswered: every recent client gave up, or its connection broke, before the engine answered.
+    """
+
+    __slots__ = ("asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
+
+    def __init__(self, now_s: float) -> None:
+        self.in_flight = 0
+        self.questions = 0
+        self.waiters: dict[asyncio.Future[None], None] = {}
+        self.promised_at_s: float | None = None
+        self.asked_since_s: float | None = None
+        self.unanswered = False
+        self.last_used_s = now_s
+
+    @property
+    def waiting(self) -> int:
+        return len(self.waiters)
+
+    def begin(self, *, probe: bool) -> None:
+        """Count a request in. probe: one of our own."""
+        if probe:
+            self.questions += 1
+        else:
+            self.in_flight += 1
+            self.promised_at_s = None
+
+    def end(self, now_s: float, *, probe: bool) -> None:
+        """Count a request out."""
+        if probe:
+            self.questions -= 1
+        else:
+            self.in_flight -= 1
+            self.last_used_s = now_s
+
+    def judge(self, *, answered: bool) -> None:
+        """Whether the engine has begun to answer the last request that says anything of it."""
+        self.unanswered = not answered
+
+    def ask(self, now_s: float) -> None:
+        """Somebody asks for the model. Who asked before keeps the place."""
+        if self.asked_since_s is None:
+            self.asked_since_s = now_s
+
+    def withdraw(self) -> None:
+        """Nobody asks for the model any more."""
+        self.asked_since_s = None
+
+    def promise(self, now_s: float) -> None:
+        """A client was told to come back."""
+        self.promised_at_s = now_s
+
+    def forget_promise(self) -> None:
+        self.promised_at_s = None
+
+    def wait(self, waiter: asyncio.Future[None], now_s: float) -> None:
+        self.waiters[waiter] = None
+        self.ask(now_s)
+
+    def leave(self, waiter: asyncio.Future[None]) -> None:
+        self.waiters.pop(waiter, None)
+
+    def open(self, now_s: float) -> None:
+        """The model is READY: everyone who waits may go in, and its time without use begins."""
+        self.asked_since_s = None
+        self.unanswered = False
+        self.last_used_s = now_s
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def turn_away(self, error: Exception) -> None:
+        """Everyone who waits learns why."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
