@@ -50,9 +50,11 @@ def alive(pid: int) -> bool:
 
 
 class DaemonProcess:
-    """`settings` is the content of sparkd.yaml without listen and state_dir. program: the module that is run for sparkd."""
+    """`settings` is the content of sparkd.yaml without listen and state_dir. program: the module that is run for sparkd. root: the folder
+    with its packages."""
 
     program = "sparkd"
+    root = ROOT
 
     def __init__(self, folder: Path, settings: dict[str, Any], environ: dict[str, str] | None = None) -> None:
         self.folder = folder
@@ -86,7 +88,7 @@ class DaemonProcess:
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*through, *serve],
-                cwd=ROOT,
+                cwd=self.root,
                 env=os.environ | self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

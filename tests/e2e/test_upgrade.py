@@ -1,0 +1,130 @@
+"""An upgrade in place, under load: the files of a release are replaced below its daemon, and the next daemon is of this tree.
+
+The old release is the last one whose modules all lay in one folder, so every handle, actor and process that it leaves has old names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.activated import ActivatedDaemon
+from tests.support.daemon_process import ROOT, alive, until
+
+OLD = "adcfc38638ebe636676b202e9744273506e34e90"
+GIT = ("git", "-c", "safe.directory=*")
+PACKAGES = ("sparkd", "workers", "configs")
+ENGINES = ("quick", "slow", "real")
+# A stream of the stub lasts about 4 s.
+SLOW = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
+START_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivatedDaemon]:
+    """A daemon of the old release that serves two stub engines and a real one. Its `root` is the installation that is upgraded."""
+    folder = tmp_path_factory.mktemp("upgrade")
+    installation = folder / "installation"
+    extract(OLD, installation)
+    (folder / "model").mkdir()
+    stub = {"model": str(folder / "model"), "memory_gib": 1, "entrypoint": "workers.stub", "preload": True}
+    engine = {"model": str(chat_model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    models = {"quick": stub, "slow": stub | {"env": SLOW}, "real": engine | {"preload": True}}
+    environ = {"PYTHONPATH": str(installation), "XDG_CACHE_HOME": str(folder / "cache")}
+    made = ActivatedDaemon(folder, {"engine": {"stop_timeout_s": 2}, "models": models}, environ)
+    made.root = installation
+    made.start()
+    try:
+        made.settled()
+        made.ray_connected()
+        for name in ENGINES:
+            made.wait_for(name, "READY", START_S)
+        yield made
+    finally:
+        made.gone()
+
+
+def extract(commit: str, folder: Path) -> None:
+    """The packages of a commit of this clone. Fails where a shallow clone does not have it; nothing is fetched."""
+    known = subprocess.run([*GIT, "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
+    assert known.returncode == 0, f"This clone has no commit {commit}: run `git fetch --unshallow`, the test needs the whole history"
+    folder.mkdir()
+    with subprocess.Popen([*GIT, "archive", commit, *PACKAGES], cwd=ROOT, stdout=subprocess.PIPE) as archive:
+        subprocess.run(["tar", "x", "-C", str(folder)], stdin=archive.stdout, check=True)
+    assert archive.returncode == 0
+
+
+def replace(installation: Path) -> None:
+    """As `pip install .` does: the old files go, those of this tree come."""
+    for name in PACKAGES:
+        shutil.rmtree(installation / name)
+        shutil.copytree(ROOT / name, installation / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def ask(daemon: ActivatedDaemon, model: str, *, stream: bool) -> str:
+    """Over a connection of its own; the whole answer."""
+    body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": "x"}], "max_tokens": 80}
+    response = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+def agent_pids(daemon: ActivatedDaemon) -> set[int]:
+    return {int(process["pid"]) for process in daemon.status()["costs"]["ray"] if "Agent" in process["name"]}
+
+
+def events(daemon: ActivatedDaemon, kind: str) -> list[dict[str, Any]]:
+    told = daemon.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
+    return [event for event in told if event["kind"] == kind]
+
+
+def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: ActivatedDaemon) -> None:
+    pids, agents = [old.pid_of(name) for name in ENGINES], agent_pids(old)
+    assert len(agents) == 1
+    over = threading.Event()
+
+    def keep_asking(model: str) -> int:
+        answered = 0
+        while not over.is_set():
+            ask(old, model, stream=answered % 2 == 0)
+            answered += 1
+        return answered
+
+    with ThreadPoolExecutor(12) as pool:
+        askers = [pool.submit(keep_asking, model) for model in ("quick", "quick", "real")]
+        streams = [pool.submit(ask, old, "slow", stream=True) for _ in range(8)]
+        until(lambda: old.model("slow").get("in_flight") == 8, 30, "all streams run")
+        replace(old.root)
+        old.restart()
+        old.settled()
+        until(lambda: old.metric("sparkd_requests_total", 'model="real"') > 1, 60, "the real engine answers under the new daemon")
+        until(lambda: old.metric("sparkd_requests_total", 'model="quick"') > 20, 60, "the stub answers under the new daemon")
+        over.set()
+        assert all(asker.result() > 1 for asker in askers)
+        assert [stream.result().endswith("data: [DONE]\n\n") for stream in streams] == [True] * 8
+
+    old.ray_connected()
+    until(lambda: agent_pids(old) and not agent_pids(old) & agents, 60, "the agent is of this tree")
+    assert [alive(pid) for pid in agents] == [False]
+    assert [old.pid_of(name) for name in ENGINES] == pids
+    assert [(old.model(name)["state"], old.model(name)["failures"]) for name in ENGINES] == [("READY", 0)] * 3
+    assert {event["model"] for event in events(old, "adopted")} == set(ENGINES)
+    assert old.status()["conditions"] == []
+
+
+def test_an_engine_of_the_old_release_ends_when_it_is_unloaded(old: ActivatedDaemon) -> None:
+    pid = old.pid_of("real")
+    old.unload("real")
+    old.wait_for("real", "STOPPED", 60)
+    assert not alive(pid)
+    old.load("real")
+    old.wait_for("real", "READY", START_S)
+    assert old.chat("real", "hi").status_code == 200
