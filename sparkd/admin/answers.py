@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
+from sparkd.condition import Condition
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import Setting
 from sparkd.fabric.rates import Rate
@@ -85,6 +86,7 @@ class Status(BaseModel):
     tick_age_s: float
     cluster: dict[str, Any] = Field(description="`connected`, `address`, `own_head`; empty before the first look")
     conditions: list[str] = Field(description="Each begins with its reason and a colon")
+    typed_conditions: list[Condition] = Field(description="The same; node is null for one that is not about a single node")
     models: dict[str, ModelState]
     nodes: list[NodeBody]  # type: ignore[valid-type]
     costs: Costs

@@ -306,7 +306,8 @@ def _status(snapshot: Snapshot) -> dict[str, Any]:
         "draining": snapshot.draining,
         "tick_age_s": round(snapshot.tick_age_s, 3),
         "cluster": dict(snapshot.cluster),
-        "conditions": list(snapshot.conditions),
+        "conditions": [str(condition) for condition in snapshot.conditions],
+        "typed_conditions": [asdict(condition) for condition in snapshot.conditions],
         "models": {name: view.state.value for name, view in snapshot.models.items()},
         "nodes": [node_body(node) for node in snapshot.nodes],
     }

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.cli.options import Asked, Json, KeyFile, Url, argument, option
+from sparkd.condition import Condition
 from sparkd.errors import ABSENT, UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 from sparkd.render import models as show
 from sparkd.units import MOST, real, whole
@@ -72,9 +73,11 @@ class Session:
                         raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
                     view = self._seen(model)
                     if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
-                        why = self._why(view)
-                        told = show.stage(view["state"], view["progress"], self.err, why)
-                        line(f"{model}: {told}  ({waited_s:.0f} s)", f"{view['state']} {show.gist(why)}")
+                        bar = self._bar(view)
+                        message = bar.message if bar is not None else view["message"]
+                        told = show.stage(view["state"], view["progress"], self.err, message)
+                        step = show.step(view["state"], bar.reason if bar is not None else view["reason"], view.get("wait"))
+                        line(f"{model}: {told}  ({waited_s:.0f} s)", step)
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
@@ -92,11 +95,11 @@ class Session:
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
 
-    def _why(self, view: dict[str, Any]) -> str | None:
-        """The reason why a model that is not on its way yet waits."""
-        if view["state"] == "STOPPED" and not view["message"]:
-            return show.waits_for(self.client.get("/status")["conditions"])
-        return None if view["message"] is None else str(view["message"])
+    def _bar(self, view: dict[str, Any]) -> Condition | None:
+        """The condition that keeps the daemon from loading anything, for a model that the daemon has not looked at yet."""
+        if view["state"] != "STOPPED" or view["message"]:
+            return None
+        return show.bar_in(Condition(**row) for row in self.client.get("/status")["typed_conditions"])
 
     def _seen(self, model: str) -> dict[str, Any] | None:
         """None for one that was removed meanwhile: its operation is still there, and ends."""

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from sparkd.capacity.reservation import Placement, offered_gib
 from sparkd.cluster.launcher import Attempt, Starter, Tell
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
-from sparkd.cluster.node_tracker import Look, Observation, Sight, facts_of, told_of, told_of_strangers, told_of_unreadable
+from sparkd.cluster.node_tracker import Look, Observation, Sight, Unreadable, facts_of, told_of, told_of_strangers, told_of_unreadable
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Places
+from sparkd.condition import Condition
 from sparkd.config.config import Config, ModelConfig
 from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
@@ -90,9 +91,9 @@ class Cluster:
         self._fabric = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
-        self._trouble: str | None = "RayStarting: Ray is not connected yet."
+        self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
-        self._upkeep_trouble: str | None = None
+        self._upkeep_trouble: Condition | None = None
         self._places = Places(self._link, self.node_ip, self._offered)
         self._starter = Starter(self._link, self._fabric, self.node_ip)
         self._siting = Siting(self._link, self._fabric, self._places, self._here, self.in_sight, self.total_gib)
@@ -103,8 +104,8 @@ class Cluster:
         # The last look at all of Ray's nodes: the models whose ranks were seen, and the nodes whose ranks cannot be seen.
         self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
         self._reconcile_at_s = float("-inf")
-        # Reports that the last looks could not use: subject -> reason.
-        self._unreadable: dict[str, str] = {}
+        # Reports that the last looks could not use, by what they are about.
+        self._unreadable: dict[str, Unreadable] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -140,12 +141,13 @@ class Cluster:
             asyncio.gather(*(self._knock(ip) for ip in away)),
         )
         if here is None:
-            return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
+            message = "/proc or the runtime directory of this node cannot be read."
+            return Observation(None, None, False, trouble=Condition("NodeUnreadable", message))
         looks = [here, *(look for look in others if look is not None)]
         self._sight.begin(time.monotonic())  # the daemon may have been held in the middle of this look
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         for of in self._unreadable.keys() - known.keys():
-            log.warning("what is told of %s cannot be used: %s", of, self._unreadable[of])
+            log.warning("what is told of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
         if could_look and self._link.connected:
             models = frozenset(fact.handle.model for look in looks for fact in look.ranks)
@@ -354,7 +356,7 @@ class Cluster:
                 await self._places.reconcile(*self._last_look)
                 self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
-            self._upkeep_trouble = f"{type(error).__name__}: {error.message}"
+            self._upkeep_trouble = Condition(type(error).__name__, error.message)
             return isinstance(error, NodeRefused)
         self._upkeep_trouble = None
         return True
@@ -376,9 +378,10 @@ class Cluster:
             await self._places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
             told = error if isinstance(error, ClusterError) else refused_by(error, "This node")
-            if self._trouble != f"{type(told).__name__}: {told.message}":
+            trouble = Condition(type(told).__name__, told.message)
+            if self._trouble != trouble:
                 log.error("%s", told.message)
-            self._trouble = f"{type(told).__name__}: {told.message}"
+            self._trouble = trouble
             if isinstance(told, NodeRefused):
                 # That is this node's fault, not the head's.
                 self._head_is_suspect = False
@@ -430,12 +433,12 @@ class Cluster:
         except NodeRefused as error:
             # The agent answers: its node lives, but its ranks are unknown.
             self._sight.stays(node_ip, time.monotonic())
-            self._unreadable[f"node {node_ip}"] = error.message
+            self._unreadable[f"node {node_ip}"] = Unreadable(node_ip, error.message)
             return None
         except ClusterError as error:
             if ours:
                 self._misses += 1
-                self._trouble = f"AgentLost: {error.message}"
+                self._trouble = Condition(AgentLost.__name__, error.message)
             else:
                 self._silent.add(node_ip)
             return None
@@ -471,9 +474,9 @@ class Cluster:
         try:
             now = reading(node_ip, facts["reading"], facts["now_s"])
         except ValueError as error:
-            self._unreadable[f"the memory of {node_ip}"] = str(error)
+            self._unreadable[f"the memory of {node_ip}"] = Unreadable(node_ip, str(error))
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
-        self._unreadable |= {f"rank {rank_id} on {node_ip}": why for rank_id, why in left_out.items()}
+        self._unreadable |= {f"rank {rank_id} on {node_ip}": Unreadable(node_ip, why) for rank_id, why in left_out.items()}
         return Look(view, ranks)

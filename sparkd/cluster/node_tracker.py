@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.errors import ClusterError, CodeDiffers
 from sparkd.state.nouns import Progress, RankFact, Reading
 from sparkd.state.rows import noun_of
@@ -41,7 +42,7 @@ class Observation:
     unseen: frozenset[str] = frozenset()
     dark_s: Mapping[str, float] = field(default_factory=dict)
     no_raylet: frozenset[str] = frozenset()
-    trouble: str | None = None
+    trouble: Condition | None = None
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
     def of_start(self, start: str) -> tuple[RankFact, ...]:
@@ -59,6 +60,14 @@ class Look:
 
     node: NodeView
     ranks: tuple[RankFact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A report of a node that cannot be used, and the error."""
+
+    node: str
+    error: str
 
 
 class Sight:
@@ -123,33 +132,35 @@ class Sight:
         return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)
 
 
-def told_of(missing: Sequence[NodeView]) -> str | None:
+def told_of(missing: Sequence[NodeView]) -> Condition | None:
     """The condition that an operator reads; None where every node is in sight."""
     if not missing:
         return None
     named = ", ".join(node.address for node in missing)
-    return f"NodeUnseen: {named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
+    message = f"{named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
+    return Condition("NodeUnseen", message, missing[0].address if len(missing) == 1 else None)
 
 
-def told_of_unreadable(unreadable: Mapping[str, str]) -> str | None:
-    """The condition for a node's report that cannot be used. unreadable: subject -> reason."""
-    for of, why in unreadable.items():
-        return f"NodeUnreadable: what is told of {of} cannot be used: {why.rstrip('.')}. What runs there is left alone: see to it there."
+def told_of_unreadable(unreadable: Mapping[str, Unreadable]) -> Condition | None:
+    """The condition for a node's report that cannot be used, by what it is about."""
+    for of, report in unreadable.items():
+        message = f"What is told of {of} cannot be used ({report.error}). What runs there is left alone: see to it there."
+        return Condition("NodeUnreadable", message, report.node)
     return None
 
 
-def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> str | None:
+def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> Condition | None:
     """The condition of nodes that have joined and cannot be used as they are. unmet: what keeps a node from it; ahead_s: of whose clocks,
     seconds."""
     for node, error in unmet.items():
         if isinstance(error, CodeDiffers):
-            return f"{CodeDiffers.__name__}: {error.message}"
-        cure = "check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there"
-        return f"NodeUnmet: {node} has joined Ray and its agent cannot be reached: {error.message.rstrip('.')}; {cure}."
+            return Condition(CodeDiffers.__name__, error.message, node)
+        cure = "Check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there."
+        return Condition("NodeUnmet", f"{node} has joined Ray and its agent cannot be reached. {error.message} {cure}", node)
     for node, ahead in ahead_s.items():
         if abs(ahead) > CLOCK_S:
             how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
-            return f"ClockSkew: the clock of {node} is {how} this node's: `timedatectl set-ntp true` on both."
+            return Condition("ClockSkew", f"The clock of {node} is {how} this node's: `timedatectl set-ntp true` on both.", node)
     return None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.control.load_costs import Loads, recalled
 from sparkd.control.record import Record
 from sparkd.errors import StateError, UnknownOperation
@@ -54,7 +55,7 @@ class Ledger:
         # How many events were written, and what wakes those who wait for the next.
         self.written = 0
         self._news = asyncio.Event()
-        self.trouble: str | None = None
+        self.trouble: Condition | None = None
 
     def tell_damages(self) -> None:
         """Once at the start: which rows of the database are left out, an event for each table."""
@@ -231,4 +232,4 @@ class Ledger:
     def _note(self, message: str) -> None:
         if self.trouble is None:
             log.error("state is not saved: %s", message)
-        self.trouble = f"StateNotSaved: {message}"
+        self.trouble = Condition("StateNotSaved", message)

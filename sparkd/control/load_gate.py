@@ -11,6 +11,7 @@ from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
 from sparkd.control.lease import Door
 from sparkd.control.memory_release import Release
@@ -48,8 +49,8 @@ class Gate:
         self.allows = True
 
     @property
-    def conditions(self) -> tuple[str | None, ...]:
-        return self.pressure.condition, self.release.condition
+    def conditions(self) -> tuple[Condition, ...]:
+        return (*self.pressure.conditions, *self.release.conditions)
 
     @property
     def room_gib(self) -> dict[str, float]:

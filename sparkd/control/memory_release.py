@@ -13,6 +13,7 @@ from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
 from sparkd.control.returning_memory import Held, Look, Returning, last_held
 from sparkd.state.nouns import RankFact, RankHandle, Reading
@@ -28,6 +29,7 @@ GONE_S = 600.0
 REBOOT_BYTES, REBOOT_SHARE = 4 * GIB, 0.25
 # Memory that goes before the last process does belongs to the same end.
 BEFORE_S = 6.0
+MEMORY_NOT_RELEASED, MEMORY_RETURNS = "MemoryNotReleased", "MemoryReturns"
 # Files that one sentence names.
 NAMED = 3
 
@@ -103,16 +105,24 @@ class Release:
         return [one for one in self._pending if not one.returns and not one.gone]
 
     @property
-    def condition(self) -> str | None:
-        """The sentence for an operator; None where nothing is waited for."""
-        stuck = [
-            f"what {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}"
-            for one in self._stuck
-        ]
-        if stuck:
-            return f"MemoryNotReleased: {'; '.join(stuck)}."
-        returning = [f"{one.model} on {one.node}" for one in self._pending if one.returns]
-        return f"MemoryReturns: {', '.join(returning)}." if returning else None
+    def conditions(self) -> tuple[Condition, ...]:
+        """One for each rank whose memory does not come back; else one for those whose memory is on its way."""
+        if stuck := self._stuck:
+            return tuple(
+                Condition(
+                    MEMORY_NOT_RELEASED,
+                    f"What {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}.",
+                    one.node,
+                )
+                for one in stuck
+            )
+        returning = [one for one in self._pending if one.returns]
+        if not returning:
+            return ()
+        nodes = {one.node for one in returning}
+        named = ", ".join(f"{one.model} on {one.node}" for one in returning)
+        node = nodes.pop() if len(nodes) == 1 else None
+        return (Condition(MEMORY_RETURNS, f"Memory of engines that ended is on its way: {named}.", node),)
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
         """The leftovers of a rank that has ended on its node besides memory: see workers.rank.lifecycle.stop. Told at once, and again with

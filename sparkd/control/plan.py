@@ -177,7 +177,7 @@ def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
     if turn is None or not now:
         return None
     if (refusal := turn.refused.get(facts.name)) is not None:
-        return Fail(facts.name, "DoesNotFit", refusal.sentence)
+        return Fail(facts.name, "DoesNotFit", refusal.message)
     to = turn.leave.get(facts.name)
     return Yield(facts.name, to) if to is not None and facts.want is Want.RUNNING and not facts.yields else None
 

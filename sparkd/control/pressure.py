@@ -10,11 +10,13 @@ from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.state.nouns import ModelState, Reading, Want
 
 GIB = 1 << 30
+MEMORY_SHORT = "MemoryShort"
 # Memory takes up to a minute to come back from an engine that ended: the next one goes only if that was not enough.
 EVICT_EVERY_S = 60.0
 IDLE_S = 30.0
@@ -37,7 +39,7 @@ class Pressure:
         self.shut: frozenset[str] = frozenset()
         self.told: dict[str, str] = {}
         self.is_news = False
-        self.condition: str | None = None
+        self.conditions: tuple[Condition, ...] = ()
 
     def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
         readings, now_s = _readings(observation), self._clock()
@@ -69,8 +71,10 @@ class Pressure:
             self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
         kept = {node: level for node, level in self._levels.items() if node in unseen}
         self._levels = kept | {node: reading.level for node, reading in short.items()}
-        told = "; ".join(self.told.values())
-        self.condition = f"MemoryShort: {told}; no load begins{' there' if self.allows else ''}." if short else None
+        if short and not self.allows:
+            self.conditions = (Condition(MEMORY_SHORT, f"{'; '.join(self.told.values())}; no load begins."),)
+        else:
+            self.conditions = tuple(Condition(MEMORY_SHORT, f"{told}; no load begins there.", node) for node, told in self.told.items())
 
 
 def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:

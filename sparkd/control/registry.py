@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
 from sparkd.control.request_queue import RequestQueue
+from sparkd.control.wait_reasons import Wait
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
@@ -200,21 +202,31 @@ class Roster:
         ]
 
     @property
-    def conditions(self) -> list[str]:
+    def conditions(self) -> list[Condition]:
         """Added models and damaged rows that are left out, and why; models whose engines write what is said to them into their logs, or
         fetch whatever a request names."""
-        rows = [f"StateRowLeftOut: {self._store.path}, {damage}. {self._cure(damage)}" for damage in self._damages("desired", "specs")]
+        rows = [
+            Condition("StateRowLeftOut", f"{self._store.path}, {damage}. {self._cure(damage)}")
+            for damage in self._damages("desired", "specs")
+        ]
         left_out = [
-            f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} Add it again, or remove it with `sparkd rm {name}`."
+            Condition(
+                "ModelLeftOut",
+                f"{name}, which was added earlier, cannot be used: {why} Add it again, or remove it with `sparkd rm {name}`.",
+            )
             for name, why in self._left_out.items()
         ]
         unguarded = [
-            f"MediaUnguarded: {name}: an earlier release of sparkd started its engine, which fetches media from any address that a request "
-            f"names. Run `sparkd unload {name}` and `sparkd load {name}`."
+            Condition(
+                "MediaUnguarded",
+                f"{name}: an earlier release of sparkd started its engine, which fetches media from any address that a request names. "
+                f"Run `sparkd unload {name}` and `sparkd load {name}`.",
+            )
             for name, record in self.records.items()
             if self._fetches_anything(record)
         ]
-        return [*rows[:DAMAGES_SHOWN], *left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items()), *unguarded]
+        loud = [Condition("LogsAnswers", f"{name}: {remark}") for name, remark in self._loud.items()]
+        return [*rows[:DAMAGES_SHOWN], *left_out, *loud, *unguarded]
 
     def _fetches_anything(self, record: Record) -> bool:
         """A release that wrote no parsers into its handles gave its engines no rule for media either."""
@@ -287,7 +299,7 @@ class Roster:
             for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
         ]
 
-    def view(self, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
+    def view(self, record: Record, now_s: float, doubt: str | None = None, wait: Wait | None = None) -> ModelView:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
@@ -328,6 +340,7 @@ class Roster:
             transport=record.transport,
             turn=record.turn,
             doubt=doubt,
+            wait={"reason": wait.reason, "models": list(wait.models)} if wait is not None else None,
             adopted=record.adopted,
             parsers=None if gone or record.handle is None else record.handle.parsers,
             stores_responses=self._stores_responses(spec) if spec else False,

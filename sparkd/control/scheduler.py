@@ -196,7 +196,7 @@ def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
         before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
     else:
         before = f"It waits for room, {_size(facts)}"
-    return replace(wait, sentence=f"{before}: {wait.sentence}.", lack=None if rivals else facts.lack)
+    return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.lack)
 
 
 def _size(facts: ModelFacts) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from sparkd import metrics
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction
@@ -63,7 +64,7 @@ class Supervisor:
         cluster: Cluster,
         *,
         ask: AskFunction,
-        outside: Callable[[], str | None] = lambda: None,
+        outside: Callable[[], Condition | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -81,7 +82,7 @@ class Supervisor:
         self._found: Found | None = None
         self._settled = False
         self._draining = False
-        self._refused: str | None = None
+        self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall, self.boundary)
@@ -156,17 +157,20 @@ class Supervisor:
         observation = self._observation
         seen = observation.trouble if observation else None
         own = (self._refused, self.ledger.trouble, *self._roster.conditions)
-        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self.boundary.condition, self._outside())
+        every = (*own, seen, *self._gate.conditions, *self._pulse.conditions, self.boundary.condition, self._outside())
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={name: self._roster.view(record, now_s, self._pulse.doubt(record)) for name, record in self._roster.records.items()},
+            models={
+                name: self._roster.view(record, now_s, self._pulse.doubt(record), self._swap.waits.get(name))
+                for name, record in self._roster.records.items()
+            },
             nodes=observation.nodes if observation else (),
             operations=self.ledger.operations(self._roster.records),
             cluster=observation.cluster if observation else {},
-            conditions=tuple(filter(None, told)),
+            conditions=tuple(condition for condition in every if condition is not None),
         )
 
     # The admin API and the daemon need these besides.
@@ -273,7 +277,8 @@ class Supervisor:
         """Why the last reload was refused; None once one was taken."""
         if why is not None:
             self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {why}")
-        self._refused = f"ConfigRefused: the configuration file is not in force: {why}" if why is not None else None
+        message = f"The configuration file is not in force: {why}"
+        self._refused = Condition("ConfigRefused", message) if why is not None else None
 
     @property
     def config(self) -> Config:

@@ -15,6 +15,7 @@ from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
 from sparkd.control.load_gate import Gate
+from sparkd.control.memory_release import MEMORY_RETURNS
 from sparkd.control.record import Record
 from sparkd.control.residency import Evicted
 from sparkd.control.scheduler import Turn, turn
@@ -26,16 +27,15 @@ from sparkd.state.nouns import ModelState, RankFact, Want
 def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:
     """Why no load can begin now, whichever model is first; None where one can. strangers: ranks of models that nobody knows."""
     if not observation.connected:
-        kind, _, sentence = (observation.trouble or "").partition(": ")
-        if kind == RAY_STARTS:
-            return Wait(kind, "It waits for Ray to start.")
-        return Wait(kind, sentence) if sentence else Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
+        trouble = observation.trouble
+        if trouble is None:
+            return Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
+        return Wait(trouble.reason, "It waits for Ray to start." if trouble.reason == RAY_STARTS else trouble.message)
     if not gate.allows:
-        conditions = [condition.partition(": ") for condition in gate.conditions if condition]
-        shown = [(kind, sentence) for kind, _, sentence in conditions if kind != "MemoryReturns"] or [
-            (MEMORY, "It waits for memory of a node.")
-        ]
-        return Wait(shown[0][0], " ".join(sentence for _, sentence in shown))
+        bars = [condition for condition in gate.conditions if condition.reason != MEMORY_RETURNS]
+        if not bars:
+            return Wait(MEMORY, "It waits for memory of a node.")
+        return Wait(bars[0].reason, " ".join(bar.message for bar in bars))
     if any(fact.alive for fact in strangers):
         return Wait(LEFT_BEHIND, "It waits for what an earlier daemon left to end.")
     return None
@@ -73,13 +73,13 @@ class Swap:
                 record.queue.ask(self._clock())
             wait = whose.waits.get(record.name)
             if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and wait is not None):
-                record.message = wait.sentence if wait is not None else None
+                record.message = wait.message if wait is not None else None
             if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
                 record.yields_to = None
         # Seconds that are left change with every look.
         news = {name: wait for name, wait in whose.waits.items() if not wait.is_as(self.waits.get(name))}
         for name, wait in news.items():
-            self._ledger.say("waits", name, wait.sentence)
+            self._ledger.say("waits", name, wait.message)
         self.waits = dict(whose.waits)
 
     def leave(self, record: Record, to: str) -> None:

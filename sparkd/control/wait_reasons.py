@@ -1,4 +1,4 @@
-"""Owns the reasons for which a model that is to be loaded is not loaded now: a kind to compare, and a sentence to read."""
+"""Owns the reasons for which a model that is to be loaded is not loaded now: a reason to compare, and a message to read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ LOADS, ENDS, RETURNS = "Loads", "Ends", "Returns"
 UNCLAIMED, STAY, PASS, LEAVE = "Unclaimed", "Stay", "Pass", "Leave"
 # In vain: what is pinned excludes it, or the end of all that may go would not do.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"
-# Nothing is loaded at all; the others of this sort are the kinds of conditions.
+# Nothing is loaded at all; the others of this sort are the reasons of conditions.
 RAY_STARTS, AGENT_SILENT, LEFT_BEHIND, MEMORY = "RayStarting", "AgentSilent", "LeftBehind", "Memory"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """kind: one of the above, or of a condition. models: those that it waits for, or that are in its way. lack: of its memory. stay_s: for
-    how long those may stay."""
+    """reason: one of the above, or of a condition. models: those that it waits for, or that are in its way. lack: of its memory. stay_s:
+    for how long those may stay."""
 
-    kind: str
-    sentence: str
+    reason: str
+    message: str
     models: tuple[str, ...] = ()
     lack: Lack | None = None
     stay_s: float | None = None
 
     def is_as(self, other: Wait | None) -> bool:
         """Whether it says the same, but for how long it takes."""
-        return other is not None and (self.kind, self.models) == (other.kind, other.models)
+        return other is not None and (self.reason, self.models) == (other.reason, other.models)

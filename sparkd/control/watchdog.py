@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.control.record import Record
 from sparkd.engine.metrics import page_of, samples
 from sparkd.engine.upstream import Upstream
@@ -126,10 +127,14 @@ class Pulse:
         return f"No token came for {silent_s:.0f} s: it was asked a question, and has not answered it for {asked_s:.0f} s."
 
     @property
-    def condition(self) -> str | None:
-        """The sentence for an operator where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
-        silent = "; ".join(f"{node}: {one.device_trouble}" for node, one in self._readings.items() if one.device_trouble)
-        return f"GpuSilent: {silent}. What the GPU draws and holds is not known; see `sparkd doctor`." if silent else None
+    def conditions(self) -> tuple[Condition, ...]:
+        """One for each node where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
+        unknown = "What the GPU draws and holds is not known; see `sparkd doctor`."
+        return tuple(
+            Condition("GpuSilent", f"{node}: {one.device_trouble}. {unknown}", node)
+            for node, one in self._readings.items()
+            if one.device_trouble
+        )
 
     async def _ask(self, record: Record) -> None:
         put_at_s = self._clock()

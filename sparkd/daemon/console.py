@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from sparkd.admin.client import DEFAULT_URL
+from sparkd.condition import Condition
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.first_answer import Asker
 from sparkd.errors import SparkdError
@@ -64,10 +65,12 @@ class Console:
     def say_ending(self, stop_engines: bool, running: int = 0, patience_s: float = 0.0) -> None:
         """running: requests that may finish, for so long at most."""
         # The terminal has shown ^C at the beginning of this line.
-        text = "Stopping: engines and Ray end now." if stop_engines else "Letting go: engines keep running for the next daemon."
+        end = "Stopping: engines and Ray end" if stop_engines else "Letting go: engines keep running for the next daemon"
         if running:
             first = f"{running} request{'' if running == 1 else 's'} may finish first, for at most {patience_s:.0f} s"
-            text = text.replace(" now", "") + f" {first}; a second signal (Ctrl-C) ends it at once."
+            text = f"{end}. {first}; a second signal (Ctrl-C) ends it at once."
+        else:
+            text = f"{end} now." if stop_engines else f"{end}."
         self._say(f"\n{text}" if self._terminal.is_terminal else text)
 
     def say_ended(self, stop_engines: bool) -> None:
@@ -84,7 +87,7 @@ class Console:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
                 told = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
-                line(told + spent, "\n".join(f"{view.state} {show.gist(_why(view, snapshot))}" for view in moving))
+                line(told + spent, "\n".join(_step(view, snapshot) for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -142,8 +145,16 @@ class Console:
 
 def _line(view: ModelView, snapshot: Snapshot, terminal: Terminal) -> str:
     """How far a model is; while it cannot even begin, what it waits for."""
-    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, _why(view, snapshot))}"
+    bar = _bar(view, snapshot)
+    message = bar.message if bar is not None else view.message
+    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, message)}"
 
 
-def _why(view: ModelView, snapshot: Snapshot) -> str | None:
-    return view.message or (show.waits_for(snapshot.conditions) if view.state is ModelState.STOPPED else None)
+def _step(view: ModelView, snapshot: Snapshot) -> str:
+    bar = _bar(view, snapshot)
+    return show.step(view.state.value, bar.reason if bar is not None else view.reason, view.wait)
+
+
+def _bar(view: ModelView, snapshot: Snapshot) -> Condition | None:
+    """The condition that keeps the daemon from loading anything, for a model that it has not looked at yet."""
+    return show.bar_in(snapshot.conditions) if view.state is ModelState.STOPPED and not view.message else None

@@ -310,7 +310,11 @@ class Daemon:
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         """Ready is: can serve or queue."""
         snapshot = self._supervisor.snapshot()
-        facts = {"settled": snapshot.settled, "draining": snapshot.draining, "conditions": list(snapshot.conditions)}
+        facts = {
+            "settled": snapshot.settled,
+            "draining": snapshot.draining,
+            "conditions": [str(condition) for condition in snapshot.conditions],
+        }
         return snapshot.settled and not snapshot.draining, facts
 
     def _spec_of(self, name: str) -> ModelConfig | None:

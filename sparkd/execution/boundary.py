@@ -10,6 +10,7 @@ from traceback import walk_tb
 from typing import Any
 
 from sparkd import metrics
+from sparkd.condition import Condition
 from workers.host.interpreter import PACKAGE_DIR
 
 log = logging.getLogger("sparkd.boundary")
@@ -59,7 +60,7 @@ class Boundary:
             log.error("sparkd made an error in %s", place, exc_info=error)
 
     @property
-    def condition(self) -> str | None:
+    def condition(self) -> Condition | None:
         """The condition for the operator; None once no error has come for KEPT_S. Names kinds only: an error's text may hold anything."""
         now_s = self._clock()
         self._caught = {kind: error for kind, error in self._caught.items() if now_s - error.at_s <= KEPT_S}
@@ -69,7 +70,8 @@ class Boundary:
         ]
         if not places:
             return None
-        return f"InternalError: sparkd made an error in {', '.join(places)}. It goes on; please report what its log says."
+        message = f"sparkd made an error in {', '.join(places)}. It goes on; please report what its log says."
+        return Condition("InternalError", message)
 
     def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Around:
         """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from sparkd import metrics
+from sparkd.condition import Condition
 from sparkd.errors import Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.exchange import count_refused
@@ -110,21 +111,22 @@ class Acceptor:
             )
 
     @property
-    def condition(self) -> str | None:
+    def condition(self) -> Condition | None:
         """Why clients cannot connect. It stands until TOLD_S after the last time."""
         now_s = self._loop.time()
         if now_s < self._short_until_s:
-            return (
-                f"DescriptorsShort: nearly all of the {self._limit} files that this process may open are open, and new clients have to "
-                "wait. Raise its limit (LimitNOFILE=, ulimit -n)."
+            return Condition(
+                "DescriptorsShort",
+                f"Nearly all of the {self._limit} files that this process may open are open, and new clients have to wait. Raise its limit "
+                "(LimitNOFILE=, ulimit -n).",
             )
         if now_s < self._full_until_s:
             cure = "Raise limits.max_connections."
             if self.most < self._configured:
                 cure = f"Raise this process's limit of {self._limit} open files (LimitNOFILE=, ulimit -n)."
-            return (
-                f"ConnectionsFull: {self.most} clients are connected, and no more may be: idle ones are closed for new ones, else these "
-                f"are refused. {cure}"
+            return Condition(
+                "ConnectionsFull",
+                f"{self.most} clients are connected, and no more may be: idle ones are closed for new ones, else these are refused. {cure}",
             )
         return None
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import uvicorn
 
+from sparkd.condition import Condition
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import BACKLOG, Acceptor
@@ -76,7 +77,7 @@ class GatewayServer(uvicorn.Server):
         return is_over
 
     @property
-    def condition(self) -> str | None:
+    def condition(self) -> Condition | None:
         """Why clients cannot connect."""
         return self.acceptor.condition if self.acceptor is not None else None
 

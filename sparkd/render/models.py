@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
 from sparkd.render.ragged_table import Ragged
 
@@ -41,7 +42,13 @@ _STAGES = {
     "FAILED": "failed",
 }
 # Conditions beside which a load begins all the same.
-_NO_BARS = ("ConfigRefused", "StateNotSaved", "GpuSilent", "NodeUnmet", "ClockSkew", "ConnectionsFull", "DescriptorsShort")
+# Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
+_BARS = frozenset(
+    (
+        *("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable"),
+        *("MemoryShort", "MemoryNotReleased"),
+    )
+)
 
 
 class Line(Protocol):
@@ -87,8 +94,7 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
     words = _STAGES.get(state, state.lower())
     if why and state in ("STOPPED", "FAILED"):
-        waits = why.removeprefix("It ") if why.startswith("It waits ") else f"{'waits' if state == 'STOPPED' else words}: {why}"
-        words = waits.rstrip(".")
+        words = why if state == "STOPPED" else f"{words}: {why}"
     kv = known.get("kv") or {}
     if state == "SIZING" and kv.get("phase") == "rehearsing" and kv.get("source") in (None, "rehearsal"):
         words = "rehearsing the largest batches, to size the KV cache"
@@ -111,16 +117,14 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     return ", ".join(parts)
 
 
-def waits_for(conditions: Sequence[str]) -> str | None:
-    """The conditions that keep the daemon itself from starting any model."""
-    bars = (one for one in conditions if not one.startswith(_NO_BARS) and not one.endswith("no load begins there."))
-    kind, _, reason = next(bars, "").partition(": ")
-    return "It waits for Ray to start." if kind == "RayStarting" else reason or None
+def bar_in(conditions: Iterable[Condition]) -> Condition | None:
+    """The first condition that keeps the daemon from loading any model."""
+    return next((one for one in conditions if one.reason in _BARS and one.node is None), None)
 
 
-def gist(text: str | None) -> str:
-    """Without its numbers, which change with every look."""
-    return "".join(letter for letter in text or "" if not letter.isdigit())
+def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
+    """The same for as long as a model stands where it does, whatever its numbers: see Line. reason: of its failure."""
+    return " ".join((state, *((wait["reason"], *wait["models"]) if wait else (reason or "",))))
 
 
 def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.state.nouns import ModelState, Operation, Progress, RankHandle, Reading, Want
 
 
@@ -20,6 +21,7 @@ class ModelView:
     kept that. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
     origin: where its entry is: `file`, the configuration's, or `api`, which it was added by.
     stores_responses: whether its engine keeps answers of /v1/responses to be found by their ids.
+    wait: why it waits, for code: `reason`, and `models`, those that it waits for; None of one that does not wait.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -58,6 +60,7 @@ class ModelView:
     origin: str = "file"
     parsers: Mapping[str, str | None] | None = None
     stores_responses: bool = False
+    wait: Mapping[str, Any] | None = None
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""
@@ -98,4 +101,4 @@ class Snapshot:
     nodes: tuple[NodeView, ...]
     operations: Mapping[str, Operation]
     cluster: Mapping[str, Any] = field(default_factory=dict)
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()

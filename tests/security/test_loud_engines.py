@@ -59,7 +59,7 @@ def test_the_files_own_is_told_by_check_log_and_condition(where: str, tmp_path: 
 
     config = load_config(file, flags={"state_dir": str(tmp_path)}, environ={})
     roster = Roster(config, Store(tmp_path / "state.db"), lambda: 0.0, lambda: 0.0)
-    assert [condition.partition(":")[0] for condition in roster.conditions] == ["LogsAnswers"]
+    assert [condition.reason for condition in roster.conditions] == ["LogsAnswers"]
     warned = caplog.text.count("VLLM_LOGGING_LEVEL")
     roster.configure(config)
     assert warned and caplog.text.count("VLLM_LOGGING_LEVEL") == warned

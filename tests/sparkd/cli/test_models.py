@@ -94,24 +94,24 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
     running = {"id": "1", "model": "m", "kind": "load", "state": "RUNNING", "message": ""}
     room = "It waits for room, 3 GiB: b may stay for another {} s."
     waits = [
-        (None, "STOPPED"),
-        (room.format(9), "STOPPED"),
-        (room.format(8), "STOPPED"),
-        ("It waits for its turn: c is started first.", "FAILED"),
+        (None, "STOPPED", None),
+        (room.format(9), "STOPPED", {"reason": "Stay", "models": ["b"]}),
+        (room.format(8), "STOPPED", {"reason": "Stay", "models": ["b"]}),
+        ("It waits for its turn: c is started first.", "FAILED", {"reason": "StartedFirst", "models": ["c"]}),
+        (None, "LOADING", None),
     ]
-    waits.append((None, "LOADING"))
     answers.by_path = {
         "/models/m/load": [running],
-        "/models/m": [{"state": state, "message": why, "progress": None} for why, state in waits],
+        "/models/m": [{"state": state, "message": why, "reason": None, "wait": wait, "progress": None} for why, state, wait in waits],
         "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "It is ready."}],
-        "/status": [{"conditions": ["RayStarting: Ray is not connected yet."]}],
+        "/status": [{"typed_conditions": [{"reason": "RayStarting", "message": "Ray is not connected yet.", "node": None}]}],
     }
     assert exit_code(["--url", answers.url, "load", "m"]) == 0
     out, err = capsys.readouterr()
     assert [line.partition("  (")[0] for line in err.splitlines()] == [
-        "m: waits for Ray to start",
-        "m: waits for room, 3 GiB: b may stay for another 9 s",
-        "m: waits for its turn: c is started first",
+        "m: Ray is not connected yet.",
+        "m: It waits for room, 3 GiB: b may stay for another 9 s.",
+        "m: failed: It waits for its turn: c is started first.",
         "m: loading",
     ]
     assert out == "m: It is ready.\n"

@@ -116,7 +116,7 @@ async def test_what_cannot_be_used_is_a_condition_and_the_rest_is_seen(tmp_path:
         observation = await cluster.observe()
         assert [fact.handle.rank_id for fact in observation.ranks or ()] == [GOOD]
         assert observation.reading is not None
-        assert str(observation.trouble).startswith("NodeUnreadable: ") and BAD in str(observation.trouble)
+        assert observation.trouble is not None and observation.trouble.reason == "NodeUnreadable" and BAD in observation.trouble.message
 
         status_path(folder, BAD).unlink()
         cluster._here.sentry.stop()

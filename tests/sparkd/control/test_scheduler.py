@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import Groups, Ties
 from sparkd.control.facts import ENDS_S, ModelFacts
@@ -61,7 +62,7 @@ def decided(*models: ModelFacts, ties: Ties | None = None, budget: Budget = WHOL
 
 def reason(whose: Turn, name: str) -> tuple[str, tuple[str, ...], float | None]:
     wait = whose.waits[name]
-    return wait.kind, wait.models, wait.stay_s
+    return wait.reason, wait.models, wait.stay_s
 
 
 def test_who_claims_goes_first_then_who_asked_first() -> None:
@@ -88,7 +89,7 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
 def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[str, int], leave: list[str]) -> None:
     found = decided(waits("c"), *others, **held)
     assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
-    assert (found.waits["c"].kind, found.waits["c"].lack) == (LEAVE, Lack(10))
+    assert (found.waits["c"].reason, found.waits["c"].lack) == (LEAVE, Lack(10))
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
@@ -135,7 +136,7 @@ def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: flo
 def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
     assert (found.first, found.line) == ("d", ("d",))
-    assert (found.refused["c"].kind, found.refused["c"].models, found.refused["c"].lack) == (NO_ROOM, ("a",), Lack(10))
+    assert (found.refused["c"].reason, found.refused["c"].models, found.refused["c"].lack) == (NO_ROOM, ("a",), Lack(10))
 
 
 @pytest.mark.parametrize(
@@ -163,8 +164,8 @@ def test_over_several_nodes() -> None:
     assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
     refusal = turn(models, book, Ties(), NOW_S).refused["c"]
-    assert (refusal.kind, refusal.lack) == (NO_ROOM, Lack(12, 2))
-    assert "12 GiB on each of 2 nodes" in refusal.sentence
+    assert (refusal.reason, refusal.lack) == (NO_ROOM, Lack(12, 2))
+    assert "12 GiB on each of 2 nodes" in refusal.message
 
 
 def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
@@ -173,7 +174,7 @@ def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
     assert dict(found.leave) == {"a": "c", "b": "c"}
     assert reason(found, "c") == (LEAVE, ("a", "b"), None)
     pinned = decided(waits("c", gib=None), there("a"), there("b", pinned=True), ties=ties, a=1, b=1)
-    assert (pinned.refused["c"].kind, pinned.refused["c"].models) == (EXCLUDED, ("a",))
+    assert (pinned.refused["c"].reason, pinned.refused["c"].models) == (EXCLUDED, ("a",))
 
 
 def test_a_companion_makes_no_room_for_its_own() -> None:
@@ -192,9 +193,9 @@ def test_groups_name_models_and_do_not_contradict_each_other(tmp_path: Path) -> 
 
 def test_only_another_reason_is_news() -> None:
     stays = Wait(STAY, "b may stay for another 42 s", ("b",), stay_s=42)
-    assert stays.is_as(replace(stays, sentence="b may stay for another 41 s", stay_s=41))
+    assert stays.is_as(replace(stays, message="b may stay for another 41 s", stay_s=41))
     assert not stays.is_as(replace(stays, models=("d",)))
-    assert not stays.is_as(replace(stays, kind=LEAVE))
+    assert not stays.is_as(replace(stays, reason=LEAVE))
     assert not stays.is_as(None)
 
 
@@ -214,7 +215,7 @@ async def fill(made: Scene, by: str) -> None:
 
 
 def waits_of(made: Scene, name: str) -> str:
-    return made.supervisor._swap.waits[name].kind
+    return made.supervisor._swap.waits[name].reason
 
 
 async def make_ready(made: Scene, name: str) -> None:
@@ -249,8 +250,8 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
 
         def shown(name: str) -> tuple[str, int | None, str | None]:
             view, wait = made.supervisor.snapshot().models[name], made.supervisor._swap.waits.get(name)
-            assert view.message == (None if wait is None else wait.sentence)
-            return view.state.value, view.turn, None if wait is None else wait.kind
+            assert view.message == (None if wait is None else wait.message)
+            return view.state.value, view.turn, None if wait is None else wait.reason
 
         made.cluster.connected = False
         made.supervisor.want("a", Want.RUNNING, "config")
@@ -274,9 +275,9 @@ class Bars:
 
     is_news = False
 
-    def __init__(self, condition: str | None = None, shut: frozenset[str] = frozenset()) -> None:
-        self.condition, self.shut = condition, shut
-        self.allows = condition is None or bool(shut)
+    def __init__(self, reason: str | None = None, shut: frozenset[str] = frozenset()) -> None:
+        self.conditions, self.shut = (Condition(reason, f"{reason}."),) if reason else (), shut
+        self.allows = reason is None or bool(shut)
 
     def look(self, *_seen: object) -> None:
         """They have."""
@@ -285,27 +286,29 @@ class Bars:
 
 
 @pytest.mark.parametrize(
-    ("connected", "trouble", "pressure", "release", "kind"),
+    ("connected", "trouble", "pressure", "release", "reason"),
     [
         (True, None, Bars(), Bars(), None),
         (False, None, Bars(), Bars(), AGENT_SILENT),
-        (False, "RayStarting: Ray is not connected yet.", Bars(), Bars(), RAY_STARTS),
-        (False, "RayUnavailable: Ray has ended.", Bars("MemoryShort: n has 1 GiB."), Bars(), "RayUnavailable"),
-        (True, "GpuSilent: n.", Bars("MemoryShort: n has 1 GiB."), Bars(), "MemoryShort"),
-        (True, None, Bars(), Bars("MemoryReturns: a on n."), None),
-        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"n"})), "MemoryNotReleased"),
-        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"o"})), None),
+        (False, "RayStarting", Bars(), Bars(), RAY_STARTS),
+        (False, "RayUnavailable", Bars("MemoryShort"), Bars(), "RayUnavailable"),
+        (True, "GpuSilent", Bars("MemoryShort"), Bars(), "MemoryShort"),
+        (True, None, Bars(), Bars("MemoryReturns"), None),
+        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"n"})), "MemoryNotReleased"),
+        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"o"})), None),
     ],
 )
-def test_what_keeps_every_load_from_beginning(connected: bool, trouble: str | None, pressure: Any, release: Any, kind: str | None) -> None:
+def test_what_keeps_every_load_from_beginning(
+    connected: bool, trouble: str | None, pressure: Any, release: Any, reason: str | None
+) -> None:
     node = NodeView("n", "n", True, True, READING, 100.0, 0.0)
-    observation = Observation((), READING, connected, nodes=(node,), trouble=trouble)
+    observation = Observation((), READING, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
     unused: Any = None
     gate = Gate(unused, unused, unused, unused, unused)
     gate.pressure, gate.release = pressure, release
     gate.look(observation, {})
     bar = bar_of(observation, gate, ())
-    assert (None if bar is None else bar.kind) == kind
+    assert (None if bar is None else bar.reason) == reason
 
 
 async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:

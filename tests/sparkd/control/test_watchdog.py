@@ -348,9 +348,9 @@ async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     scene = Scene()
     scene.record.world, scene.record.nodes = 1, ("n",)
     scene.readings = {"n": replace(READING, device_trouble="nvidia-smi did not answer within 4 s"), "o": READING}
-    assert scene.pulse.condition is None
+    assert scene.pulse.conditions == ()
     await scene.after(0)
-    assert (scene.pulse.condition or "").startswith("GpuSilent: n: nvidia-smi did not answer within 4 s. What the GPU draws and holds is")
+    assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GpuSilent", "n")]
     await scene.after(ALONE_ASK_EVERY_S)
     assert await scene.after(ALONE_IDLE_S) is not None, "the ranks' own idleness still counts"
 

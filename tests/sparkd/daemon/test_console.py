@@ -190,7 +190,7 @@ async def test_the_first_that_is_ready_is_asked_and_each_is_told(
             made.scene.supervisor.want(name, Want.RUNNING, "config")
         await made.scene.tick()
         await made.begin(QUESTION)
-        assert await made.said() == [f"sparkd listens on {URL}", "a: loading", "  b: waits for its turn: a is started first  (0 s)"]
+        assert await made.said() == [f"sparkd listens on {URL}", "a: loading", "  b: It waits for its turn: a is started first.  (0 s)"]
         made.scene.cluster.show(alive=False, exit_code=1)
         await made.scene.tick()
         assert (await made.said())[0].startswith("a failed (EngineExited): The engine ended by itself (exit code 1).")

@@ -127,7 +127,17 @@ async def test_the_daemons_question_is_shown_and_ends(engine: Engine, reason: st
 
 
 def test_status_names_the_model_and_whose_vllm_is_asked() -> None:
-    parts = {"version": "1", "settled": True, "draining": False, "conditions": [], "nodes": [], "models": {}, "cluster": {}, "costs": COSTS}
+    parts = {
+        "version": "1",
+        "settled": True,
+        "draining": False,
+        "conditions": [],
+        "typed_conditions": [],
+        "nodes": [],
+        "models": {},
+        "cluster": {},
+        "costs": COSTS,
+    }
     for question, is_shown in ((None, False), ({"model": "m", "runtime": "/r/python", "since_s": 0.0}, True)):
         console = Console(record=True, width=200, file=io.StringIO())
         overview({**parts, "question": question}, "http://here", console)

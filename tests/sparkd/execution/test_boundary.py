@@ -81,8 +81,8 @@ async def test_an_error_goes_no_further_and_is_counted_and_told(boundary: Bounda
     assert counted("place") == before + 1
     assert len(heard) == 1 and type(make()).__name__ in heard[0]
     condition = boundary.condition
-    assert condition is not None and condition.startswith("InternalError: ")
-    assert "place of m" in condition and type(make()).__name__ in condition
+    assert condition is not None and condition.reason == "InternalError"
+    assert "place of m" in condition.message and type(make()).__name__ in condition.message
 
 
 def test_an_errors_own_text_is_told_to_the_log_alone(boundary: Boundary) -> None:

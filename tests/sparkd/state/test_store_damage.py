@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparkd.admin.bodies import NewModel
+from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
@@ -70,7 +71,7 @@ def everything(store: Store) -> list[Any]:
     return [*found, store.specs(), store.answered("m")]
 
 
-def started(folder: Path) -> list[str]:
+def started(folder: Path) -> list[Condition]:
     """The conditions of a supervisor that starts with this state folder; it is asked for all that a daemon shows."""
     made = scene(folder)
     try:
@@ -132,8 +133,8 @@ def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Pat
     store.close()
 
     conditions = started(tmp_path)
-    assert [one.partition(":")[0] for one in conditions] == (["StateRowLeftOut"] if table in ("desired", "specs") else [])
-    assert all(str(path) in one and f"table {table}, row 1" in one for one in conditions)
+    assert [one.reason for one in conditions] == (["StateRowLeftOut"] if table in ("desired", "specs") else [])
+    assert all(str(path) in one.message and f"table {table}, row 1" in one.message for one in conditions)
 
 
 def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(tmp_path: Path) -> None:
@@ -157,15 +158,15 @@ def go_every_way_out(folder: Path) -> list[str]:
     for last in (False, True):
         made = scene(folder)
         try:
-            while conditions := [one for one in made.supervisor.snapshot().conditions if "LeftOut" in one]:
+            while conditions := [one for one in made.supervisor.snapshot().conditions if "LeftOut" in one.reason]:
                 assert not last, conditions
-                verb, name = WAY_OUT.findall(conditions[0])[-1]
+                verb, name = WAY_OUT.findall(conditions[0].message)[-1]
                 quote(name).encode()
                 if verb == "rm":
                     made.supervisor.remove(name)
                 else:
                     made.supervisor.want(name, Want.RUNNING if verb == "load" else Want.STOPPED, "admin")
-                reasons.append(conditions[0].partition(":")[0])
+                reasons.append(conditions[0].reason)
                 assert len(reasons) < 20, conditions
         finally:
             made.store.close()
@@ -225,7 +226,7 @@ def test_a_damaged_row_that_cannot_be_removed_now_is_at_the_next_try(tmp_path: P
     store._db.execute("PRAGMA query_only=ON")
     roster = Roster(load_config(None, flags={"state_dir": str(path.parent)}, environ={}), store, lambda: 0.0, lambda: 0.0)
     (condition,) = roster.conditions
-    assert WAY_OUT.findall(condition) == [("rm", "gone")]
+    assert WAY_OUT.findall(condition.message) == [("rm", "gone")]
     with pytest.raises(StateError):
         roster.forget_left_out("gone")
     assert roster.conditions == [condition]
@@ -240,7 +241,7 @@ async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_
     change(path, "UPDATE specs SET spec=? WHERE model='other'", json.dumps({"model": "/x", "of_the_next_release": True}))
     async with stage(tmp_path) as made:
         (condition,) = made.supervisor.snapshot().conditions
-        assert condition.startswith("ModelLeftOut: other")
+        assert condition.reason == "ModelLeftOut" and "other" in condition.message
         assert "other" not in made.supervisor.snapshot().models
         made.supervisor.remove("other")
         assert made.supervisor.snapshot().conditions == ()

@@ -215,7 +215,7 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
                 await supervisor.tick()
                 await asyncio.sleep(0.05)
             assert made.state() == "FAILED", "no load begins while memory is short"
-            assert any(one.startswith("MemoryShort: n1 is ") for one in supervisor.snapshot().conditions)
+            assert any(one.reason == "MemoryShort" and "n1" in one.message for one in supervisor.snapshot().conditions)
             with pytest.raises(Unavailable):
                 async with supervisor.lease("m", wait_s=0.1):
                     raise AssertionError
