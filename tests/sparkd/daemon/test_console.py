@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.condition import Condition
 from sparkd.daemon import console as module
 from sparkd.daemon.console import Console
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
@@ -208,9 +209,9 @@ async def test_what_it_waits_for_while_nothing_can_begin(
     async with showing(tmp_path, monkeypatch, capsys) as made:
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         made.scene.supervisor.tell_refused("line 3 is no YAML.")
-        made.scene.supervisor.ledger.trouble = "RayStarting: Ray is not connected yet."
+        made.scene.supervisor.ledger.trouble = Condition("RayStarting", "Ray is not connected yet.")
         await made.begin(None)
-        assert (await made.said())[1] == "m: waits for Ray to start  (0 s)"
+        assert (await made.said())[1] == "m: Ray is not connected yet.  (0 s)"
 
 
 async def test_an_engine_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
