@@ -22,23 +22,22 @@ EXIT_CODES = """Exit codes
 
 \b
   0  done
-  1  something else went wrong
+  1  any other error
   2  the command line or the configuration is wrong
   3  the state directory cannot be used
-  4  Ray or a node; a model does not fit
-  5  the daemon refuses the request: an unknown model, a conflict
+  4  Ray or a node failed, or a model does not fit
+  5  the daemon refused the request: an unknown model, a conflict
   6  the admin key is missing or wrong
-  7  no sparkd answers, or not yet: try again later
+  7  no daemon answers, or it is not ready yet: try again later
   8  the model failed
 130  interrupted
 
-The daemon is looked for at --url, else SPARKD_URL, else http://127.0.0.1:4000. The admin key is taken from --key-file, else from
-SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine can read every command line.
+The daemon's address comes from --url, then SPARKD_URL, then http://127.0.0.1:4000. The admin key comes from --key-file, then
+SPARKD_ADMIN_KEY. No option takes the key itself, because every user of a machine can read every command line.
 
-Verbs and options complete with TAB: `make -C deploy install` puts that in place for bash, zsh and fish, and --install-completion does it
-for you alone.
+TAB completes verbs and options. `make -C deploy install` sets that up for bash, zsh and fish; --install-completion does it for you alone.
 
-An error is said on stderr; with --json as one object on its last line, as the admin API has it, with the exit_code beside it.
+Errors go to stderr. With --json an error is one JSON object on the last line: the admin API's error with exit_code beside it.
 """
 
 # Module and its function that registers these verbs, in the order in which the help has them.
@@ -135,7 +134,7 @@ def command_line(verb: str = "") -> typer.Typer:
 
     app = typer.Typer(
         name="sparkd",
-        help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
+        help="Turn one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
         epilog=EXIT_CODES,
         add_completion=True,
         rich_markup_mode=None,

@@ -23,14 +23,14 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     session: Session,
-    root: Annotated[Path | None, option("--root", metavar="DIR", help="A folder that stands for this node's /.")] = None,
-    fix: Annotated[bool, option("--fix", help="Mend what can be mended safely and undone; asks before each.")] = False,
-    disk: Annotated[bool, option("--disk", help="Also read a large file of weights, at most 3 s, to see how fast the disk is.")] = False,
+    root: Annotated[Path | None, option("--root", metavar="DIR", help="Read this folder in place of this node's /.")] = None,
+    fix: Annotated[bool, option("--fix", help="Apply safe, reversible fixes; asks before each.")] = False,
+    disk: Annotated[bool, option("--disk", help="Also measure the disk: read a weights file for at most 3 s.")] = False,
 ) -> None:
-    """How well the nodes are prepared, and what helps.
+    """Check how well the nodes are prepared, and suggest fixes.
 
-    Kernel, driver, memory settings, page cache, devices, limits, caches, disks, and why models failed. All nodes of the daemon's cluster;
-    this node alone where no daemon answers, with --root, --disk and --fix. Exit code 1 where a finding fails.
+    Checks kernel, driver, memory settings, page cache, devices, limits, caches, disks and failed models, on all nodes of the daemon's
+    cluster. Checks this node alone if no daemon answers, and with --root, --disk or --fix. Exits with 1 if a check fails.
     """
     if root is not None and not (root / "proc").is_dir():
         raise ConfigError(f"--root {root}: there is no folder proc in it, so it cannot stand for a node's /.")

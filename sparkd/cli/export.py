@@ -36,14 +36,14 @@ def register(app: typer.Typer) -> None:
 def export(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A configured name, a folder or a hub id.")],
-    folder: Annotated[Path, argument(metavar="DIR", help="The folder to make.")],
+    folder: Annotated[Path, argument(metavar="DIR", help="The folder to create.")],
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe.")] = None,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml with MODEL.")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], option("--device", help="auto, cpu or cuda.")] = "auto",
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("--device", help="Device that quantizes; default auto.")] = "auto",
 ) -> None:
     """Write a model's quantized checkpoint into a folder.
 
-    Any vLLM can serve it by itself. Copied where it is cached; needs no daemon.
+    Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
     """
     from sparkd.cli.config_file import config_of
     from sparkd.cli.quantized import chosen

@@ -22,21 +22,16 @@ def register(app: typer.Typer) -> None:
 
 def fabric(
     session: Session,
-    env: Annotated[bool, option("--env", help="Each node's environment variables instead, with the reason for each.")] = False,
-    root: Annotated[
-        list[Path] | None, option("--root", metavar="DIR", help="A folder that stands for a node's /; may be repeated.")
-    ] = None,
-    measure: Annotated[
-        str | None, option("--measure", metavar="A,B", help="Measure the rate between each two of these nodes first, or `all`.")
-    ] = None,
-    force: Annotated[bool, option("--force", help="Measure although a model uses the nodes.")] = False,
+    env: Annotated[bool, option("--env", help="Show each node's environment variables and their reasons.")] = False,
+    root: Annotated[list[Path] | None, option("--root", metavar="DIR", help="Read this folder in place of a node's /; repeatable.")] = None,
+    measure: Annotated[str | None, option("--measure", metavar="A,B", help="First measure the rate between these nodes, or `all`.")] = None,
+    force: Annotated[bool, option("--force", help="Measure even while a model uses the nodes.")] = False,
     timeout: Timeout = None,
 ) -> None:
-    """How the nodes are linked, and what is wrong with it.
+    """Show how the nodes are linked, and what is wrong with the links.
 
-    Cages, twins and rails, who is cabled to whom, and what helps where something is wrong. All nodes of the daemon's cluster; this node
-    alone where no daemon answers. Exit code 1 where a finding fails. A measurement sends at most 512 MiB between two nodes; Ctrl-C ends
-    it.
+    Lists cages, twins, rails and cables, and a fix for each fault. Covers all nodes of the daemon's cluster, or this node if no daemon
+    answers. Exits with 1 if a check fails. A measurement sends at most 512 MiB between two nodes; Ctrl-C stops it.
     """
     if measure is not None:
         _measure(session, measure, force, timeout)
@@ -52,9 +47,9 @@ def fabric(
 
 
 def nodes(session: Session) -> None:
-    """The nodes, and who else could join.
+    """List the nodes, and machines that could join.
 
-    Offered is who answers at the other end of a QSFP cable. Nobody is joined by being found: `sparkd join` on that node does it.
+    A machine is offered if it answers at the other end of a QSFP cable. It joins only when `sparkd join` runs there.
     """
     from sparkd.render import fabric as show_fabric
 

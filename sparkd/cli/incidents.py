@@ -25,7 +25,7 @@ LOG_LINES = 20
 
 incidents = typer.Typer(
     name="incidents",
-    help="What the memory guard did, and why.",
+    help="Show what the memory guard did, and why.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -39,7 +39,10 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(session: Session) -> None:
-    """Every incident that is kept, newest first: of all nodes, or of this one where no daemon answers."""
+    """List all incidents, newest first.
+
+    Covers all nodes, or this node if no daemon answers.
+    """
     try:
         found = session.client.get("/incidents")
     except Unavailable:
@@ -60,8 +63,13 @@ def ls(session: Session) -> None:
         session.err.print(f"{node} does not answer.", markup=False)
 
 
-def show_one(session: Session, incident: Annotated[str, argument(metavar="INCIDENT", help="Its id, as ls shows it.")]) -> None:
-    """One incident: two minutes of memory, who held it, the engine's last lines."""
+def show_one(
+    session: Session, incident: Annotated[str, argument(metavar="INCIDENT", help="Id of the incident, from `sparkd incidents ls`.")]
+) -> None:
+    """Show one incident in full.
+
+    Shows two minutes of memory readings, the processes that held the memory, and the engine's last lines.
+    """
     from workers.guard.incidents import INCIDENT_ID, read
 
     if not INCIDENT_ID.fullmatch(incident):

@@ -37,7 +37,7 @@ AGAIN_S = 2.0
 LEAVE_TIMEOUT_S = 30.0
 MAX_TOKEN_CHARS = 512
 
-StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for what survives a reboot.")]
+StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for state that survives a reboot.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -48,24 +48,23 @@ def register(app: typer.Typer) -> None:
 
 def join(
     ctx: typer.Context,
-    head: Annotated[str, argument(metavar="HEAD", help="The head's host or host:port; port 6379 where none is given.")],
+    head: Annotated[str, argument(metavar="HEAD", help="Host or host:port of the head; default port 6379.")],
     token: Annotated[
-        str | None, option("--token", metavar="-|FILE|TOKEN", help="- reads stdin. A token here can be read by every user.")
+        str | None, option("--token", metavar="-|FILE|TOKEN", help="- reads stdin. Every user can read a token typed here.")
     ] = None,
     node_ip: Annotated[
-        str | None, option("--node-ip", metavar="IP", help="This node's address; by itself the one that reaches HEAD.")
+        str | None, option("--node-ip", metavar="IP", help="Address of this node; default: the one that reaches HEAD.")
     ] = None,
     config: ConfigFile = None,
     state_dir: StateDir = None,
-    foreground: Annotated[bool, option("--foreground", help="Stay here until Ctrl-C although the systemd unit is installed.")] = False,
+    foreground: Annotated[bool, option("--foreground", help="Run until Ctrl-C even if the systemd unit is installed.")] = False,
     json: Json = False,
 ) -> None:
-    """Lend this node to another's head.
+    """Join this node to the head of a cluster.
 
-    Ray and its agent run here then, and nothing else.
-    As root, where sparkd's systemd units are installed, the unit sparkd-ray keeps it, now and after a reboot; else this command does,
-    until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave` undoes it. Without --token it asks for it, unless this
-    node had joined that head before.
+    The node then runs Ray and its agent, and nothing else. As root, with sparkd's systemd units installed, the unit sparkd-ray keeps it
+    joined, also after a reboot. Otherwise it stays joined until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave`
+    undoes it. Without --token, asks for the token unless this node had joined that head before.
     """
     from sparkd.cluster import membership
     from sparkd.cluster.head_probe import ask_head, clock_doubt, find_head
@@ -126,7 +125,8 @@ def join(
 def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = None, json: Json = False) -> None:
     """Take this node out of its cluster.
 
-    Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
+    Ends Ray and the ranks of models on this node. The head loads those models elsewhere if they fit. The systemd unit returns to its state
+    before `sparkd join`.
     """
     # Imported before the work is another user's.
     from sparkd.cluster import membership
@@ -157,14 +157,13 @@ def token(
     ctx: typer.Context,
     config: ConfigFile = None,
     state_dir: StateDir = None,
-    quiet: Annotated[bool, option("-q", "--quiet", help="The token alone, for a pipe.")] = False,
+    quiet: Annotated[bool, option("-q", "--quiet", help="Print the token only.")] = False,
     json: Json = False,
 ) -> None:
-    """On the head: what another node joins it with.
+    """Print the token and the command to join this head.
 
-    The token, and the command.
-
-    `sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` does it in one go. Whoever has the token may run programs on every node.
+    `sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` joins NODE in one go. Anyone who has the token can run programs on every
+    node.
     """
     loaded = _loaded(config, state_dir)
     address = _offered_address(loaded, config_path(config, os.environ, alone=state_dir is None))

@@ -26,11 +26,11 @@ LOG_LINES = 200
 _STILL = {"load": ("READY",), "unload": ("READY", "STOPPED", "FAILED")}
 
 Model = Annotated[str, argument(metavar="MODEL", help="Name or alias of a known model.")]
-NoWait = Annotated[bool, option("--no-wait", help="Return at once.")]
+NoWait = Annotated[bool, option("--no-wait", help="Return without waiting.")]
 Timeout = Annotated[
     float | None, option("--timeout", metavar="S", parser=real("--timeout", 0, None, "seconds"), help="Stop waiting after S seconds.")
 ]
-Follow = Annotated[bool, option("-f", "--follow", help="Go on as it happens, until Ctrl-C.")]
+Follow = Annotated[bool, option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")]
 
 
 class Session:
@@ -143,14 +143,14 @@ def register(app: typer.Typer) -> None:
 def load(
     session: Session,
     model: Model,
-    recipe: Annotated[str | None, option("--recipe", metavar="NAME", help="With this recipe, NAME or NAME@VARIANT, from now on.")] = None,
+    recipe: Annotated[str | None, option("--recipe", metavar="NAME", help="Use this recipe from now on: NAME or NAME@VARIANT.")] = None,
     no_wait: NoWait = False,
     timeout: Timeout = None,
 ) -> None:
-    """Load a known model and wait until it has answered.
+    """Load a known model and wait until it answers.
 
-    With --recipe also a name that is not known yet, which becomes a model of that recipe. Ctrl-C ends the waiting, not the load;
-    `sparkd cancel OPERATION` ends that.
+    With --recipe, an unknown name becomes a model of that recipe. Ctrl-C stops waiting, not the load; `sparkd cancel OPERATION` cancels the
+    load.
     """
     operation = session.client.post(f"{model_path(model)}/load", {"recipe": recipe} if recipe is not None else None)
     _finish(session, [operation], no_wait, timeout)
@@ -163,7 +163,7 @@ def unload(
     no_wait: NoWait = False,
     timeout: Timeout = None,
 ) -> None:
-    """Unload a model; its requests may finish first."""
+    """Let the requests of a model finish, then unload it."""
     if (model is None) == (not everything):
         raise ConfigError("Say which model to unload, or --all.")
     names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
@@ -172,10 +172,10 @@ def unload(
         session.err.print("No model is loaded.")
 
 
-def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Its id.")]) -> None:
-    """Cancel a load or an unload that is under way.
+def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Id of the operation.")]) -> None:
+    """Cancel a running load, unload or pull.
 
-    A cancelled load leaves the model stopped, a cancelled unload has it loaded again.
+    After a cancelled load the model is stopped; after a cancelled unload it is loaded again.
     """
     ended = session.client.delete(f"/operations/{operation}")
     if session.json:
@@ -189,12 +189,12 @@ def rm(
     model: Model,
     no_wait: NoWait = False,
     timeout: Timeout = None,
-    cached: Annotated[bool, option("--cached", help="Its quantized weights on this node instead.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --cached: the sparkd.yaml.")] = None,
+    cached: Annotated[bool, option("--cached", help="Remove its quantized weights on this node instead.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --cached: path of sparkd.yaml.")] = None,
 ) -> None:
-    """Unload and forget a model that `run` brought in.
+    """Unload and remove a model that `sparkd run` added.
 
-    --cached removes what was kept of its quantized weights, and needs no daemon; MODEL may be a folder or a hub id then.
+    With --cached, removes the model's quantized weights from this node; this needs no daemon, and MODEL may also be a folder or a hub id.
     """
     if cached:
         _remove_cached(session, model, config)
@@ -206,9 +206,9 @@ def rm(
 
 def ps(
     session: Session,
-    wide: Annotated[bool, option("--wide", "-w", help="Also how each KV cache was sized, and what is free beside it.")] = False,
+    wide: Annotated[bool, option("--wide", "-w", help="Also show how each KV cache was sized and what is free.")] = False,
 ) -> None:
-    """The resident models: state, memory, requests, process."""
+    """List resident models: state, memory, requests, process."""
     models = session.client.models()
     if session.json:
         show.say_json({"models": [view for view in models if _resident(view)]})
@@ -218,16 +218,16 @@ def ps(
 
 def ls(
     session: Session,
-    of: Annotated[str | None, option("--layers", metavar="MODEL", help="The layers of a model (a name, a folder or a hub id).")] = None,
-    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: a format or a recipe to try.")] = None,
-    cached: Annotated[bool, option("--cached", help="The quantized weights that are kept on this node.")] = False,
-    quick: Annotated[bool, option("--quick", help="With --layers: vLLM is not started to be asked.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: the sparkd.yaml.")] = None,
+    of: Annotated[str | None, option("--layers", metavar="MODEL", help="List the layers of a model (name, folder or hub id).")] = None,
+    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: try this format or recipe.")] = None,
+    cached: Annotated[bool, option("--cached", help="List the quantized weights kept on this node.")] = False,
+    quick: Annotated[bool, option("--quick", help="With --layers: do not start vLLM to ask it.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: path of sparkd.yaml.")] = None,
 ) -> None:
-    """Every known model, resident or not.
+    """List all known models, resident or not.
 
-    --layers lists a model's weights and what `quantize` makes of them, and asks vLLM what a GPU holds of them. It needs no daemon where
-    MODEL is a folder or configured; --cached needs none.
+    --layers lists a model's weights, what `quantize` makes of them, and what vLLM says a GPU holds of them. It needs no daemon if MODEL is
+    a folder or a configured name; --cached never needs one.
     """
     if cached:
         if of is not None or quantize is not None:
@@ -252,13 +252,14 @@ def logs(
     follow: Follow = False,
     lines: Annotated[
         int,
-        option("-n", "--lines", metavar="N", parser=whole("--lines", 0, LOG_LINES), help="How many of the last lines, at most 200."),
+        option("-n", "--lines", metavar="N", parser=whole("--lines", 0, LOG_LINES), help="Print the last N lines, at most 200."),
     ] = LOG_LINES,
     rank: Annotated[
-        int, option("--rank", metavar="N", parser=whole("--rank", 0, MOST["nodes"]), help="Of a model over several nodes: whose; 0 serves.")
+        int,
+        option("--rank", metavar="N", parser=whole("--rank", 0, MOST["nodes"]), help="Rank of a model on several nodes; rank 0 serves."),
     ] = 0,
 ) -> None:
-    """The log of a model's engine."""
+    """Show the log of a model's engine."""
     page = session.client.get(f"{model_path(model)}/log", rank=rank)
     text = "".join(page["text"].splitlines(keepends=True)[-lines:] if lines else [])
     if session.json and not follow:
@@ -275,7 +276,7 @@ def logs(
 
 
 def status(session: Session) -> None:
-    """The daemon, its conditions, nodes, memory, and what Ray costs."""
+    """Show the daemon, its conditions, nodes, memory and Ray's cost."""
     answer = session.client.get("/status")
     if session.json:
         show.say_json(answer)
@@ -287,10 +288,10 @@ def events(
     session: Session,
     follow: Follow = False,
     lines: Annotated[
-        int, option("-n", "--lines", metavar="N", parser=whole("--lines", 1, 1000), help="How many of the last events; default 50.")
+        int, option("-n", "--lines", metavar="N", parser=whole("--lines", 1, 1000), help="Print the last N events; default 50.")
     ] = 50,
 ) -> None:
-    """History: states, loads, failures, restarts."""
+    """Show the history: states, loads, failures, restarts."""
     found = session.client.get("/events", limit=lines)["events"]
     if session.json and not follow:
         show.say_json({"events": found})

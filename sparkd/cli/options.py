@@ -16,8 +16,8 @@ from sparkd import __version__
 option = partial(typer.Option, show_default=False)
 argument = partial(typer.Argument, show_default=False)
 
-Url = Annotated[str | None, option("--url", metavar="URL", help="Where sparkd is; host:port will do.")]
-KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File with the admin key.")]
+Url = Annotated[str | None, option("--url", metavar="URL", help="Address of the daemon: a URL or host:port.")]
+KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File that holds the admin key.")]
 Json = Annotated[bool, option("--json", help="Print JSON.")]
 
 

@@ -23,29 +23,35 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     session: Session,
-    model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id, or a configured name.")],
-    nodes: Annotated[int | None, option("--nodes", metavar="N", parser=NODES, help="How many nodes there are; 1.")] = None,
-    context: Annotated[int | None, option("--ctx", metavar="TOKENS", parser=CONTEXT, help="Length of a request; as much as fits.")] = None,
-    seqs: Annotated[int | None, option("--seqs", metavar="N", parser=SEQS, help="Requests of that length at once; 1.")] = None,
-    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
-    hardware: Annotated[str | None, option("--hardware", metavar="X", help="spark (if no daemon's), h200, or a YAML file.")] = None,
-    batch: Annotated[int | None, option("--batch", metavar="TOKENS", parser=BATCH, help="max_num_batched_tokens; vLLM's default.")] = None,
-    kv_dtype: Annotated[str | None, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = None,
-    speculative: Annotated[
-        str | None, option("--speculative", metavar="HOW", help="Count a draft: off, ngram, suffix, mtp or dflash.")
+    model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id or a configured name.")],
+    nodes: Annotated[
+        int | None, option("--nodes", metavar="N", parser=NODES, help="Number of nodes; default: the daemon's, else 1.")
     ] = None,
-    margin: Annotated[float | None, option("--margin", metavar="GIB", parser=MARGIN, help="To stay free; 1 GiB or 3 %.")] = None,
-    eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
-    docker: Annotated[bool, option("--docker", help="Print `docker run` for the choice instead.")] = False,
-    compose: Annotated[bool, option("--compose", help="Print a compose file for the choice instead.")] = False,
-    image: Annotated[str | None, option("--image", metavar="NAME", help="With --docker or --compose: the container's image.")] = None,
-    quick: Annotated[bool, option("--quick", help="Start no vLLM to ask it.")] = False,
-    every: Annotated[bool, option("--all", help="Also tell why each other way cannot be.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that knows MODEL.")] = None,
+    context: Annotated[
+        int | None, option("--ctx", metavar="TOKENS", parser=CONTEXT, help="Tokens of one request; default: as many as fit.")
+    ] = None,
+    seqs: Annotated[int | None, option("--seqs", metavar="N", parser=SEQS, help="Concurrent requests of that length; default 1.")] = None,
+    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="Try this format or recipe; default: every format.")] = None,
+    hardware: Annotated[str | None, option("--hardware", metavar="X", help="spark, h200 or a YAML file; default: the daemon's.")] = None,
+    batch: Annotated[int | None, option("--batch", metavar="TOKENS", parser=BATCH, help="max_num_batched_tokens; default: vLLM's.")] = None,
+    kv_dtype: Annotated[str | None, option("--kv-dtype", metavar="TYPE", help="Type of the KV cache: auto (default) or fp8.")] = None,
+    speculative: Annotated[
+        str | None, option("--speculative", metavar="HOW", help="Add a draft: off, ngram, suffix, mtp or dflash.")
+    ] = None,
+    margin: Annotated[
+        float | None, option("--margin", metavar="GIB", parser=MARGIN, help="Memory to leave free; default 1 GiB or 3 %.")
+    ] = None,
+    eager: Annotated[bool, option("--eager", help="Count no CUDA graphs.")] = False,
+    docker: Annotated[bool, option("--docker", help="Print a `docker run` command instead.")] = False,
+    compose: Annotated[bool, option("--compose", help="Print a compose file instead.")] = False,
+    image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker or --compose.")] = None,
+    quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
+    every: Annotated[bool, option("--all", help="Also show why each other choice was rejected.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
 ) -> None:
-    """Whether a model fits, how, and vLLM's command for it.
+    """Tell whether a model fits, in which format, and vLLM's command.
 
-    From headers, here or on the hub, and what the installed vLLM says of them.
+    Reads config.json and the headers of the weights (local or Hub); asks vLLM.
     """
     from sparkd.cli import plan_run
 

@@ -21,16 +21,16 @@ def register(app: typer.Typer) -> None:
 def pull(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name, or a hub id (owner/name).")],
-    nodes: Annotated[str, option("--nodes", metavar="A,B", help="Addresses of the nodes that shall have it; default: all.")] = "all",
+    nodes: Annotated[str, option("--nodes", metavar="A,B", help="Addresses of the target nodes; default: all.")] = "all",
     revision: Annotated[str | None, option("--revision", metavar="REV", help="Commit, tag or branch of a hub id.")] = None,
     no_wait: NoWait = False,
     timeout: Timeout = None,
 ) -> None:
-    """Bring a model's files to the nodes.
+    """Copy a model's files to the nodes.
 
-    A hub id is downloaded once, by the daemon's node, and copied from node to node over the cable; so is a folder of a known model, to
-    the same path. A file that is there already is not copied again; one that was broken off goes on where it stopped. Ctrl-C ends the
-    waiting, `sparkd cancel OPERATION` the pull.
+    The daemon's node downloads a hub id once, and the nodes copy it from each other over the cable. The folder of a known model is copied
+    to the same path. Files that are there already are skipped; an interrupted file resumes. Ctrl-C stops waiting; `sparkd cancel OPERATION`
+    cancels the pull.
     """
     chosen = [name.strip() for name in nodes.split(",") if name.strip()]
     if not chosen:

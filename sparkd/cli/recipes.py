@@ -30,8 +30,8 @@ recipes = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Your recipes; default recipes_dir of sparkd.yaml.")]
-Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="For this release; default the one beside sparkd.")]
+Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
+Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
 Profile = Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")]
 Speculative = Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")]
 Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or NAME@REGISTRY.")]
@@ -45,12 +45,12 @@ def register(app: typer.Typer) -> None:
 @recipes.command("ls")
 def ls(
     ctx: typer.Context,
-    name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: the recipes of this one.")] = None,
-    registry: Annotated[bool, option("--registry", help="The registries, or the recipes of the one that is named.")] = False,
+    name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: list the recipes of this registry.")] = None,
+    registry: Annotated[bool, option("--registry", help="List the registries, or the recipes of NAME.")] = False,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """Every recipe: the model, and how fast it has been seen."""
+    """List all recipes: the model and its fastest measured rate."""
     if registry:
         registries.list_registries(name, _json(ctx, json))
         return
@@ -86,7 +86,7 @@ def show_(
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """One recipe: what it sets, the flags it comes to, figures and their sources."""
+    """Show one recipe: settings, flags, figures and sources."""
     from sparkd.config.recipe_check import Choice, described, resolve
     from sparkd.entry.parser_choice import explained
 
@@ -110,15 +110,15 @@ def show_(
 @recipes.command("check")
 def check(
     ctx: typer.Context,
-    files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's and sparkrun's; default all.")] = None,
+    files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
     vllm: Version = None,
-    parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the parser of the vLLM in this Python.")] = None,
+    parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Check recipes: every variant, profile and method.
 
-    Prints `file:line: message` for each problem; the exit code is 0 if all can be used, 2 if not.
+    Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
     from sparkd.config.recipe_check import checked, load, parsed
     from sparkd.recipes.library import AsWritten
@@ -155,15 +155,15 @@ def check(
 def import_(
     ctx: typer.Context,
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
-    settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="In place of one of its defaults.")] = None,
-    to: Annotated[Path | None, option("--to", metavar="FILE", help="Write it there, in place of printing it.")] = None,
+    settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Replace one of the recipe's defaults.")] = None,
+    to: Annotated[Path | None, option("--to", metavar="FILE", help="Write the recipe to FILE instead of stdout.")] = None,
     vllm: Version = None,
     json: Json = False,
 ) -> None:
-    """Turn another launcher's recipe into one of sparkd's.
+    """Convert another launcher's recipe to one of sparkd's.
 
-    Shell hooks are never taken over. stderr and the recipe's head tell first where it trusts a model's code or names a folder, then what is
-    missing, then what was left out. A recipe that cannot be used here is not written, and the exit code is 2.
+    Prints risks first (code that the recipe trusts, folders that it names), then what is missing, then what was left out, on stderr and at
+    the head of the recipe. Shell hooks are always left out. A recipe that cannot be used is not written, and the exit code is 2.
     """
     from sparkd.config.recipe_check import unusable, with_risks
     from sparkd.recipes.file import is_foreign

@@ -35,13 +35,14 @@ def register(recipes: typer.Typer) -> None:
 
 def add_registry(
     ctx: typer.Context,
-    source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: an https or ssh address, or a folder.")],
-    name: Annotated[str | None, option("--name", metavar="NAME", help="What to call it; default the repository's own name.")] = None,
+    source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: https or ssh address, or a folder.")],
+    name: Annotated[str | None, option("--name", metavar="NAME", help="Name for the registry; default: the repository's.")] = None,
     json: Json = False,
 ) -> None:
-    """Take a repository of recipes, of eugr's or sparkrun's layout, at its newest commit.
+    """Add a git repository of recipes at its newest commit.
 
-    Its recipes are NAME@REGISTRY then. Nothing of it is ever run, and it stays at that commit until `sparkd recipes update`.
+    The repository has eugr's or sparkrun's layout. Its recipes are then called NAME@REGISTRY. sparkd runs nothing of it, and keeps that
+    commit until `sparkd recipes update`.
     """
     from sparkd.cli.registry_fetch import fetched, source_of
     from sparkd.errors import ConfigError
@@ -72,10 +73,13 @@ def add_registry(
 
 def update(
     ctx: typer.Context,
-    name: Annotated[str | None, argument(metavar="[NAME]", help="A registry; default all.")] = None,
+    name: Annotated[str | None, argument(metavar="[NAME]", help="Registry; default: all.")] = None,
     json: Json = False,
 ) -> None:
-    """Bring registries to their newest commit and tell what that changes. One that cannot be brought stays as it is."""
+    """Update registries to their newest commit.
+
+    Prints what changed. A registry that cannot be updated stays as it is.
+    """
     from sparkd.cli.registry_fetch import fetched, source_of
     from sparkd.recipes.registry import Change
 
@@ -110,8 +114,13 @@ def update(
         raise typer.Exit(SparkdError.exit_code)
 
 
-def remove_registry(ctx: typer.Context, name: Annotated[str, argument(metavar="NAME", help="A registry.")], json: Json = False) -> None:
-    """Forget a registry. Recipes that were imported from it stay."""
+def remove_registry(
+    ctx: typer.Context, name: Annotated[str, argument(metavar="NAME", help="Name of the registry.")], json: Json = False
+) -> None:
+    """Remove a registry.
+
+    Recipes that were imported from it stay.
+    """
 
     def remove(registries: Registries) -> None:
         registries.remove(name)

@@ -20,10 +20,10 @@ def register(app: typer.Typer) -> None:
 
 
 def reload(session: Session) -> None:
-    """Have the daemon read its configuration again.
+    """Make the daemon read its configuration again.
 
-    A file that cannot be used is refused with its problems, and the old configuration stays. Engines whose own settings did not change run
-    on, and so do all streams.
+    An invalid file is refused with its problems, and the old configuration stays. Engines whose settings did not change keep running, and
+    so do all streams.
     """
     found = session.client.post("/reload")
     if session.json:

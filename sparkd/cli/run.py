@@ -29,15 +29,15 @@ def register(app: typer.Typer) -> None:
 def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name, a recipe, a folder, or a hub id (owner/name).")],
-    vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="What stands after `--`: handed to vLLM unchanged.")] = None,
-    name: Annotated[str | None, option("--name", metavar="NAME", help="What to call a model that is not known yet.")] = None,
-    prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this and end.")] = None,
+    vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="Arguments after `--`, passed to vLLM unchanged.")] = None,
+    name: Annotated[str | None, option("--name", metavar="NAME", help="Name for a model that is not known yet.")] = None,
+    prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this question, print the answer and exit.")] = None,
     profile: Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")] = None,
     speculative: Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")] = None,
 ) -> None:
-    """Load a model, bringing it in if it is not known, and talk to it.
+    """Load a model, adding it if it is not known, and chat with it.
 
-    With --prompt or text on stdin the answer is printed. On a terminal a chat begins. Otherwise you are told how to call it.
+    With --prompt or text on stdin, prints the answer. On a terminal, starts a chat. Otherwise, prints how to call the model.
     """
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
-ConfigFile = Annotated[Path | None, option("--config", metavar="FILE", help=f"sparkd.yaml; default {CONFIG_PATH} if it is there.")]
-Settings = Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Any key of sparkd.yaml, dotted: -o engine.platform=cpu.")]
+ConfigFile = Annotated[Path | None, option("--config", metavar="FILE", help=f"Path of sparkd.yaml; default {CONFIG_PATH} if it exists.")]
+Settings = Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Set a key of sparkd.yaml: -o engine.platform=cpu.")]
 
 
 def register_serve(app: typer.Typer) -> None:
@@ -39,21 +39,24 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     config: ConfigFile = None,
-    model: Annotated[str | None, option(metavar="MODEL", help="Also serve this folder, hub id or recipe, loaded at start.")] = None,
-    name: Annotated[str | None, option(metavar="NAME", help="What to call --model; default its last part.")] = None,
-    state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for what survives a reboot.")] = None,
-    listen: Annotated[str | None, option(metavar="HOST:PORT", help="Default 127.0.0.1:4000.")] = None,
-    port: Annotated[int | None, option(metavar="N", parser=whole("--port", 0, 65535), help="Another port, the same host.")] = None,
+    model: Annotated[str | None, option(metavar="MODEL", help="Also load and serve this folder, hub id or recipe.")] = None,
+    name: Annotated[str | None, option(metavar="NAME", help="Name for --model; default: the last part of its path.")] = None,
+    state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for state that survives a reboot.")] = None,
+    listen: Annotated[str | None, option(metavar="HOST:PORT", help="Address to listen on; default 127.0.0.1:4000.")] = None,
+    port: Annotated[
+        int | None, option(metavar="N", parser=whole("--port", 0, 65535), help="Port to listen on, at the configured host.")
+    ] = None,
     log_level: Annotated[str | None, option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
-    ask: Annotated[str | None, option(metavar="QUESTION", help="Put one question to the model when it is ready.")] = None,
-    leave_engines: Annotated[bool, option("--leave-engines", help="SIGTERM leaves engines running for the next daemon.")] = False,
+    ask: Annotated[str | None, option(metavar="QUESTION", help="Ask the model one question when it is ready.")] = None,
+    leave_engines: Annotated[bool, option("--leave-engines", help="On SIGTERM, leave engines running for the next daemon.")] = False,
     settings: Settings = None,
 ) -> None:
     """Run the daemon in the foreground.
 
-    Ctrl-C ends it and everything it started, once the requests that run are over (unload_timeout_s); a second one at once. Under systemd,
-    and with --leave-engines, SIGTERM leaves the engines to the next daemon.
-    The log goes to stderr; on a terminal to STATE_DIR/sparkd.log, unless --log-level is given.
+    Ctrl-C lets running requests finish (at most unload_timeout_s), then stops the engines and Ray. A second Ctrl-C stops them at once.
+    Under systemd or with --leave-engines, SIGTERM leaves the engines to the next daemon.
+
+    The log goes to stderr, or on a terminal to STATE_DIR/sparkd.log unless --log-level is given.
     """
     path = config_path(config, os.environ, alone=model is None and state_dir is None)
     flags = settings_of(settings or [])
@@ -120,8 +123,8 @@ def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool
 def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings = None, json: Json = False) -> None:
     """Run this node's part of Ray, for the systemd unit.
 
-    It is the head where cluster.address is null or names this node, else it joins the head there. SIGTERM ends Ray and nothing else:
-    engines stay.
+    Starts the head if cluster.address is null or names this node, otherwise joins the head there. SIGTERM ends Ray only: engines keep
+    running.
     """
     path = config_path(config, os.environ, alone=True)
     from sparkd.config.config import load_config
@@ -139,14 +142,14 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
 
 
 def check(
-    config: Annotated[Path, argument(metavar="CONFIG", help="A sparkd.yaml.")],
+    config: Annotated[Path, argument(metavar="CONFIG", help="Path of a sparkd.yaml.")],
     ctx: typer.Context,
     json: Json = False,
 ) -> None:
     """Check a configuration file.
 
-    Prints `file:line: message` for each problem, and for each model the parsers of tool calls and of reasoning. The exit code is 2 where
-    the file is wrong or an entry of it cannot start, else 0.
+    Prints `file:line: message` for each problem, and the tool and reasoning parsers of each model. Exits with 2 if the file is invalid or
+    one of its entries cannot start.
     """
     from sparkd.cli.config_check import check as problems_of
 
@@ -184,9 +187,9 @@ def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
 
 
 def version(ctx: typer.Context, json: Json = False) -> None:
-    """The version of this program.
+    """Print the version of this program.
 
-    `sparkd status` tells the daemon's.
+    `sparkd status` shows the daemon's version.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     if json or (ctx.find_root().obj or Asked()).json:
