@@ -20,7 +20,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from sparkd.inquiry.model_answers import Answer, Question, Runtime
+    from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 
 TESTS = Path(__file__).parent
 ALONE = (
@@ -102,21 +102,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
 class VllmAnswers:
     """By the names of test modules, and of each by the keys that its questions have there. runtime: it keeps the answers."""
 
-    questions: Mapping[str, Mapping[Any, Question]]
-    answers: Mapping[str, Mapping[Any, Answer | None]]
-    runtime: Runtime
+    questions: Mapping[str, Mapping[Any, ModelQuestion]]
+    answers: Mapping[str, Mapping[Any, ModelAnswer | None]]
+    runtime: InquiryRuntime
 
 
 @pytest.fixture(scope="session")
 def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmAnswers:
     """What the installed vLLM says of the models of those MODELS that run."""
-    from sparkd.inquiry.model_answers import Runtime, ask
+    from sparkd.inquiry.model_answers import InquiryRuntime, ask
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     questions = {
         module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if Path(module.__file__).name in MODELS
     }
-    runtime = Runtime(None, [tmp_path_factory.mktemp("answers")])
+    runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
     answers = iter(ask([question for asked in questions.values() for question in asked.values()], runtime))
     return VllmAnswers(questions, {name: {key: next(answers) for key in asked} for name, asked in questions.items()}, runtime)
 

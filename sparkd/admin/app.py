@@ -45,7 +45,7 @@ from sparkd.admin.pull import Pulls
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
-from sparkd.config.recipe_check import Choice, described, resolve, summary
+from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import (
     REQUEST_ID,
@@ -59,7 +59,7 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.fabric.peer_cache import Offers
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Operation, OperationState, Want
@@ -252,11 +252,11 @@ def _router(
         summary="One recipe, NAME@VARIANT or NAME@REGISTRY, and what it comes to with a profile and a way to speculate",
     )
     async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
-        book = Book(supervisor.config.recipes_dir, AsWritten(), supervisor.config.state_dir)
+        book = RecipeLibrary(supervisor.config.recipes_dir, AsWritten(), supervisor.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
             raise UnknownRecipe(name)
         recipe_name, variant = book.split(name)
-        choice = Choice(recipe_name, variant, profile, speculative)
+        choice = RecipeUse(recipe_name, variant, profile, speculative)
         return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
 
     @api.get("/plan", **answers(NextActions), summary="What the next tick would do, as of the last look at the cluster")
@@ -293,7 +293,7 @@ def _router(
 
 
 def _recipes(folder: Path | None) -> dict[str, Any]:
-    book = Book(folder, AsWritten())
+    book = RecipeLibrary(folder, AsWritten())
     read = [book.read(name) for name in book.names()]
     problems = [str(problem) for _, wrong in read for problem in wrong]
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}

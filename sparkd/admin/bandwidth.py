@@ -49,7 +49,7 @@ Pair = tuple[str, str]
 Tell = Callable[[str, Progress], None]
 
 
-class Nodes(Protocol):
+class MeasuredNodes(Protocol):
     """The part of the cluster that a measurement needs."""
 
     node_ip: str
@@ -64,7 +64,7 @@ class Measures:
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: MeasuredNodes,
         ledger: Ledger,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],

@@ -42,7 +42,7 @@ MOST_NAMES = 4  # of files, in a sentence
 MAX_LINE = 1 << 20
 
 
-class Nodes(Protocol):
+class PullNodes(Protocol):
     """The part of the cluster that a pull needs."""
 
     node_ip: str
@@ -57,7 +57,7 @@ class Pulls:
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: PullNodes,
         ledger: Ledger,
         find: Callable[[str], ModelConfig | None],
         known: Callable[[], Iterable[str]],
@@ -167,7 +167,7 @@ class _Unasked(RankError):
 class _Pull:
     """One pull, from the hub or the node that has the files to every node that shall have them."""
 
-    def __init__(self, nodes: Nodes, tell: Callable[[str, Progress], None], clock: Callable[[], float]) -> None:
+    def __init__(self, nodes: PullNodes, tell: Callable[[str, Progress], None], clock: Callable[[], float]) -> None:
         self._nodes, self._tell_progress = nodes, tell
         self._clock = clock
         self._began: tuple[float, int] | None = None

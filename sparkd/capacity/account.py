@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.consultation import UNCHANGED, Ask, Consultation, nobody
-from sparkd.capacity.fit import AS_STORED, Wish, choose, gib
+from sparkd.capacity.fit import AS_STORED, FitRequest, choose, gib
 from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.parallelism import refusal, uneven_groups, unfit
@@ -49,7 +49,7 @@ from sparkd.vllm.unaccounted_args import (
 )
 from workers.host import regular_file
 from workers.kv.profiles import checkpoint_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
@@ -180,7 +180,13 @@ def account(
 
 
 def consulted(
-    spec: ModelConfig, model: Inventory, recipe: Recipe, hardware: Hardware, env: Mapping[str, str], ways: Ways, evidence: Evidence
+    spec: ModelConfig,
+    model: Inventory,
+    recipe: QuantizationRecipe,
+    hardware: Hardware,
+    env: Mapping[str, str],
+    ways: Ways,
+    evidence: Evidence,
 ) -> Consultation:
     consultation = evidence.consultation(spec, model.checkpoint, env, hardware)
     consultation.ask([(UNCHANGED, *ways), (recipe, *ways)])
@@ -211,9 +217,9 @@ def illegal(
         return None  # the engine says it, with the tensor's name
 
 
-def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> Recipe:
+def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe:
     """The entry's recipe; as stored where `quantize` is absent or still `auto`. Raises ConfigError."""
-    return Recipe.parse("bf16") if spec.quantize in (None, AUTO) else Recipe.parse(spec.quantize or None, dict(env))
+    return QuantizationRecipe.parse("bf16") if spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize or None, dict(env))
 
 
 def advice(
@@ -228,9 +234,13 @@ def advice(
     if serving.unknown:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
-    wish = Wish(serving.max_model_len, 1, ways[0] * ways[1], serving, None, counted(spec).enforce_eager, 0, ways=(ways,))
+    wish = FitRequest(serving.max_model_len, 1, ways[0] * ways[1], serving, None, counted(spec).enforce_eager, 0, ways=(ways,))
     options = choose(model, machine, wish).options
-    own = (Recipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED) if spec.quantize is not None else AS_STORED
+    own = (
+        (QuantizationRecipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED)
+        if spec.quantize is not None
+        else AS_STORED
+    )
     if not as_asked and any(option.fits and option.format == own for option in options):
         return ""  # then it is another key that stands in the way
     cures = []
@@ -245,7 +255,7 @@ def advice(
     return f"What would fit: {', or '.join(cures)}" if cures else ""
 
 
-def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: Wish, env: Mapping[str, str]) -> Iterator[str]:
+def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: FitRequest, env: Mapping[str, str]) -> Iterator[str]:
     """The same model on this node, quantized already. It is named and not taken: a request for a model is served by that model."""
     for name, checkpoint in prequantized(spec.model, model.checkpoint, {**os.environ, **env}):
         best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, wish).best
@@ -323,7 +333,7 @@ def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, rel
 
 
 def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what Recipe.assign refuses.
+    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what QuantizationRecipe.assign refuses.
     None where it would not, or the headers are not on this machine."""
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None or spec.quantize in (None, AUTO):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
 from sparkd.capacity.weights import Inventory
-from sparkd.models.shape import Attention, Shape, State, text_config
+from sparkd.models.shape import Attention, RecurrentState, Shape, text_config
 
 MIB = 1 << 20
 # torch keeps segments that no later block fits into: beside what is held at once so much of it, as eleven engines on an H200 reserved it
@@ -37,7 +37,7 @@ _DELTA_CHUNK, _MAMBA_CHUNK = 64, 256
 _MOST = 1 << 24
 
 
-class Block(NamedTuple):
+class BlockBytes(NamedTuple):
     """Bytes that one block of a layer holds at once on one rank: of the step's tokens, and of the states of its requests."""
 
     tokens: int
@@ -67,12 +67,12 @@ def _sampling(shape: Shape, serving: Serving) -> int:
     return shape.vocab * max(rows * (shape.dtype_bytes + LOGITS_BYTES), LOGPROB_ROWS * (shape.dtype_bytes + LOGPROB_BYTES))
 
 
-def _feed(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_dense: bool) -> Block:
+def _feed(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_dense: bool) -> BlockBytes:
     """The MLP, with its gate and their product; beside routed experts the shared ones and both results."""
     own = _number(text, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
     shared = (_number(text, "n_shared_experts") or int(own > 0)) * (own or shape.expert_width)
     inner = (_gates(text) + 1) * max(shape.intermediate if is_dense else 0, shared) // serving.tensor_parallel
-    return Block(serving.max_num_batched_tokens * shape.dtype_bytes * (inner + (0 if is_dense else 2 * shape.hidden)))
+    return BlockBytes(serving.max_num_batched_tokens * shape.dtype_bytes * (inner + (0 if is_dense else 2 * shape.hidden)))
 
 
 def _workspace(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:
@@ -82,24 +82,24 @@ def _workspace(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:
     return serving.max_num_batched_tokens * shape.dtype_bytes * shape.active_experts * width
 
 
-def _mixers(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_float: bool) -> Iterator[Block]:
+def _mixers(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_float: bool) -> Iterator[BlockBytes]:
     row, ranks = serving.max_num_batched_tokens * shape.dtype_bytes, serving.tensor_parallel
     heads = max(1, shape.heads // ranks)
     for mixer in dict.fromkeys(mixer for mixer in shape.mixers if mixer is not None):
-        if isinstance(mixer, State):
+        if isinstance(mixer, RecurrentState):
             yield (_delta if mixer.key_heads else _mamba)(mixer, shape, text, serving)
         elif mixer.latent:
             # The latent query and keys, the query, the result; keys and values of all heads, keys with their rotary part, the kernel's own.
             nope, rotary, value = _latent(text)
             latent = 2 * _number(text, "q_lora_rank") + 2 * mixer.key_dim - rotary
-            yield Block(row * (latent + heads * (3 * nope + 2 * rotary + 3 * value)))
+            yield BlockBytes(row * (latent + heads * (3 * nope + 2 * rotary + 3 * value)))
         else:
             query, keys = heads * mixer.key_dim, max(1, mixer.heads // ranks) * (mixer.key_dim + mixer.value_dim)
             normed = _FLOAT_ROWS * max(query, shape.hidden) if is_float else heads * mixer.value_dim + shape.hidden
-            yield Block(row * (query + keys + normed))
+            yield BlockBytes(row * (query + keys + normed))
 
 
-def _mamba(state: State, shape: Shape, text: Mapping[str, Any], serving: Serving) -> Block:
+def _mamba(state: RecurrentState, shape: Shape, text: Mapping[str, Any], serving: Serving) -> BlockBytes:
     """mamba_mixer2.py and mamba/ops/ssd_combined.py: the projection and the convolution with what they make, and of each piece the state
     before and after it, in float32; of each request the state that it begins and ends with."""
     ranks = serving.tensor_parallel
@@ -108,10 +108,10 @@ def _mamba(state: State, shape: Shape, text: Mapping[str, Any], serving: Serving
     matrix = 4 * heads * state.rows * state.columns
     pieces = _pieces(serving, _number(text, "chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK)
     tokens = serving.max_num_batched_tokens * shape.dtype_bytes * (2 * channels + 2 * convolved + heads)
-    return Block(tokens + 2 * pieces * matrix, 2 * _requests(serving) * matrix)
+    return BlockBytes(tokens + 2 * pieces * matrix, 2 * _requests(serving) * matrix)
 
 
-def _delta(state: State, shape: Shape, _text: Mapping[str, Any], serving: Serving) -> Block:
+def _delta(state: RecurrentState, shape: Shape, _text: Mapping[str, Any], serving: Serving) -> BlockBytes:
     """mamba/gdn/qwen_gdn_linear_attn.py and flash_linear_attention/ops/chunk.py: projections and their parts in order (keys and queries
     eight times, values nine), the inverse of a piece's triangle, and a matrix for each piece; of each request two in float32."""
     ranks, width = serving.tensor_parallel, shape.dtype_bytes
@@ -119,7 +119,7 @@ def _delta(state: State, shape: Shape, _text: Mapping[str, Any], serving: Servin
     matrix = heads * state.rows * state.columns
     columns = 8 * keys + 9 * heads * state.rows + heads * (_DELTA_CHUNK + 8 + state.columns)
     tokens = width * (serving.max_num_batched_tokens * columns + _pieces(serving, _DELTA_CHUNK) * matrix)
-    return Block(tokens, 2 * 4 * _requests(serving) * matrix)
+    return BlockBytes(tokens, 2 * 4 * _requests(serving) * matrix)
 
 
 def _context(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:

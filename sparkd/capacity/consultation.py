@@ -10,23 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.capacity.fit import Wish, recipes, ways_of
+from sparkd.capacity.fit import FitRequest, recipes, ways_of
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
 from sparkd.capacity.weights import Inventory, refuse_other_layers
 from sparkd.checkpoint import Checkpoint
 from sparkd.hardware import Hardware
-from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, files_of
+from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, files_of
 from sparkd.models.shape import LAYERS
 from sparkd.models.source import folder_of
 from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
 from sparkd.vllm.unaccounted_args import REST
 from workers.engine.model_question import DRAFT
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
-Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
+Ask = Callable[[Sequence[ModelQuestion]], Sequence[ModelAnswer | None]]
 # A format and a split: recipe, tensor-parallel and pipeline-parallel size.
-Way = tuple[Recipe, int, int]
+Way = tuple[QuantizationRecipe, int, int]
 # Flags of a start on which neither the cache of a token nor the weights depend, and those that no answer tells of. No question runs a
 # model's code (trust-remote-code).
 _WITHOUT = REST | {
@@ -40,7 +40,7 @@ _SIZES = (("max_len", "max_model_len"), ("layers", "layers"), ("hidden", "hidden
 MOST_QUESTIONS = 16
 
 
-def nobody(questions: Sequence[Question]) -> Sequence[Answer | None]:
+def nobody(questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
     """Answers for a place without vLLM."""
     return [None] * len(questions)
 
@@ -52,7 +52,7 @@ class Witness:
         self._ask = ask
         self.answered = False
 
-    def __call__(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def __call__(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         answers = self._ask(questions)
         self.answered = self.answered or any(answer is not None for answer in answers)
         return answers
@@ -63,20 +63,20 @@ class Answers:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self._kept: dict[object, Answer | None] = {}
+        self._kept: dict[object, ModelAnswer | None] = {}
 
-    def ask(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def ask(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         unanswered = {key: question for question in questions if (key := _identity(question)) not in self._kept}
         if unanswered:
             self._kept.update(zip(unanswered, self._ask(list(unanswered.values())), strict=True))
         return self.kept(questions)
 
-    def kept(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def kept(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         """The answers to those that were asked before, without asking."""
         return [self._kept.get(_identity(question)) for question in questions]
 
 
-def _identity(question: Question) -> object:
+def _identity(question: ModelQuestion) -> object:
     model = question.folder, tuple(question.files.items())
     split = question.tensor_parallel, question.pipeline_parallel
     draft = None if question.draft is None else question.draft.folder
@@ -106,7 +106,7 @@ class Consultation:
         own = hardware.platform == "cpu" or hardware.name == "node"
         self._platform = OWN if own else _H200 if hardware.name == "h200" else SPARK
         self._here = (Path(checkpoint.folder) / checkpoint.config_file).is_file()
-        self._answers: dict[Way, Answer | None] = {}
+        self._answers: dict[Way, ModelAnswer | None] = {}
 
     def ask(self, ways: Iterable[Way]) -> None:
         """Ask about the first MOST_QUESTIONS of these."""
@@ -115,7 +115,7 @@ class Consultation:
             answers = self._ask([self._question(way) for way in wanted])
             self._answers |= {way: answer for way, answer in zip(wanted, answers, strict=True) if answer is None or self._is_for(answer)}
 
-    def exact(self, recipe: Recipe, serving: Serving) -> Exact | None:
+    def exact(self, recipe: QuantizationRecipe, serving: Serving) -> Exact | None:
         """vLLM's answer. For a format that no question was about, the cache alone, which no format changes."""
         split = serving.tensor_parallel, serving.pipeline_parallel
         own = self._answers.get((recipe, *split))
@@ -128,7 +128,7 @@ class Consultation:
             return None  # it may be the stored format that vLLM does not split or does not run
         return exact
 
-    def informed(self, inventory: Inventory, wish: Wish) -> tuple[Inventory, Wish]:
+    def informed(self, inventory: Inventory, wish: FitRequest) -> tuple[Inventory, FitRequest]:
         """Both with vLLM's numbers: first those of every split, which settle the cache for all formats, then those of the formats, best
         first."""
         splits = ways_of(wish)
@@ -157,17 +157,17 @@ class Consultation:
         refusals = (answer.refusal for answer in self._answers.values() if answer is not None)
         return next((refusal.message for refusal in refusals if refusal is not None and not refusal.certain), None)
 
-    def _is_for(self, answer: Answer) -> bool:
+    def _is_for(self, answer: ModelAnswer) -> bool:
         """Whether it is about the device of the plan: a runtime that has another GPU answers for that GPU."""
         return answer.platform.startswith(self._device) if self._platform == OWN else answer.platform == self._platform
 
-    def _question(self, way: Way) -> Question:
+    def _question(self, way: Way) -> ModelQuestion:
         recipe, tensor_parallel, pipeline_parallel = way
         args = self._args
         if recipe.quantizes:
             loader = json.dumps({"quantize": recipe.canonical(), "cache_dir": None}, sort_keys=True)
             args = [*args, "--load-format", LOAD_FORMAT, "--model-loader-extra-config", loader]
-        return Question(
+        return ModelQuestion(
             folder=Path(self._checkpoint.folder) if self._here else None,
             files={} if self._here else files_of(self._checkpoint),
             tensors=() if self._here else tuple(self._checkpoint.tensors.values()),
@@ -191,4 +191,4 @@ def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint
 
 
 # The recipe that leaves a model as it is stored.
-UNCHANGED = Recipe.parse("bf16")
+UNCHANGED = QuantizationRecipe.parse("bf16")

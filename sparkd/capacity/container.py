@@ -32,7 +32,7 @@ _SKIPPED_FLAGS = ("--uds", "--host", "--port")
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class RankContainer:
     """One rank's. folders: host -> container, read-write where they are caches; network_host: what ranks on several nodes need. gpu: False
     for a node that serves by its CPU, which has none of NVIDIA's runtime to ask for a GPU.
     """
@@ -87,7 +87,7 @@ class Container:
         return service
 
 
-def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
+def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer]:
     """The command of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises
     ConfigError."""
     choice = plan["choice"]
@@ -113,7 +113,7 @@ def hidden(name: str) -> str:
     return f"${{{name}}}"
 
 
-def shell(container: Container) -> str:
+def shell(container: RankContainer) -> str:
     """The `docker run` line, one option a line."""
     words = container.docker()
     lines: list[str] = []
@@ -126,8 +126,8 @@ def shell(container: Container) -> str:
     return " \\\n  ".join(lines)
 
 
-def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool, *, gpu: bool) -> Container:
-    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself. gpu: see Container."""
+def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool, *, gpu: bool) -> RankContainer:
+    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself. gpu: see RankContainer."""
     folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **(JIT_CACHES if gpu else {})}.items()}
     environment = {key: value for key, value in rank["environment"].items() if gpu or not key.startswith(_OF_NVIDIA)}
     words = _served(rank["command"], model, folders)
@@ -142,7 +142,7 @@ def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes
         words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
     first = [] if serves else ["vllm", "serve"]
     suffix = f"-{rank['node']}" if nodes > 1 else ""
-    return Container(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, gpu and nodes > 1, gpu)
+    return RankContainer(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, gpu and nodes > 1, gpu)
 
 
 def _name(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sparkd.capacity.footprint import Footprint, Learned, footprint
+from sparkd.capacity.footprint import Footprint, MeasuredPeaks, footprint
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, longest, sized
 from sparkd.capacity.parallelism import unfit, unsplit
 from sparkd.capacity.speculative import Drafting
@@ -18,7 +18,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import LENGTHS
 from sparkd.schema.kv_cache import spelled
 from workers.kv.settings import BLOCKS_FLAG
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 AS_STORED = "as stored"
 # Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
@@ -38,7 +38,7 @@ Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format",
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FitRequest:
     """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
 
     unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
@@ -65,8 +65,8 @@ class Wish:
     limit: tuple[int, str] | None = None
     fewest: bool = False
     beyond: bool = False
-    learned: Callable[[Recipe, Serving], Learned | None] = lambda _recipe, _serving: None
-    exact: Callable[[Recipe, Serving], Exact | None] = lambda _recipe, _serving: None
+    learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
+    exact: Callable[[QuantizationRecipe, Serving], Exact | None] = lambda _recipe, _serving: None
     counted: bool = False
 
 
@@ -103,7 +103,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FitResult:
     """options: those that fit first; of them those that sparkd runs itself, then those with DEFAULT_CONTEXT where no length was asked for,
     then best quality, speed, fewer nodes. notes: what the user should know."""
 
@@ -115,32 +115,32 @@ class Choice:
         return self.options[0] if self.options and self.options[0].fits else None
 
 
-def choose(inventory: Inventory, hardware: Hardware, wish: Wish) -> Choice:
+def choose(inventory: Inventory, hardware: Hardware, wish: FitRequest) -> FitResult:
     options = [
         _option(inventory, hardware, wish, name, recipe, ways)
         for name, recipe in recipes(inventory, wish.quantize)
         for ways in ways_of(wish)
     ]
     ranked = sorted(options, key=lambda option: rank(option, inventory, wish))
-    return Choice(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
+    return FitResult(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
 
 
-def recipes(inventory: Inventory, requested: Any) -> Iterator[tuple[str, Recipe]]:
+def recipes(inventory: Inventory, requested: Any) -> Iterator[tuple[str, QuantizationRecipe]]:
     """(name, recipe) of each, best first. requested: a recipe, None for any of FORMATS."""
     source = inventory.checkpoint.quantization
     if requested is not None:
-        recipe = requested if isinstance(requested, Recipe) else Recipe.parse(requested)
+        recipe = requested if isinstance(requested, QuantizationRecipe) else QuantizationRecipe.parse(requested)
         yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
         return
-    yield AS_STORED, Recipe.parse("bf16")
+    yield AS_STORED, QuantizationRecipe.parse("bf16")
     if source is None or source.requantizable:
         for spelling in FORMATS:
             if spelling == "fp8" and source is not None:
                 continue  # it is FP8 already
-            yield spelling, Recipe.parse(spelling)
+            yield spelling, QuantizationRecipe.parse(spelling)
 
 
-def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool = False) -> Rank:
+def rank(option: Option, inventory: Inventory, wish: FitRequest, *, prequantized: bool = False) -> Rank:
     """The best is the least. A pipeline is slower: sparkd takes it where no tensor parallelism fits.
 
     prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with: it comes behind the model as it is
@@ -172,10 +172,10 @@ def smallest(option: Option, hardware: Hardware) -> float | None:
     return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
 
 
-def refuse_uncounted(inventory: Inventory, wish: Wish) -> None:
+def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     """Raises CheckpointError where neither vLLM nor config.json tells what a cache of the model takes."""
     answers = (
-        wish.exact(Recipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
+        wish.exact(QuantizationRecipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
         for size, stages in ways_of(wish)
     )
     if not inventory.shape.mixers and not any(exact is not None and exact.decides for exact in answers):
@@ -184,7 +184,7 @@ def refuse_uncounted(inventory: Inventory, wish: Wish) -> None:
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
 
 
-def ways_of(wish: Wish) -> tuple[tuple[int, int], ...]:
+def ways_of(wish: FitRequest) -> tuple[tuple[int, int], ...]:
     """(tensor, pipeline): those that come into question, else all over the nodes that are there."""
     return wish.ways or tuple(splits(wish.nodes))
 
@@ -198,9 +198,9 @@ def splits(most: int) -> Iterator[tuple[int, int]]:
 def _option(
     inventory: Inventory,
     hardware: Hardware,
-    wish: Wish,
+    wish: FitRequest,
     name: str,
-    recipe: Recipe,
+    recipe: QuantizationRecipe,
     ways: tuple[int, int],
 ) -> Option:
     tensor, pipeline = ways
@@ -263,7 +263,7 @@ def _option(
     return Option(name, tensor, pipeline, serving, needed, short and short[0], length, "cache" if short else None)
 
 
-def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
+def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: FitRequest) -> int:
     """The model's own length, or so many whole steps; 0 where not even the weights come in."""
     most = max(inventory.shape.max_len, wish.max_model_len or 0)
     size = wish.cache or {"sequences": wish.requests}
@@ -286,7 +286,7 @@ def short_cache(cache: Mapping[str, Any] | None, size: int | None, cost: KvCost)
     return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}", f"give kv_cache at least {spelled({'sequences': 1})}"
 
 
-def _short(needed: Footprint, hardware: Hardware, longest: int, wish: Wish) -> str:
+def _short(needed: Footprint, hardware: Hardware, longest: int, wish: FitRequest) -> str:
     there = gib(hardware.memory_bytes)
     if needed.load_free_bytes < 0:
         # The parts that count while the weights come; the cache and the batch are not there yet.
@@ -325,7 +325,7 @@ def quality_of(name: str) -> int:
     return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 
-def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterator[str]:
+def _notes(inventory: Inventory, wish: FitRequest, ranked: Sequence[Option]) -> Iterator[str]:
     source = inventory.checkpoint.quantization
     if source is not None and not source.requantizable:
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."

@@ -15,7 +15,7 @@ from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import Inventory, Weights
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import Shape, reads_another_sequence, widest
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 MIB = 1 << 20
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
@@ -41,7 +41,7 @@ ENCODER_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class MeasuredPeaks:
     """The measurements of an engine of this kind at an earlier start: bytes of the largest batch beyond what is reserved, and of its
     graphs."""
 
@@ -114,14 +114,14 @@ class Footprint:
 
 def footprint(
     inventory: Inventory,
-    recipe: Recipe,
+    recipe: QuantizationRecipe,
     serving: Serving,
     hardware: Hardware,
     *,
     requests: float = 1,
     eager: bool = False,
     margin_bytes: int | None = None,
-    learned: Learned | None = None,
+    learned: MeasuredPeaks | None = None,
     exact: Exact | None = None,
     cache_bytes: int | None = None,
     limit_bytes: int | None = None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from sparkd.hardware import GIB
-from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, Shape, State
+from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, RecurrentState, Shape
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -203,7 +203,7 @@ def stages_of(layers: int, stages: int) -> list[int]:
     return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
 
-def state_bytes(state: State, shape: Shape, serving: Serving) -> int:
+def state_bytes(state: RecurrentState, shape: Shape, serving: Serving) -> int:
     """One request's state of one layer on one rank (vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator)."""
     ranks = serving.tensor_parallel
     # Groups that do not divide are given to every rank that has heads of them.
@@ -232,7 +232,7 @@ def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
     mixers = dict.fromkeys(one for one, _ in placed if one is not None)
     attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
-    states = {one: state_bytes(one, shape, serving) for one in mixers if isinstance(one, State)}
+    states = {one: state_bytes(one, shape, serving) for one in mixers if isinstance(one, RecurrentState)}
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
     block = serving.block_tokens or sizes[serving.platform]
     largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
@@ -243,7 +243,7 @@ def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     made: dict[object, _Kind] = {}
     kind_of: dict[Mixer, _Kind] = {}
     for one in mixers:
-        if isinstance(one, State):
+        if isinstance(one, RecurrentState):
             kind_of[one] = _Kind(padded, 0, None, [])
         else:
             own = _Kind(block * attentions[one], block, one.window, [])
@@ -278,7 +278,7 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
 def _state_blocks(shape: Shape, serving: Serving) -> int | None:
     """With prefix caching Mamba-2's layers keep another state, of the end of a block within a long prompt
     (vllm/model_executor/layers/mamba/mamba_mixer2.py, num_prefill_checkpoint_blocks)."""
-    mamba2 = any(isinstance(one, State) and one.groups for one in shape.mixers)
+    mamba2 = any(isinstance(one, RecurrentState) and one.groups for one in shape.mixers)
     return 2 + serving.state_checkpoints + serving.speculative_tokens if mamba2 and serving.prefix_caching else None
 
 

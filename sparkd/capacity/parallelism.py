@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparkd.capacity.weights import Alike, Inventory, Part, padded_vocabulary, sides
+from sparkd.capacity.weights import Inventory, PartGroup, WeightPart, padded_vocabulary, sides
 from sparkd.checkpoint import SourceQuantization
 from sparkd.models.architectures import is_checked
-from sparkd.models.shape import Shape, State
+from sparkd.models.shape import RecurrentState, Shape
 from workers.quantization.formats import Format, fitting
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
@@ -20,7 +20,7 @@ BLOCK = 128
 EXPERT_BLOCK = 32
 
 
-def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int, platform: str = "cuda") -> str | None:
+def refusal(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int, platform: str = "cuda") -> str | None:
     """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size;
     platform: whose kernels.
 
@@ -29,17 +29,17 @@ def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int, platf
     return unsplit(inventory, recipe, ranks, stages) or unfit(inventory, recipe, ranks, platform)
 
 
-def unsplit(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> str | None:
+def unsplit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int) -> str | None:
     """Why the model cannot be split so, whatever becomes of its weights; as `refusal`."""
     return next(_refusals(inventory, recipe, ranks, stages), None)
 
 
-def unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str = "cuda") -> str | None:
+def unfit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, platform: str = "cuda") -> str | None:
     """Why the weights cannot have the recipe's formats, which vLLM does not see before it loads them; as `refusal`."""
     return next(_unfit(inventory, recipe, ranks, platform), None)
 
 
-def _unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str) -> Iterator[str]:
+def _unfit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, platform: str) -> Iterator[str]:
     yield from uneven_groups(inventory, recipe)
     if platform == "cuda":
         yield from _torn_blocks(inventory, recipe)
@@ -49,7 +49,7 @@ def _unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str) -> I
                 yield from _units(one.part, _unit(one.part, one.form), inventory.shape, ranks)
 
 
-def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> Iterator[str]:
+def _refusals(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int) -> Iterator[str]:
     shape = inventory.shape
     if 0 < shape.layers < stages:
         yield f"{shape.layers} layers are fewer than {stages} stages"
@@ -58,7 +58,7 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
         yield from _widths(inventory, recipe, ranks)
 
 
-def _torn_blocks(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
+def _torn_blocks(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[str]:
     """As workers/stream/vllm/supported.py refuses them."""
     for one in inventory.alike(recipe)[0]:
         lengths = one.part.tensor.shape
@@ -66,7 +66,7 @@ def _torn_blocks(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
             yield f"{lengths[1]} columns of {one.part.tensor.name} are no whole blocks of {BLOCK}: fp8 would fit"
 
 
-def uneven_groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
+def uneven_groups(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[str]:
     """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
     for one in inventory.alike(recipe)[0]:
         if one.form is None or one.form.group is None:
@@ -85,21 +85,21 @@ def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:
         return  # how a class splits the rest is its own
     if max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         yield f"{shape.kv_heads} KV heads and {ranks} ranks: neither divides by the other"
-    for state in dict.fromkeys(one for one in shape.mixers if isinstance(one, State)):
+    for state in dict.fromkeys(one for one in shape.mixers if isinstance(one, RecurrentState)):
         if state.heads % ranks:
             yield f"{state.heads} heads of linear attention do not divide by {ranks} ranks"
         if state.key_heads % ranks:
             yield f"{state.key_heads} key heads of linear attention do not divide by {ranks} ranks"
 
 
-def _cut(inventory: Inventory, recipe: Recipe) -> Iterator[Alike]:
+def _cut(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[PartGroup]:
     """The matrices that ranks have parts of."""
     for one in inventory.alike(recipe)[0]:
         if one.part.split != "whole" and one.part.kind not in ("vision", "state_space") and len(one.part.tensor.shape) in (2, 3):
             yield one
 
 
-def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
+def _widths(inventory: Inventory, recipe: QuantizationRecipe, ranks: int) -> Iterator[str]:
     """A side that is cut needs a multiple of the ranks, and no group or block of the checkpoint's own with one scale may be cut."""
     source = inventory.checkpoint.quantization
     for one in _cut(inventory, recipe):
@@ -108,13 +108,13 @@ def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
             yield from _units(one.part, _stored_unit(one.part, source, is_refined=not recipe.quantizes), inventory.shape, ranks)
 
 
-def _across(part: Part, shape: Shape) -> tuple[int, str]:
+def _across(part: WeightPart, shape: Shape) -> tuple[int, str]:
     """The side that is cut, and its name."""
     rows, columns = sides(part.tensor, shape)
     return (columns, "columns") if part.split == "row" else (rows, "rows")
 
 
-def _width(part: Part, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:
+def _width(part: WeightPart, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:
     name, (rows, columns), ways = part.tensor.name, sides(part.tensor, shape), part.ways(ranks)
     if part.split == "vocabulary":
         if padded_vocabulary(rows) % ranks:
@@ -129,21 +129,21 @@ def _width(part: Part, source: SourceQuantization | None, shape: Shape, ranks: i
         yield f"{across} {called} of {name} do not divide by {ranks} ranks"
 
 
-def _units(part: Part, unit: int | None, shape: Shape, ranks: int) -> Iterator[str]:
+def _units(part: WeightPart, unit: int | None, shape: Shape, ranks: int) -> Iterator[str]:
     """unit: rows or columns that belong together."""
     (across, called), ways = _across(part, shape), part.ways(ranks)
     if unit and part.split != "vocabulary" and across % ways == 0 and across // ways % unit:
         yield f"{across} {called} of {part.tensor.name} over {ranks} ranks are no whole groups of {unit}"
 
 
-def _unit(part: Part, form: Format) -> int | None:
+def _unit(part: WeightPart, form: Format) -> int | None:
     """How many rows or columns of a weight that is quantized, whichever are cut, belong together."""
     if form.name == "fp8_block":
         return BLOCK
     return form.group if part.split == "row" else None
 
 
-def _stored_unit(part: Part, source: SourceQuantization | None, *, is_refined: bool) -> int | None:
+def _stored_unit(part: WeightPart, source: SourceQuantization | None, *, is_refined: bool) -> int | None:
     """The same for one that stays as it is stored."""
     if source is None or source.method != "fp8_block" or not part.tensor.dtype.startswith("F8"):
         return None

@@ -17,9 +17,9 @@ from sparkd.capacity.auto_resolve import resolved, room_of
 from sparkd.capacity.consultation import Answers, Ask, nobody
 from sparkd.capacity.container import hidden
 from sparkd.capacity.fit import (
-    Choice,
+    FitRequest,
+    FitResult,
     Option,
-    Wish,
     choose,
     doubt_in_short,
     gib,
@@ -30,11 +30,11 @@ from sparkd.capacity.fit import (
     splits,
     unread,
 )
-from sparkd.capacity.footprint import Learned
+from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_at, to_json
-from sparkd.capacity.plan_request import Others, Question
+from sparkd.capacity.plan_request import Others, PlanRequest
 from sparkd.capacity.profiles import FAMILIES, engine_of, learned_of
 from sparkd.capacity.requirement import runtime_of, said_to, share_too_large
 from sparkd.capacity.reservation import needed_gib
@@ -77,7 +77,7 @@ _FLAGS_INSTEAD = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlannedEntry:
     """A configured model. vllm: the release of its runtime on this machine, None where that has none; entrypoint: the module that is its
     engine. origin: the file or daemon that has the entry."""
 
@@ -92,7 +92,7 @@ class Entry:
         return self.spec.environment(self.config.engine)
 
 
-def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None) -> Entry:
+def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None) -> PlannedEntry:
     """Asks the model's runtime what it has, as a start does. there: that of another node, where this one has none. Where it is nowhere,
     flags are shown as they are written. Its files are those of the commit that a start would take."""
     spec = at_trusted_commit(spec, config)
@@ -102,12 +102,12 @@ def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there
     entrypoint = spec.entrypoint_of(config.engine)
     if entrypoint == AUTO:
         entrypoint = facts["entrypoint"] or API_SERVER
-    return Entry(spec, config, facts["vllm"], entrypoint, origin)
+    return PlannedEntry(spec, config, facts["vllm"], entrypoint, origin)
 
 
 def answer(
-    entry: Entry,
-    question: Question,
+    entry: PlannedEntry,
+    question: PlanRequest,
     checkpoint: Checkpoint,
     hardware: Hardware,
     read: Callable[[str], Checkpoint],
@@ -173,7 +173,7 @@ def answer(
     notes += unread(headers.model, [option for option, _ in options], None if serving.unknown else consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, and measured by each start: what {' and '.join(flags)} in extra_args costs.")
-    choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
+    choice = FitResult(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
     plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
     if short is not None:
@@ -182,7 +182,7 @@ def answer(
     return plan if how is None else {**plan, "notes": [*plan["notes"], *how["notes"]]}
 
 
-def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, wish: Wish, read: Callable[[str], Checkpoint]) -> Offer:
+def _taken(entry: PlannedEntry, checkpoint: Checkpoint, hardware: Hardware, wish: FitRequest, read: Callable[[str], Checkpoint]) -> Offer:
     """The checkpoint that `quantize: auto` takes instead of quantizing. entry: with that model in place of the configuration's."""
     spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
     serving = serving_of(spec, headers, hardware, entry.env)
@@ -197,7 +197,7 @@ def _share_too_large(spec: ModelConfig, env: Mapping[str, str], hardware: Hardwa
     return share_too_large(spec, gib, hardware.memory_bytes, most_gib, "a node")
 
 
-def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
+def _advice(entry: PlannedEntry, hardware: Hardware, ranks: int) -> str:
     """The choices that would fit over as many nodes as the entry asks for, or else on one."""
     spec, env = entry.spec, entry.env
     free = max(0, room_of(spec, hardware, env, _free(hardware)).engine)
@@ -207,7 +207,7 @@ def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
     return advice(spec, hardware, env, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
 
 
-def _overlaid(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
+def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
     """The entry with what is asked for in its place."""
     short = question.nodes is not None and isinstance(spec.tensor_parallel, int) and question.nodes < spec.tensor_parallel
     requested: dict[str, Any] = {
@@ -255,7 +255,7 @@ def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
     return left
 
 
-def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> Wish:
+def _wish(entry: PlannedEntry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> FitRequest:
     """The numbers that every format and way has in common."""
     spec, env = entry.spec, entry.env
     room, share = room_of(spec, hardware, env, _free(hardware)), utilization_of(counted(spec))
@@ -268,7 +268,7 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
     margin = 0 if share is not None else margin_bytes(spec, env)
     profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
 
-    def learned(recipe: Any, at: Serving) -> Learned | None:
+    def learned(recipe: Any, at: Serving) -> MeasuredPeaks | None:
         length = None if spec.max_model_len is None else at.max_model_len
         decided = plain.model_copy(update={"max_model_len": length})
         if spec.quantize == AUTO:
@@ -277,7 +277,7 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
         engine = engine_of(decided, env, entry.vllm, hardware.platform)
         return learned_of(profiles, engine, held, ways, hardware.name)
 
-    return Wish(
+    return FitRequest(
         max_model_len=None if spec.max_model_len == AUTO else serving.max_model_len,
         requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
         serving=serving,
@@ -329,7 +329,7 @@ def _guessed(spec: ModelConfig, env: Mapping[str, str], serving: Serving, doubt:
     return f"The numbers are a guess, because no formula has what this changes: {what}; {cure}."
 
 
-def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
+def _refuse_flags(spec: ModelConfig, entry: PlannedEntry) -> Translation:
     """Its flags as the runtime's vLLM gets them. Raises ConfigError where that would not be started so."""
     translation = said_to(spec, entry.config, entry.vllm)
     if translation.refused:
@@ -337,7 +337,7 @@ def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
     return translation
 
 
-def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
+def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
     spec, notes = _pinned(spec, entry)
     if spec.runs_vllm(entry.config.engine):
@@ -373,7 +373,7 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
     }
 
 
-def _pinned(spec: ModelConfig, entry: Entry) -> tuple[ModelConfig, list[str]]:
+def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[str]]:
     """The entry at the commits whose code it may run, and a note where they are not known here. Raises ConfigError where a start would
     refuse its code."""
     try:
@@ -391,7 +391,7 @@ def _is_shown(name: str, own: Mapping[str, str]) -> bool:
     return name not in own or (name.startswith(FAMILIES) and not _SECRET.search(name))
 
 
-def _container(entry: Entry) -> dict[str, Any] | None:
+def _container(entry: PlannedEntry) -> dict[str, Any] | None:
     """The image that its recipe names, the variant's before the recipe's."""
     if entry.spec.recipe is None:
         return None

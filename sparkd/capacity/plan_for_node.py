@@ -18,20 +18,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.consultation import Witness
-from sparkd.capacity.plan_for_entry import Entry, entry_of
+from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
 from sparkd.capacity.plan_report import Site, vllm_json
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, Question, answer
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest, answer
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
-from sparkd.config.api_keys import Keys
+from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import STATE_DIR, Config
-from sparkd.config.memory import Memory
+from sparkd.config.memory import MemorySettings
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.inquiry.model_answers import Away, Runtime, kept
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept
 from sparkd.inquiry.model_answers import places as answers_in
 from sparkd.models.folder import unusable
 from sparkd.models.prequantized import prequantized
@@ -59,7 +59,7 @@ Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 class QuestionHere(BaseModel):
-    """A Question with the machine that it is asked for. hardware: node is the one that the daemon runs on."""
+    """A PlanRequest with the machine that it is asked for. hardware: node is the one that the daemon runs on."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -85,7 +85,7 @@ def hardware_here(name: str, config: Config | None = None) -> Hardware:
     platform = "cuda" if any(Path(sign).exists() for sign in GPU_SIGNS) else "cpu"
     if config is not None and config.engine.platform != "auto":
         platform = config.engine.platform
-    return machine(platform, total, (Memory() if config is None else config.memory).os_reserve_bytes(total))
+    return machine(platform, total, (MemorySettings() if config is None else config.memory).os_reserve_bytes(total))
 
 
 async def planned_here(
@@ -138,7 +138,7 @@ def _answer_of_process(
 ) -> dict[str, Any]:
     """`_answer` in a process of its own, which gets nobody's keys and no other model's entry."""
     if config is not None:
-        config = config.model_copy(update={"keys": Keys(), "models": {}})
+        config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     try:
         return call(_answer_hidden, question, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
     except NoAnswer as failure:
@@ -175,11 +175,11 @@ def _answer(
 
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
-    answers = Runtime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
+    answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
     # vLLM is asked in quiet moments (sparkd.daemon.foresight), and not while somebody waits.
     ask = Witness(lambda questions: [kept(each, answers) for each in questions])
     plan = answer(
-        Question(**question.model_dump(exclude={"hardware"})),
+        PlanRequest(**question.model_dump(exclude={"hardware"})),
         hardware,
         lambda name: checkpoint_here(name, spec, progress, config, places, there),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
@@ -214,7 +214,7 @@ def checkpoint_here(
     config: Config | None = None,
     places: Collection[str] | None = None,
     there: NodeRuntime | None = None,
-) -> tuple[str, Checkpoint, Entry | None]:
+) -> tuple[str, Checkpoint, PlannedEntry | None]:
     """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
 
     spec: that of a model that the daemon knows. progress: as sparkd.models.remote_headers. places: see model_folder.unusable. there: see

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparkd.capacity.fit import AS_STORED, Option, Wish, doubt_in_short
+from sparkd.capacity.fit import AS_STORED, FitRequest, Option, doubt_in_short
 from sparkd.capacity.parallelism import uneven_heads
 from sparkd.capacity.weights import Inventory
 
 _MOST_RANKS = 8
 
 
-def refusal(options: Sequence[Option], inventory: Inventory, wish: Wish) -> dict[str, Any] | None:
+def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> dict[str, Any] | None:
     """{"cause": one of fit.Cause, "message": a sentence with the cure}; None where an option fits, or there is none.
 
     Memory is the cause only where a way could be counted: then it is told of the way that lacks least. Else it is that of the way over the
@@ -43,7 +43,7 @@ _BEGIN = {
 }
 
 
-def _cure(option: Option, options: Sequence[Option], inventory: Inventory, wish: Wish) -> str:
+def _cure(option: Option, options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> str:
     match option.cause:
         case "cache":
             return "give kv_cache a larger size, or ask for shorter requests (max_model_len)"
@@ -67,7 +67,7 @@ def _cure(option: Option, options: Sequence[Option], inventory: Inventory, wish:
             return _smaller(option, options, inventory, wish)
 
 
-def _smaller(option: Option, options: Sequence[Option], inventory: Inventory, wish: Wish) -> str:
+def _smaller(option: Option, options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> str:
     """One way to need less, or to have more."""
     source = inventory.checkpoint.quantization
     if option.longest:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
-from sparkd.capacity.footprint import Learned
+from sparkd.capacity.fit import AS_STORED, FitRequest, FitResult, Option, Rank, floor, rank, smallest
+from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.plan_refusal import refusal
 from sparkd.capacity.profiles import engine_of, learned_of
@@ -24,14 +24,14 @@ from sparkd.schema import quantize as quantizing
 from sparkd.schema.engine_flags import flags_of
 from sparkd.vllm.installed import full_version_in
 from workers.host.runtime import API_SERVER
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 from workers.rank.spec import RankSpec
 
 if TYPE_CHECKING:
     from sparkd.capacity.consultation import Witness
     from sparkd.config.config import Config
-    from sparkd.inquiry.model_answers import Runtime
+    from sparkd.inquiry.model_answers import InquiryRuntime
 
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -94,7 +94,7 @@ class _Entry:
     extra_args: tuple[str, ...] = ()
 
 
-def vllm_json(runtime: Runtime, witness: Witness) -> dict[str, Any]:
+def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
     """Whose vLLM a plan's numbers may be of: its version is null where there is none, and answered tells whether it said anything."""
     return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
 
@@ -105,7 +105,7 @@ class Offer:
 
     model: str
     inventory: Inventory
-    choice: Choice
+    choice: FitResult
 
     @property
     def method(self) -> str:
@@ -117,8 +117,8 @@ def to_json(
     model: str,
     inventory: Inventory,
     hardware: Hardware,
-    wish: Wish,
-    choice: Choice,
+    wish: FitRequest,
+    choice: FitResult,
     offers: Sequence[Offer] = (),
     how: Mapping[str, Any] | None = None,
     site: Site | None = None,
@@ -209,7 +209,7 @@ def option_json(option: Option) -> dict[str, Any]:
     return told
 
 
-def how_of(model: str, option: Option, wish: Wish, hardware: Hardware, site: Site) -> dict[str, Any]:
+def how_of(model: str, option: Option, wish: FitRequest, hardware: Hardware, site: Site) -> dict[str, Any]:
     """config: the model's entry in sparkd.yaml, null for stages of several ranks, which no entry can ask for; ranks: vLLM's command on each
     node and the environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
@@ -221,12 +221,14 @@ def how_of(model: str, option: Option, wish: Wish, hardware: Hardware, site: Sit
     return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
 
 
-def learned_with(model: str, wish: Wish, site: Site, hardware: Hardware) -> Callable[[Recipe, Serving], Learned | None]:
+def learned_with(
+    model: str, wish: FitRequest, site: Site, hardware: Hardware
+) -> Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None]:
     """The measurements that earlier starts of the engines of a plan's entries made on this machine."""
     env, vllm = wish.drafting.env if wish.drafting is not None else {}, full_version_in(site.runtime)
     profiles, held = site.profiles or "", folder_of(model, None, env)
 
-    def learned(recipe: Recipe, serving: Serving) -> Learned | None:
+    def learned(recipe: QuantizationRecipe, serving: Serving) -> MeasuredPeaks | None:
         spelling = recipe.canonical() if recipe.quantizes else None
         ways = serving.tensor_parallel, serving.pipeline_parallel
         option = Option(AS_STORED if spelling is None else recipe.default.spelling, *ways, serving, None, None)
@@ -236,7 +238,7 @@ def learned_with(model: str, wish: Wish, site: Site, hardware: Hardware) -> Call
     return learned
 
 
-def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
+def entry_of(model: str, option: Option, wish: FitRequest) -> dict[str, Any]:
     """The numbers that the plan counted with are said, also where vLLM has a default: that depends on its release and on the device."""
     entry: dict[str, Any] = {"model": model}
     if option.format != AS_STORED:
@@ -259,8 +261,8 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
     return entry
 
 
-def _spec_of(model: str, entry: Mapping[str, Any], wish: Wish) -> _Entry:
-    read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
+def _spec_of(model: str, entry: Mapping[str, Any], wish: FitRequest) -> _Entry:
+    read = {**entry, "quantize": QuantizationRecipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
     fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "speculative", "recipe")}
     if wish.drafting is not None:
         own = {key: value for key, value in wish.drafting.settings.items() if key in _Entry.__dataclass_fields__}

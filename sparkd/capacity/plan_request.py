@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.fit import Wish, choose, is_answered, refuse_uncounted, unread
+from sparkd.capacity.fit import FitRequest, choose, is_answered, refuse_uncounted, unread
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.capacity.plan_report import Offer, Site, learned_with, to_json
 from sparkd.capacity.speculative import Drafting, drafting, kv_dtype
@@ -23,13 +23,13 @@ from sparkd.schema.quantize import AUTO
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-# A user's name of a model -> folder or hub id, its headers, and its entry (sparkd.capacity.plan_for_entry.Entry) where it is configured.
+# A user's name of a model -> folder or hub id, its headers, and its PlannedEntry where it is configured.
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanRequest:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
     quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of
@@ -51,7 +51,7 @@ class Question:
 
 
 def answer(
-    question: Question,
+    question: PlanRequest,
     hardware: Hardware,
     find: Finder,
     others: Others | None = None,
@@ -62,7 +62,7 @@ def answer(
     ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
-    format would do. unlinked: see sparkd.capacity.fit.Wish. read: the headers of a draft. site: of the machine that would
+    format would do. unlinked: see sparkd.capacity.fit.FitRequest. read: the headers of a draft. site: of the machine that would
     start what has no entry. ask: vLLM, about the model. Blocks.
 
     Raises ConfigError and CheckpointError.
@@ -81,7 +81,7 @@ def answer(
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
     refuse_incomplete(known)
-    wish = Wish(
+    wish = FitRequest(
         max_model_len=question.max_model_len,
         requests=question.requests or 1,
         counted=question.requests is not None,
@@ -134,7 +134,7 @@ def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) 
             yield name, inventory(found, shape) if drafted is None else drafted.inventory(found, shape)
 
 
-def _as_stored(wish: Wish, checkpoint: Checkpoint, question: Question, drafted: Drafting | None) -> Wish:
+def _as_stored(wish: FitRequest, checkpoint: Checkpoint, question: PlanRequest, drafted: Drafting | None) -> FitRequest:
     """For another checkpoint of the model, with the cache that it asks for."""
     stored = _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto"
     dtype = kv_dtype(question.kv_cache_dtype or "auto", drafted, stored)

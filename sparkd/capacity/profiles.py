@@ -8,8 +8,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from sparkd.capacity.footprint import Learned
-from sparkd.schema.engine_flags import Keys, flags_of
+from sparkd.capacity.footprint import MeasuredPeaks
+from sparkd.schema.engine_flags import EngineKeys, flags_of
 from workers.kv.profiles import checkpoint_of, profiles_of
 
 # These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
@@ -22,14 +22,14 @@ FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFE
 _DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
 
 
-def engine_of(model: Keys, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
+def engine_of(model: EngineKeys, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
     """A digest of an entry in which nothing is `auto` any more. env: the engine's; vllm: its version, None where nobody knows."""
     heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}
     parts = [list(_counted(flags_of(model))), model.quantize, sorted(heard.items()), vllm, platform]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> Learned | None:
+def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> MeasuredPeaks | None:
     """The last measurements of such an engine's rank 0, over so many ranks; None where none of them has run on this node.
 
     held: the folder of its weights (sparkd.models.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware,
@@ -40,7 +40,7 @@ def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int]
         return None
     about = {"checkpoint": checkpoint_of(held), "world": [*ways, 0]}
     found = profiles_of(folder, about, engine, device)
-    return Learned(found[0].demand.peak, found[0].demand.graphs) if found else None
+    return MeasuredPeaks(found[0].demand.peak, found[0].demand.graphs) if found else None
 
 
 def _counted(flags: Sequence[str]) -> Iterator[str]:

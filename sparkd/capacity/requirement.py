@@ -22,7 +22,7 @@ from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware
 from sparkd.inquiry.flag_table import refused
-from sparkd.inquiry.model_answers import Away, Runtime, kept, places
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept, places
 from sparkd.models.folder import unusable
 from sparkd.schema.kv_cache import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
 from sparkd.vllm.installed import full_version_in, release_in
@@ -39,7 +39,7 @@ _SMALLER = "a smaller context or format"
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Requirement:
     """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
     version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what its engine
     will have, None of an engine that is no vLLM. nodes: those that have its runtime, None for any."""
@@ -64,7 +64,7 @@ class Node(Protocol):
 
 def need_of(
     spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
-) -> Need:
+) -> Requirement:
     """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own. beside:
     see sparkd.capacity.auto_resolve.resolved.
 
@@ -93,7 +93,7 @@ def need_of(
         spec, parsers = with_parsers(spec, env, spec.runtime_of(engine))
     known = account(spec, here, env, evidence, ways)
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
-    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways, parsers=parsers)
+    return Requirement(spec, platform, entrypoint, gib, known, found.get("vllm"), ways, parsers=parsers)
 
 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
@@ -103,7 +103,7 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
     away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))
-    runtime = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
+    runtime = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
     return Evidence(profiles, vllm, Answers(lambda questions: [kept(each, runtime) for each in questions]).ask)
 
 
@@ -153,7 +153,7 @@ def runtime_of(spec: ModelConfig, config: Config) -> str:
     return str(spec.runtime_of(config.engine) or sys.executable)
 
 
-def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
+def too_large(need: Requirement, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
     """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
     spec, known = need.spec, need.account
     kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(counted(spec)) is None else 0.0
@@ -195,7 +195,7 @@ def share_too_large(spec: ModelConfig, gib: int, memory_bytes: int, most_gib: in
     return f"{spec.name} asks for {gib} GiB of unified memory ({key}) and {where} offers {most_gib} GiB: choose {most:g} or less."
 
 
-def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
+def _what_would_fit(need: Requirement, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
     """In place of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
     spec, layout, given = need.spec, known.layout, cache_of(need.spec)
     left = room - known.fixed
@@ -210,7 +210,7 @@ def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: M
     return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.kv.least else told
 
 
-def outgrown(need: Need) -> bool:
+def outgrown(need: Requirement) -> bool:
     """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
     which measures."""
     return need.account is not None and exceeds(need.account, need.spec.memory_gib)
@@ -222,7 +222,7 @@ def exceeds(known: Account, memory_gib: float | str) -> bool:
     return isinstance(memory_gib, int | float) and surely_bytes > memory_gib * GIB
 
 
-def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) -> str | None:
+def _short_cache(need: Requirement, known: Account, room: int, env: Mapping[str, str]) -> str | None:
     """Why a cache of its size would hold no request. room: bytes for the engine."""
     spec, kv = need.spec, known.kv
     wanted = cache_of(spec) if known.cache is not None else None

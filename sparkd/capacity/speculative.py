@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import Inventory, Part, has_layers_ahead, inventory
+from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.shape import Shape, shape_of
@@ -143,7 +143,7 @@ def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
     return asked if asked != "auto" or needed in _NATIVE else needed
 
 
-def _beside(draft: Inventory) -> Iterator[Part]:
+def _beside(draft: Inventory) -> Iterator[WeightPart]:
     """In the last stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
     for part in draft.parts:
         number = "" if part.layer is None else f"{part.layer}."
@@ -155,9 +155,9 @@ def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
     """The recipe for this folder or hub id, and its variant."""
     import os
 
-    from sparkd.recipes.library import Book
+    from sparkd.recipes.library import RecipeLibrary
 
-    book = Book(None, os.environ)
+    book = RecipeLibrary(None, os.environ)
     name = model.rstrip("/").rpartition("/")[2].lower()
     for each in book.names():
         file, _ = book.read(each)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.capacity.weights import Weights
-from sparkd.inquiry.model_answers import Answer, Layer, Stage
+from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, Stage
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 # How sure a plan's numbers are: vLLM's own; those of a formula that the tests compare with vLLM's answer; those of any other formula.
@@ -50,7 +50,7 @@ class Exact:
         return replace(formula, by_kind=by_kind, active_bytes=int(formula.active_bytes * share))
 
 
-def exact_of(answer: Answer, serving: Serving, *, same_format: bool) -> Exact | None:
+def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:
     """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
     refusal = answer.refusal
     if refusal is not None and refusal.certain:
@@ -66,12 +66,12 @@ def exact_of(answer: Answer, serving: Serving, *, same_format: bool) -> Exact | 
     return Exact(layout, weight_bytes, doubtful=layout is None and _counts_blocks(answer))
 
 
-def _counts_blocks(answer: Answer) -> bool:
+def _counts_blocks(answer: ModelAnswer) -> bool:
     """Whether this release of vLLM tells how its block pool holds the layers."""
     return bool(answer.groups) and any(stage.block_bytes for stage in answer.stages)
 
 
-def _layout(answer: Answer, serving: Serving) -> KvLayout | None:
+def _layout(answer: ModelAnswer, serving: Serving) -> KvLayout | None:
     """None where the answer does not tell, or where its sizes are those of no layout."""
     layers = {layer.name: layer for stage in answer.stages for layer in stage.layers}
     if not layers:
@@ -95,7 +95,7 @@ def _layout(answer: Answer, serving: Serving) -> KvLayout | None:
     return _counted(replace(layout, state_blocks=first), fullest, answer)
 
 
-def _counted(layout: KvLayout, stage: Stage, answer: Answer) -> KvLayout | None:
+def _counted(layout: KvLayout, stage: Stage, answer: ModelAnswer) -> KvLayout | None:
     """The layout with as many batches in flight as vLLM counts for this model. None where no number of batches gives vLLM's own sizes of
     requests. A stage of several may lack some groups."""
     tokens = answer.facts.get("max_num_batched_tokens")
@@ -109,7 +109,7 @@ def _counted(layout: KvLayout, stage: Stage, answer: Answer) -> KvLayout | None:
     return layout if len(answer.stages) > 1 else None
 
 
-def _group(group: Mapping[str, Any], layers: Mapping[str, Layer]) -> tuple[int, int | None, bool]:
+def _group(group: Mapping[str, Any], layers: Mapping[str, LayerCache]) -> tuple[int, int | None, bool]:
     """As sparkd.capacity.kv_cache.KvLayout has it."""
     first = next((layers[name] for name in group["layers"] if name in layers), None)
     # A decoder keeps its encoder's output at one length, like a state.

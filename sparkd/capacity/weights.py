@@ -24,7 +24,7 @@ from sparkd.models.shape import LAYERS, Attention, Shape, of_layers, text_config
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.formats import Format
 from workers.quantization.packed_scale import packed_module_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 
 def _words(text: str) -> frozenset[str]:
@@ -66,7 +66,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """Alike tensors: `count` of them. split: column, row, keys, vocabulary or whole; kind: a tensor_class; active: whether every token
     uses it, for experts the share that it uses. layer: None for one that is in no layer of the language model. heads: that keys are split
     by. copies: how often vLLM holds it."""
@@ -105,10 +105,10 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class PartGroup:
     """Parts that differ in their layer only, with the format that a recipe gives them; None where they keep their own."""
 
-    part: Part
+    part: WeightPart
     form: Format | None
     layers: tuple[int | None, ...]
 
@@ -120,13 +120,13 @@ class Inventory:
 
     checkpoint: Checkpoint
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     stored_bytes: int
     unloaded: Mapping[str, int]
-    _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]] | CheckpointError] = field(
+    _alike: dict[QuantizationRecipe, tuple[tuple[PartGroup, ...], tuple[str, ...]] | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weights: dict[tuple[QuantizationRecipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def unknown_experts(self) -> dict[str, int]:
         """Bytes of the routed experts that keep their precision in every format, because sparkd cannot quantize tensors of their names; by
@@ -146,10 +146,10 @@ class Inventory:
                 counts[module[: layer.end()]] += 1
         return max(counts.values(), default=1)
 
-    def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
+    def alike(self, recipe: QuantizationRecipe) -> tuple[tuple[PartGroup, ...], tuple[str, ...]]:
         """The recipe's results for the tensors, and what it could not do, one sentence each; made once.
 
-        Raises CheckpointError as Recipe.assign, and the same one again: a rule that takes too many steps takes them once.
+        Raises CheckpointError as QuantizationRecipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
         made = self._alike.get(recipe)
         if made is None:
@@ -163,22 +163,22 @@ class Inventory:
             raise made.with_traceback(None)
         return made
 
-    def unmet(self, recipe: Recipe) -> tuple[str, ...]:
+    def unmet(self, recipe: QuantizationRecipe) -> tuple[str, ...]:
         """A sentence for each thing that a recipe with rules asks for and does not get, or asks of nothing, as `sparkd ls --layers` has
-        them; empty for one without rules, and where Recipe.assign raises CheckpointError."""
+        them; empty for one without rules, and where QuantizationRecipe.assign raises CheckpointError."""
         try:
             return self.alike(recipe)[1] if recipe.rules else ()
         except CheckpointError:
             return ()
 
-    def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
+    def weights(self, recipe: QuantizationRecipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
         """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
         key = recipe, ranks, stages, platform
         if key not in self._weights:
             self._weights[key] = self._counted(*key)
         return self._weights[key]
 
-    def _counted(self, recipe: Recipe, ranks: int, stages: int, platform: str) -> Weights:
+    def _counted(self, recipe: QuantizationRecipe, ranks: int, stages: int, platform: str) -> Weights:
         found, notes = self.alike(recipe)
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
         of_layer = stages_of(self.shape.layers, stages)
@@ -233,7 +233,7 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         split = _split(name, tensor, kind)
         heads = _key_heads(tensor, shape) if split == "keys" else 1
         layer, active = _layer_of(name, kind), _active(name, kind, shape)
-        parts.append(Part(tensor, kind, counts[name], split, active, layer, heads, 2 if twice else 1))
+        parts.append(WeightPart(tensor, kind, counts[name], split, active, layer, heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
@@ -296,11 +296,11 @@ def _layer_of(name: str, kind: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
+def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format]) -> Iterator[PartGroup]:
     # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized (workers/stream/virtual.py).
     fp8 = (part.tensor.name for part in parts if part.tensor.dtype == "F8_E4M3" and len(part.tensor.shape) == 2)
     kept = {stem: _BF16 for name in fp8 if (stem := name.removesuffix(".weight")) not in assignment} if assignment else {}
-    first: dict[object, tuple[Part, Format | None]] = {}
+    first: dict[object, tuple[WeightPart, Format | None]] = {}
     layers: dict[object, list[int | None]] = {}
     for part in parts:
         tensor = part.tensor
@@ -313,7 +313,7 @@ def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterato
         key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
         first.setdefault(key, (part, form))
         layers.setdefault(key, []).append(part.layer)
-    yield from (Alike(part, form, tuple(layers[key])) for key, (part, form) in first.items())
+    yield from (PartGroup(part, form, tuple(layers[key])) for key, (part, form) in first.items())
 
 
 @lru_cache(maxsize=8192)
@@ -384,7 +384,7 @@ def _split(name: str, tensor: TensorRef, kind: str) -> str:
     return "column" if experts or leaf in _COLUMN else "whole"
 
 
-def _bytes(part: Part, form: Format | None, shape: Shape, ranks: int) -> int:
+def _bytes(part: WeightPart, form: Format | None, shape: Shape, ranks: int) -> int:
     """The bytes of one tensor on one rank."""
     tensor = part.tensor
     if part.split == "vocabulary":
@@ -399,7 +399,7 @@ def padded_vocabulary(rows: int) -> int:
     return ceil(rows / VOCAB_PADDING) * VOCAB_PADDING
 
 
-def _formatted(part: Part, form: Format, shape: Shape, ways: int) -> int:
+def _formatted(part: WeightPart, form: Format, shape: Shape, ways: int) -> int:
     rows, columns = sides(part.tensor, shape)
     blocks = part.tensor.shape[0] if len(part.tensor.shape) == 3 else 1
     return blocks * (form.nbytes(rows, ceil(columns / ways)) if part.split == "row" else form.nbytes(ceil(rows / ways), columns))
@@ -426,7 +426,7 @@ def _width(tensor: TensorRef, shape: Shape) -> int:
     return shape.dtype_bytes
 
 
-def _padding(part: Part, form: Format | None, shape: Shape, ranks: int, platform: str) -> float:
+def _padding(part: WeightPart, form: Format | None, shape: Shape, ranks: int, platform: str) -> float:
     """By how much gpt-oss's experts grow in memory. A checkpoint of another class keeps its sizes, or is refused."""
     four_bit = part.tensor.dtype == "U8" or (form is not None and form.name == "mxfp4")
     if platform != "cuda" or not four_bit or shape.architecture != "GptOssForCausalLM" or ".experts." not in part.tensor.name:

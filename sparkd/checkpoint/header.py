@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from sparkd.checkpoint.foreign_file import apart, is_apart
-from sparkd.checkpoint.tensors import FileTensors, Kind, TensorRef
+from sparkd.checkpoint.tensors import FileTensors, TensorKind, TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 
 # Some 250,000 tensors in one file, more than any that is published. The reference reader takes 100 MB (tensor.rs, MAX_HEADER_SIZE).
@@ -254,13 +254,13 @@ def _opens(text: bytes) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(spelling: bytes) -> Kind:
+def _kind_of(spelling: bytes) -> TensorKind:
     """`"BF16","shape":[4,8]`. Raises CheckpointError or ValueError."""
     entry = json.loads(b'{"dtype":' + spelling + b"}")
     bits = _bits(entry["dtype"], entry["shape"], "", "")
     if bits % 8:
         raise ValueError
-    return Kind(entry["dtype"], tuple(entry["shape"]), bits // 8)
+    return TensorKind(entry["dtype"], tuple(entry["shape"]), bits // 8)
 
 
 def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
@@ -275,8 +275,8 @@ def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
     tensors = [_tensor(name, entry, path, begin) for name, entry in table.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     _check_cover(tensors, path, begin, data_bytes)
-    shared: dict[Kind, Kind] = {}
-    kinds = (Kind(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors)
+    shared: dict[TensorKind, TensorKind] = {}
+    kinds = (TensorKind(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors)
     return FileTensors(
         path, begin, "\n".join(tensor.name for tensor in tensors).encode(), tuple(shared.setdefault(kind, kind) for kind in kinds)
     )

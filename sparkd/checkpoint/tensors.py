@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 _SIZE = attrgetter("nbytes")
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """The properties that alike tensors share. dtype: safetensors code ("BF16", "F8_E4M3")."""
 
     dtype: str
@@ -48,7 +48,7 @@ class FileTensors:
     path: str
     begin: int
     names: bytes
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     left_out: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class FileTensors:
         return compress(values, [name not in self.left_out for name in self.all_names()])
 
 
-class Alike(NamedTuple):
+class TensorGroup(NamedTuple):
     """Tensors of one kind whose names differ in what was replaced only. name: with that; first: of them; total: how many there are."""
 
     name: str
@@ -121,17 +121,17 @@ class Tensors(Mapping[str, TensorRef]):
     def refs(self) -> Iterator[TensorRef]:
         return iter(self._by_name.values()) if self._by_name is not None else (ref for file in self._files for ref in file)
 
-    def alike(self, pattern: re.Pattern[str], replacement: str) -> Iterable[Alike]:
+    def alike(self, pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
         """See the function of this name."""
         if any(file.left_out for file in self._files):
             return _alike(self, pattern, replacement)
-        found: dict[tuple[str, Kind], Alike] = {}
+        found: dict[tuple[str, TensorKind], TensorGroup] = {}
         for file in self._files:
             names = pattern.sub(replacement, file.names.decode()).split("\n") if file.kinds else []
             counts = _counted(names, file.kinds)
             if new := [key for key in counts if key not in found]:
                 firsts = file.refs_at(_positions(names, file.kinds, new), file.all_names())
-                found.update((key, Alike(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
+                found.update((key, TensorGroup(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
             for key, count in counts.items():
                 found[key] = found[key]._replace(total=found[key].total + count)
         return found.values()
@@ -142,7 +142,7 @@ class Tensors(Mapping[str, TensorRef]):
         return self._by_name
 
 
-def alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[Alike]:
+def alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
     """Groups of alike tensors, in the order in which they first occur: of 190,000 tensors of 60 layers of experts, some hundreds.
 
     pattern, replacement: of re.sub; what the pattern finds may not hold a line feed.
@@ -150,14 +150,14 @@ def alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacemen
     return tensors.alike(pattern, replacement) if isinstance(tensors, Tensors) else _alike(tensors, pattern, replacement)
 
 
-def _counted(names: Sequence[str], kinds: Sequence[Kind]) -> Mapping[tuple[str, Kind], int]:
+def _counted(names: Sequence[str], kinds: Sequence[TensorKind]) -> Mapping[tuple[str, TensorKind], int]:
     kind_of = dict(zip(names, kinds, strict=True))
     if all(map(is_, map(kind_of.__getitem__, names), kinds)):
         return {(name, kind_of[name]): count for name, count in Counter(names).items()}
     return Counter(zip(names, kinds, strict=True))
 
 
-def _positions(names: Sequence[str], kinds: Sequence[Kind], keys: Iterable[tuple[str, Kind]]) -> Iterator[int]:
+def _positions(names: Sequence[str], kinds: Sequence[TensorKind], keys: Iterable[tuple[str, TensorKind]]) -> Iterator[int]:
     """Where each key first is. keys: in the order in which they first occur, so that none need be looked for before the one before it."""
     at = -1
     for name, kind in keys:
@@ -167,12 +167,12 @@ def _positions(names: Sequence[str], kinds: Sequence[Kind], keys: Iterable[tuple
         yield at
 
 
-def _alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[Alike]:
-    found: dict[tuple[str, Kind], Alike] = {}
+def _alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
+    found: dict[tuple[str, TensorKind], TensorGroup] = {}
     for name, tensor in tensors.items():
-        key = pattern.sub(replacement, name), Kind(tensor.dtype, tensor.shape, tensor.nbytes)
+        key = pattern.sub(replacement, name), TensorKind(tensor.dtype, tensor.shape, tensor.nbytes)
         known = found.get(key)
-        found[key] = Alike(key[0], tensor, 1) if known is None else known._replace(total=known.total + 1)
+        found[key] = TensorGroup(key[0], tensor, 1) if known is None else known._replace(total=known.total + 1)
     return found.values()
 
 

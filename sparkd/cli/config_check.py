@@ -15,14 +15,14 @@ from pydantic import ValidationError
 
 from sparkd.config import config
 from sparkd.config.api_keys import KeyRing, load_keys
-from sparkd.config.config import Config, Reading
+from sparkd.config.config import Config, ConfigReading
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.models.folder import unusable
 from sparkd.models.source import folder_of
 from sparkd.schema import kv_cache, quantize, yaml_file
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
-from sparkd.schema.yaml_file import Items, Place, Problem, Table
+from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table
 from sparkd.vllm import logging_args
 from sparkd.vllm.installed import full_version_in, has_module, release_in
 from sparkd.vllm.translate import flag_name, translated, values_of
@@ -47,7 +47,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FLAG = re.compile(r"--?([\w-]+)(?:\.\.\.)?: ")
 
 
-def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
+def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
     """By line. Errors: `load_config` raises them, or an entry cannot start. Warnings: loose file rights, short keys, what is not there."""
     reading = config.read(path, {}, environ)
     problems = list(reading.problems)
@@ -57,13 +57,13 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
         problems += _machine(valid, reading.tree)
         for model in valid.models.values():
             problems += _Entry(model, valid, reading.tree).problems()
-    seen: dict[tuple[str | None, int | None, str], Problem] = {}
+    seen: dict[tuple[str | None, int | None, str], ConfigProblem] = {}
     for problem in problems:
         seen.setdefault((problem.file, problem.line, problem.message), problem)
     return yaml_file.masked(in_order(seen.values()), reading.env_names, environ)
 
 
-def _without_wrong(reading: Reading, problems: list[Problem]) -> Config | None:
+def _without_wrong(reading: ConfigReading, problems: list[ConfigProblem]) -> Config | None:
     """The configuration without the keys that are wrong, so that the rest can be judged; each new problem is added."""
     tree, names = reading.tree, _names(reading.tree)
     for _ in range(_PASSES):
@@ -122,10 +122,10 @@ def _with_model(tree: Table, location: tuple[Any, ...]) -> bool:
     return True
 
 
-def _keys(valid: Config, reading: Reading, path: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
+def _keys(valid: Config, reading: ConfigReading, path: Path, environ: Mapping[str, str]) -> Iterator[ConfigProblem]:
     tree = reading.tree
     if (valid.keys.inference or valid.keys.admin) and path.stat().st_mode & 0o004:
-        yield Problem(
+        yield ConfigProblem(
             str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
         )
     rings: dict[str, KeyRing] = {}
@@ -136,8 +136,8 @@ def _keys(valid: Config, reading: Reading, path: Path, environ: Mapping[str, str
         try:
             rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
         except ConfigError as error:
-            place = str(Place(error.file, error.line).problem(""))
-            yield _in_file(Problem(error.file, error.line, error.message.removeprefix(place)), valid, tree)
+            place = str(Location(error.file, error.line).problem(""))
+            yield _in_file(ConfigProblem(error.file, error.line, error.message.removeprefix(place)), valid, tree)
     yield from (_in_file(warning, valid, tree) for ring in rings.values() for warning in ring.warnings)
     if len(rings) < len(_ROLES):
         return
@@ -156,7 +156,7 @@ def _from_environment(tree: Table, role: str) -> bool:
     return any(place.secret for place in places)
 
 
-def _in_file(problem: Problem, valid: Config, tree: Table) -> Problem:
+def _in_file(problem: ConfigProblem, valid: Config, tree: Table) -> ConfigProblem:
     """A problem with a key that stands in the configuration, or with a whole key file, at the line that has it."""
     for role in _ROLES:
         literal, key_file = f"keys.{role}", f"keys.{role}_file"
@@ -167,7 +167,7 @@ def _in_file(problem: Problem, valid: Config, tree: Table) -> Problem:
     return problem
 
 
-def _machine(valid: Config, tree: Table) -> Iterator[Problem]:
+def _machine(valid: Config, tree: Table) -> Iterator[ConfigProblem]:
     """Paths that do not hold what their key is for, and models that are all to be loaded at start and never together."""
     for location, folder in (
         (("state_dir",), valid.state_dir),
@@ -223,13 +223,13 @@ class _Entry:
         self._runtime = model.runtime_of(valid.engine)
         self._vllm = model.runs_vllm(valid.engine)
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         yield from self._of_itself()
         yield from self._of_flags()
         if self._model.model != _STAND_IN:
             yield from self._of_files()
 
-    def _of_itself(self) -> Iterator[Problem]:
+    def _of_itself(self) -> Iterator[ConfigProblem]:
         for key, message in kv_cache.impossible(self._model):
             yield self._at(key, message)
         for remark in quantize.remarks(self._model, self._env) if self._loads else ():
@@ -250,7 +250,7 @@ class _Entry:
             yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
         yield from self._of_numbers()
 
-    def _of_numbers(self) -> Iterator[Problem]:
+    def _of_numbers(self) -> Iterator[ConfigProblem]:
         """Numbers of flags that stand for keys, and are outside of the key's range."""
         args = self._model.extra_args
         if any(True for _ in values_of(args, SHARE)) and share_of(args) is None:
@@ -266,7 +266,7 @@ class _Entry:
             reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
             yield self._at("max_num_batched_tokens", f"{reason}. Raise it, or lower max_num_seqs.")
 
-    def _of_flags(self) -> Iterator[Problem]:
+    def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
         from sparkd.inquiry.flag_table import refused
         from sparkd.vllm.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
@@ -292,7 +292,7 @@ class _Entry:
             for refusal in refused(flags, self._env, self._runtime, self._config.state_dir, ask=True, aloud=True):
                 yield self._at_flag(refusal)
 
-    def _of_files(self) -> Iterator[Problem]:
+    def _of_files(self) -> Iterator[ConfigProblem]:
         if reason := unusable(self._model.model, vllm=self._vllm):
             # A folder may lie on the node that this file is for.
             yield self._at("model", reason, "error" if os.path.lexists(self._model.model) else "warning")
@@ -308,7 +308,7 @@ class _Entry:
             return
         from sparkd.capacity.account import Evidence, fault, too_long, uneven, unmet
         from sparkd.capacity.entry_check import misfits
-        from sparkd.inquiry.model_answers import Runtime, kept_here, places
+        from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
 
         if (broken := fault(model, self._env)) is not None:
             known = not isinstance(broken, CheckpointUncounted)
@@ -319,19 +319,19 @@ class _Entry:
         }
         for sentence in unmet(model, self._env):
             yield self._at("quantize", sentence, "warning", bare=True)
-        answers = partial(kept_here, runtime=Runtime(self._runtime, places(self._config.state_dir)))
+        answers = partial(kept_here, runtime=InquiryRuntime(self._runtime, places(self._config.state_dir)))
         for key, reason in [*reasons.items(), *misfits(model, self._env, self._config.engine.platform, Evidence(ask=answers))]:
             if reason:
                 yield self._at(key, reason)
 
-    def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> Problem:
+    def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
         if getattr(self._model, key) is None and any(values_of(self._model.extra_args, key.replace("_", "-"))):
             return self._at_flag(f"--{key.replace('_', '-')}: {message}", severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return place_of(self._tree, ("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 
-    def _at_flag(self, sentence: str, severity: str = "error") -> Problem:
+    def _at_flag(self, sentence: str, severity: str = "error") -> ConfigProblem:
         """A sentence that begins with a flag, at the argument or the key that it comes from."""
         named = _FLAG.match(sentence)
         name = named[1] if named else ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.options import Asked, Json, argument, option
+from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.cli.serve import ConfigFile, config_path
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.execution.as_owner import as_owner, refuse_another_users
@@ -94,7 +94,7 @@ def join(
         trial.touch(mode=0o600)
         trial.write_text(secret)
         clocks = clock_doubt(ask_head(found, trial, way.node_ip))
-    as_json = json or (ctx.find_root().obj or Asked()).json
+    as_json = json or (ctx.find_root().obj or CommonOptions()).json
     told = {"address": found.address, "node": way.node_ip, "why": way.why, "warnings": [*way.doubts, *filter(None, [clocks])]}
     err.print(way.why, markup=False)
     for doubt in (*way.doubts, *filter(None, [clocks])):
@@ -147,7 +147,7 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
             _systemctl("disable", UNIT)
         if found.active:
             _systemctl("start", UNIT)
-    if json or (ctx.find_root().obj or Asked()).json:
+    if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": found.address, "node": found.node_ip})
     else:
         out.print(f"This node has left {found.address}.", markup=False)
@@ -174,7 +174,7 @@ def token(
         reason = error.strerror if isinstance(error, OSError) else error.message.rstrip(".")
         raise ConfigError(f"The token {path} cannot be read: {reason}. Run it as root, after sparkd was started once.") from None
     command = f"sparkd join {address} --token -"
-    if json or (ctx.find_root().obj or Asked()).json:
+    if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": address, "command": command, "token": secret})
     elif quiet:
         sys.stdout.write(f"{secret}\n")

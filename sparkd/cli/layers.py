@@ -22,7 +22,7 @@ from sparkd.models.source import CONFIG_PATH, source_of
 from sparkd.schema.quantize import AUTO
 from workers.quantization.formats import Format, fitting
 from workers.quantization.packed_scale import packed_module_of
-from workers.quantization.recipe import Assignment, Recipe
+from workers.quantization.recipe import Assignment, QuantizationRecipe
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config, ModelConfig
@@ -37,7 +37,7 @@ Misfit = tuple[Format, int]  # a format, and columns that its groups do not divi
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerRow:
     """Tensors whose names differ in numbers only and that are alike otherwise. bytes, result_bytes: of all of them.
 
     format: spelling, None where they are handed on as they are. refused: the format that the recipe gives them and that they cannot have;
@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankShare:
     """The parts of a checkpoint that one GPU holds under a recipe. bytes: of parameters and buffers; sureness: one of
     sparkd.capacity.vllm_figures; unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so,
     without a full stop, None where it does."""
@@ -68,16 +68,16 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class LayerListing:
     """folder: the checkpoint's; quantization: how it is quantized already; notes: what the recipe's author should know. held: None where
     the model is of no kind that is counted."""
 
     folder: str
     quantization: str | None
     recipe: Mapping[str, Any]
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRow, ...]
     notes: tuple[str, ...]
-    held: Held | None = None
+    held: RankShare | None = None
 
     @property
     def bytes(self) -> int:
@@ -104,7 +104,7 @@ class Listing:
         }
 
 
-def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
+def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
     """A checkpoint's layers and what `recipe` makes of them, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
     towers = towers_of(checkpoint.config)
@@ -121,7 +121,7 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
         sums[1] += tensor.nbytes
         sums[2] += result
     layers = tuple(
-        Layer(name, tensor_class(name.replace("*", "0"), shape, towers), count, shape, dtype, stored, *_outcome(spelling, result, fails))
+        LayerRow(name, tensor_class(name.replace("*", "0"), shape, towers), count, shape, dtype, stored, *_outcome(spelling, result, fails))
         for (name, shape, dtype, spelling, fails), (count, stored, result) in found.items()
     )
     told = (
@@ -130,7 +130,7 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
         for (form, columns), count in misfits.items()
     )
     source = checkpoint.quantization.method if checkpoint.quantization else None
-    return Listing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *told))
+    return LayerListing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *told))
 
 
 def listing_of(
@@ -141,7 +141,7 @@ def listing_of(
     ask: Callable[[], list[dict[str, Any]]],
     progress: Progress | None = None,
     consult: Consult | None = None,
-) -> Listing:
+) -> LayerListing:
     """The layers of a folder, a configured name, a hub id, or a name that the daemon knows. Raises ConfigError, CheckpointError.
 
     quantize: a recipe as YAML, in place of the configured one. ask: the daemon's models, called only where nothing else knows `model`.
@@ -149,7 +149,7 @@ def listing_of(
     the model.
     """
     source, revision, configured, env = meant(model, config_file, environ, ask)
-    recipe = Recipe.parse(value_of(quantize), env) if quantize is not None else Recipe.parse(configured, env)
+    recipe = QuantizationRecipe.parse(value_of(quantize), env) if quantize is not None else QuantizationRecipe.parse(configured, env)
     checkpoint = checkpoint_of(source, revision, env, progress)
     found = listing(checkpoint, recipe)
     try:
@@ -158,7 +158,7 @@ def listing_of(
         return replace(found, notes=(*found.notes, error.message))
 
 
-def held(checkpoint: Checkpoint, recipe: Recipe, consult: Consult | None) -> Held | None:
+def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None) -> RankShare | None:
     """By vLLM's own answer where there is one. None where nothing can be said of the weights. Raises CheckpointIncomplete for a checkpoint
     with fewer layers than its config.json says."""
     try:
@@ -177,7 +177,7 @@ def held(checkpoint: Checkpoint, recipe: Recipe, consult: Consult | None) -> Hel
         exact = consultation.exact(recipe, Serving(1)) or exact
     size = weights.bytes + known.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
     sureness = of_weights(known.shape, known.checkpoint.quantization, exact)
-    return Held(size, sureness, known.unloaded, exact.refusal)
+    return RankShare(size, sureness, known.unloaded, exact.refusal)
 
 
 def meant(
@@ -268,7 +268,7 @@ def value_of(text: str) -> Any:
 
 
 def _outcome(spelling: str | None, result: int, fails: bool) -> tuple[str | None, int | None, str | None]:
-    """Format, bytes and the format that was refused, of a Layer."""
+    """Format, bytes and the format that was refused, of a LayerRow."""
     return (None, None, spelling) if fails else (spelling, result, None)
 
 

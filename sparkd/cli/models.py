@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url, model_path
-from sparkd.cli.options import Asked, Json, KeyFile, Url, argument, option
+from sparkd.cli.options import CommonOptions, Json, KeyFile, Url, argument, option
 from sparkd.condition import Condition
 from sparkd.errors import ABSENT, UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 from sparkd.render import models as show
@@ -36,7 +36,7 @@ Follow = Annotated[bool, option("-f", "--follow", help="Keep printing new lines 
 class Session:
     """The tools of a verb: the client, whether JSON is wanted, and the two streams."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: CommonOptions) -> None:
         url = base_url(asked.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
         self.client = Client(url, admin_key(asked.key_file, os.environ))
         self.json = asked.json
@@ -114,7 +114,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(function, eval_str=True)
 
     def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
-        before = ctx.find_root().obj or Asked()
+        before = ctx.find_root().obj or CommonOptions()
         asked = replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
         session = Session(asked)
         try:

@@ -22,7 +22,7 @@ Json = Annotated[bool, option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CommonOptions:
     """The options that every verb has; those before the verb hold unless repeated after it."""
 
     url: str | None = None
@@ -38,7 +38,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """The options before a verb, or in place of one."""
-    ctx.obj = Asked(url, key_file, json)
+    ctx.obj = CommonOptions(url, key_file, json)
     if version:
         sys.stdout.write(f"sparkd {__version__}\n")
         raise typer.Exit

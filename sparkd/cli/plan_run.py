@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.capacity.consultation import Consultation, Witness
 from sparkd.capacity.plan_report import STATE_DIR, Site, vllm_json
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, Question, answer
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest, answer
 from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
 from sparkd.cli.layers import meant, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
-from sparkd.inquiry.model_answers import Answer, Runtime, ask, kept, places
-from sparkd.inquiry.model_answers import Question as Asked
+from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept, places
 from sparkd.models.prequantized import prequantized
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.models.source import source_of
@@ -80,7 +79,7 @@ def run(
         raise ConfigError("--json and --docker or --compose are two answers: give one of them.")
     if image is not None and not (docker or compose):
         raise ConfigError("--image belongs to --docker or --compose.")
-    asked = Question(
+    asked = PlanRequest(
         model=model,
         nodes=nodes,
         max_model_len=context,
@@ -106,7 +105,7 @@ def run(
 
 
 def found(
-    question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client], *, quick: bool = True
+    question: PlanRequest, hardware: str | None, config: Path | None, daemon: Callable[[], Client], *, quick: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
     """The plan as plain JSON, and what a daemon in reach was asked in vain: whose, why and the cure, a sentence each. daemon: asked of a
     name that no sparkd.yaml here has; of its own models it makes the plan itself. hardware: None for the nodes of a daemon in reach where
@@ -182,12 +181,12 @@ def found(
     return plan if there is None else _on_nodes(plan, daemon()), unheard
 
 
-def runtime_of(own: tuple[ModelConfig, Config, str] | None, around: Config | None) -> Runtime:
+def runtime_of(own: tuple[ModelConfig, Config, str] | None, around: Config | None) -> InquiryRuntime:
     """Whose vLLM is asked about a model. own: its entry; around: the configuration of this machine. None where there is none."""
     if around is None:
-        return Runtime(None, places(Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR)))
+        return InquiryRuntime(None, places(Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR)))
     interpreter = around.engine.runtime if own is None else own[0].runtime_of(around.engine)
-    return Runtime(interpreter, places(around.state_dir))
+    return InquiryRuntime(interpreter, places(around.state_dir))
 
 
 def consult(model: str, config: Path | None, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
@@ -211,7 +210,7 @@ def _own(model: str, config: Path | None) -> tuple[tuple[ModelConfig, Config, st
     return None if around is None or spec is None else (spec, *around), None if around is None else around[0]
 
 
-def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unheard: list[str]) -> Sequence[Answer | None]:
+def asked_here(questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]) -> Sequence[ModelAnswer | None]:
     """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
     if quick or full_version_in(runtime.interpreter) is None:
         return [kept(each, runtime) for each in questions]
@@ -236,7 +235,7 @@ def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unh
             return [None] * len(questions)
 
 
-def _of_daemon(client: Client, question: Question, name: str, hardware: str | None) -> dict[str, Any]:
+def _of_daemon(client: Client, question: PlanRequest, name: str, hardware: str | None) -> dict[str, Any]:
     """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes."""
     if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"

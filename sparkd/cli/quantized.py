@@ -15,7 +15,7 @@ from workers.stream.cache.manifest import model_name
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config
-    from workers.quantization.recipe import Recipe
+    from workers.quantization.recipe import QuantizationRecipe
 
 
 _AS_ITS_USER = "Run this as the user that sparkd runs as."
@@ -26,7 +26,7 @@ class Chosen:
     """A checkpoint and what is to be made of it. runtime: the Python that has torch, "" for ours; cache_dir: where it may be already."""
 
     folder: str
-    recipe: Recipe
+    recipe: QuantizationRecipe
     runtime: str
     cache_dir: str
 
@@ -88,7 +88,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     quantize: a recipe as YAML, in place of the configured one.
     """
     from sparkd.entry.trusted_commits import at_trusted_commit
-    from workers.quantization.recipe import Recipe
+    from workers.quantization.recipe import QuantizationRecipe
 
     configured = config.lookup(model)
     configured = configured and at_trusted_commit(configured, config)
@@ -105,13 +105,13 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
         source = str(snapshot)
     own = configured.quantize if configured is not None and configured.quantize != AUTO else None
     value = _value(quantize) if quantize is not None else own
-    recipe = Recipe.parse(value, env)
+    recipe = QuantizationRecipe.parse(value, env)
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
 
 
-def _entries(config: Config) -> list[store.Entry]:
+def _entries(config: Config) -> list[store.CacheEntry]:
     folder = str(config.quantized_path())
     try:
         return store.entries(folder)
@@ -119,7 +119,7 @@ def _entries(config: Config) -> list[store.Entry]:
         raise ConfigError(f"{folder}: {error.strerror}. Run this as the user that sparkd runs as, or set quantized_cache.dir.") from None
 
 
-def _row(entry: store.Entry) -> dict[str, Any]:
+def _row(entry: store.CacheEntry) -> dict[str, Any]:
     manifest, fault = entry.manifest, store.fault_of(entry)
     return {
         "name": entry.name,
@@ -137,7 +137,7 @@ def _row(entry: store.Entry) -> dict[str, Any]:
     }
 
 
-def _is_of(entry: store.Entry, model: str, config: Config) -> bool:
+def _is_of(entry: store.CacheEntry, model: str, config: Config) -> bool:
     """Whether an entry is what a user means by `model`."""
     if entry.name == model or entry.manifest is None:
         return entry.name == model

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import Asked, Json, argument, option
+from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json
 from workers.host import regular_file
 
 if TYPE_CHECKING:
-    from sparkd.recipes.library import Book
-    from sparkd.schema.yaml_file import Problem
+    from sparkd.recipes.library import RecipeLibrary
+    from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import FlagTable
     from sparkd.vllm.releases import Release
 
@@ -87,13 +87,13 @@ def show_(
     json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
-    from sparkd.config.recipe_check import Choice, described, resolve
+    from sparkd.config.recipe_check import RecipeUse, described, resolve
     from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
     recipe, variant = book.split(name)
     file = book.find(name)
-    resolved = resolve(Choice(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
+    resolved = resolve(RecipeUse(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
     description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
@@ -124,7 +124,7 @@ def check(
     from sparkd.recipes.library import AsWritten
 
     book, release = _book(folder), _release(vllm)
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     choices, count = [], 0
     for path in files or list(book.names().values()):
         file, wrong = load(path, AsWritten(), _flags)
@@ -214,14 +214,14 @@ def _flags() -> FlagTable | None:
     return flag_table(None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
 
 
-def _book(folder: Path | None) -> Book:
+def _book(folder: Path | None) -> RecipeLibrary:
     from sparkd.cli.config_file import config_of
-    from sparkd.recipes.library import AsWritten, Book
+    from sparkd.recipes.library import AsWritten, RecipeLibrary
 
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--dir {folder}: there is no such folder.")
     config = config_of(None, os.environ)
-    return Book(folder or config.recipes_dir, AsWritten(), config.state_dir)
+    return RecipeLibrary(folder or config.recipes_dir, AsWritten(), config.state_dir)
 
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
@@ -275,9 +275,9 @@ def _pairs(pairs: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
+def _problem(problem: ConfigProblem) -> dict[str, Any]:
     return {"file": problem.file, "line": problem.line, "severity": problem.severity, "message": problem.message}
 
 
 def _json(ctx: typer.Context, json: bool) -> bool:
-    return json or (ctx.find_root().obj or Asked()).json
+    return json or (ctx.find_root().obj or CommonOptions()).json

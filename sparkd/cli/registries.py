@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.options import Asked, Json, argument, option
+from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import Conflict, SparkdError
 from sparkd.render.page import printable, say_json
 
@@ -232,4 +232,4 @@ def _say_update(row: dict[str, Any]) -> None:
 
 
 def _json(ctx: typer.Context, json: bool) -> bool:
-    return json or (ctx.find_root().obj or Asked()).json
+    return json or (ctx.find_root().obj or CommonOptions()).json

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from sparkd.errors import ConfigError, SparkdError, StateError
 from sparkd.models.source import FOLDER_SIGNS
 from sparkd.recipes.library import AsWritten
-from sparkd.recipes.registry import NAME, Registry, Signature
+from sparkd.recipes.registry import NAME, CommitSignature, Registry
 from sparkd.render.page import printable
 from sparkd.schema import yaml_file
 from workers.host.private_files import private_folder
@@ -87,7 +87,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RegistryAddress:
     """Where a registry comes from. protocol: the one that git may use for it: https, ssh or file."""
 
     url: str
@@ -110,7 +110,7 @@ class _Entry:
     path: str
 
 
-def source_of(text: str) -> Source:
+def source_of(text: str) -> RegistryAddress:
     """An https or ssh address, or a folder of this machine. Raises ConfigError for any other, without showing a password."""
     scheme, has_scheme, _ = text.partition("://")
     if _ODD.search(text) or not text or text.startswith("-") or "::" in text:
@@ -119,15 +119,15 @@ def source_of(text: str) -> Source:
     if not has_scheme and (text.startswith(FOLDER_SIGNS) or text in (".", "..") or folder.is_dir()):
         if not folder.is_dir():
             raise ConfigError(f"{text}: there is no such folder. Give one with a git repository, or an https or ssh address.")
-        return Source(str(folder), "file")
+        return RegistryAddress(str(folder), "file")
     if has_scheme:
         return _addressed(text, scheme)
     if _SCP.fullmatch(text):
-        return Source(text, "ssh")
+        return RegistryAddress(text, "ssh")
     raise ConfigError(f"{text[:100]} is no folder, and no https or ssh address: write it whole, such as https://HOST/OWNER/NAME.")
 
 
-def _addressed(text: str, scheme: str) -> Source:
+def _addressed(text: str, scheme: str) -> RegistryAddress:
     if scheme not in ("https", "ssh"):
         raise ConfigError(f"{scheme[:16]}:// is refused: a registry comes by https or ssh, or from a folder given by its path.")
     try:
@@ -140,10 +140,10 @@ def _addressed(text: str, scheme: str) -> Source:
     option = host.startswith("-") or (address.username or "").startswith("-")
     if not host or option or len(address.path) < 2 or address.query or address.fragment:
         raise ConfigError(f"This {scheme} address names no repository: write {scheme}://HOST/OWNER/NAME.")
-    return Source(text, scheme)
+    return RegistryAddress(text, scheme)
 
 
-def fetched(name: str, source: Source, folder: Path) -> Registry:
+def fetched(name: str, source: RegistryAddress, folder: Path) -> Registry:
     """The registry at the newest commit of its default branch. folder: an existing one or one to make, for the time that it takes.
 
     Raises SparkdError where git cannot bring it or it is too large, ConfigError where it has no recipe, StateError for the folder.
@@ -183,7 +183,7 @@ def _settings() -> dict[str, str]:
 class _Repository:
     """A bare repository in `folder`, with one commit of `source`."""
 
-    def __init__(self, folder: Path, source: Source) -> None:
+    def __init__(self, folder: Path, source: RegistryAddress) -> None:
         self._folder = folder
         self._source = source
 
@@ -194,7 +194,7 @@ class _Repository:
             seconds=FETCH_S, protocol=self._source.protocol,
         )  # fmt: skip
 
-    def commit(self) -> tuple[str, str, Signature]:
+    def commit(self) -> tuple[str, str, CommitSignature]:
         """(hash, date, signature) of what was fetched."""
         shown = self._git("log", "-1", "--no-mailmap", "--format=%H%n%cI%n%G?%n%GS%n%GK", "FETCH_HEAD", seconds=LOOK_S)
         commit, committed, letter, signer, key = shown.decode(errors="replace").split("\n")[:5]
@@ -204,7 +204,7 @@ class _Repository:
         if letter not in _STATES:
             wrong = f"the signature of its commit {commit[:12]} is {'revoked' if letter == 'R' else 'wrong'}"
             raise SparkdError(f"{self._source.url}: {wrong}: ask its publisher before you use it.")
-        return commit, committed, Signature(_STATES[letter], printable(signer or key)[:200] if letter in "GUXY" else "")
+        return commit, committed, CommitSignature(_STATES[letter], printable(signer or key)[:200] if letter in "GUXY" else "")
 
     def entries(self, commit: str) -> list[_Entry]:
         """Every file of the commit."""

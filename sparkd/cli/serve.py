@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd import __version__
-from sparkd.cli.options import Asked, Json, argument, option
+from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
 from sparkd.models.source import CONFIG_PATH, check_there, name_of, source_of
 from sparkd.render.page import printable, say_json
 from sparkd.units import whole
 
 if TYPE_CHECKING:
-    from sparkd.schema.yaml_file import Problem
+    from sparkd.schema.yaml_file import ConfigProblem
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -137,7 +137,7 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
-    if json or (ctx.find_root().obj or Asked()).json:
+    if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"ended": True})
 
 
@@ -156,7 +156,7 @@ def check(
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
     parsers = _parsers(config) if not wrong else {}
-    if json or (ctx.find_root().obj or Asked()).json:
+    if json or (ctx.find_root().obj or CommonOptions()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": found, "parsers": parsers})
     else:
@@ -192,7 +192,7 @@ def version(ctx: typer.Context, json: Json = False) -> None:
     `sparkd status` shows the daemon's version.
     """
     python = ".".join(map(str, sys.version_info[:3]))
-    if json or (ctx.find_root().obj or Asked()).json:
+    if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
@@ -216,9 +216,9 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
 
     from sparkd.config.config import Config
     from sparkd.schema.overlay import canonical, error_of, table_of
-    from sparkd.schema.yaml_file import Place
+    from sparkd.schema.yaml_file import Location
 
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     flags: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -234,7 +234,7 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
         tree: Any = flags[key]
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        canonical(table_of(tree, Place(f"-o {key}")), Config, problems)
+        canonical(table_of(tree, Location(f"-o {key}")), Config, problems)
     if problems:
         raise error_of(problems)
     return flags

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from sparkd.capacity.reservation import Placement, offered_gib
 from sparkd.cluster.launcher import Attempt, Starter, Tell
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
-from sparkd.cluster.node_tracker import Look, Observation, Sight, Unreadable, facts_of, told_of, told_of_strangers, told_of_unreadable
+from sparkd.cluster.node_tracker import NodeObservation, Observation, Sight, Unreadable, facts_of, told_of, told_of_strangers, told_of_unreadable
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, costs_of, node_environment
@@ -35,7 +35,7 @@ from sparkd.fabric.readings import FabricNodes, ray_environment
 from sparkd.fabric.transport import proof
 from sparkd.models.folder import unusable
 from sparkd.state.abilities import Abilities
-from sparkd.state.memory_book import Book
+from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.state.snapshot import NodeView
 from sparkd.vllm.parsers import Parsers
@@ -204,7 +204,7 @@ class Cluster:
         """passed: see FabricNodes."""
         self._fabric.passed = passed
 
-    def book(self) -> Book:
+    def book(self) -> MemoryBook:
         """The memory that the nodes in sight lend, and how much of it each model holds."""
         return self._places.book()
 
@@ -407,7 +407,7 @@ class Cluster:
             log.error("Ray's head cannot be looked for: %s", error)
             return False
 
-    async def _look_here(self) -> Look | None:
+    async def _look_here(self) -> NodeObservation | None:
         """This node, through its agent or, while that is away, with the agent's own code."""
         found = await self._look(self.node_ip) if self._link.connected else None
         self._here.sentry.claims = found is None
@@ -420,13 +420,13 @@ class Cluster:
                 log.error("this node cannot be read: %s", error)
         return None
 
-    async def _look(self, node_ip: str) -> Look | None:
+    async def _look(self, node_ip: str) -> NodeObservation | None:
         """None where its agent does not answer, or nothing that can be used: other nodes are looked at all the same."""
         with self._boundary.around("look"):
             return await self._ask_for_look(node_ip)
         return None
 
-    async def _ask_for_look(self, node_ip: str) -> Look | None:
+    async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
@@ -468,7 +468,7 @@ class Cluster:
         else:
             self._sight.heard(node_ip, time.monotonic(), refused=False)
 
-    def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> Look:
+    def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> NodeObservation:
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
         now = None
         try:
@@ -479,4 +479,4 @@ class Cluster:
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
         self._unreadable |= {f"rank {rank_id} on {node_ip}": Unreadable(node_ip, why) for rank_id, why in left_out.items()}
-        return Look(view, ranks)
+        return NodeObservation(view, ranks)

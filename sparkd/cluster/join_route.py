@@ -8,7 +8,7 @@ from ipaddress import IPv4Address
 
 from sparkd.errors import ConfigError
 from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, findings
-from sparkd.fabric.interfaces import LAN, QSFP, WIFI, Cage, Fabric, Interface
+from sparkd.fabric.interfaces import LAN, QSFP, WIFI, Cage, Fabric, NetworkInterface
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _checked(given: str) -> None:
         raise ConfigError(f"--node-ip {given} is no IPv4 address: the nodes of a cluster talk to each other by IPv4.") from None
 
 
-def _named(own: Interface, fabric: Fabric) -> str:
+def _named(own: NetworkInterface, fabric: Fabric) -> str:
     if own.kind == QSFP:
         cage = _cage(own, fabric)
         speed = f", {own.speed_mbps // 1000}G" if own.speed_mbps else ""
@@ -56,7 +56,7 @@ def _named(own: Interface, fabric: Fabric) -> str:
     return f"{own.name} ({ {LAN: 'LAN', WIFI: 'Wi-Fi'}.get(own.kind, 'neither QSFP nor LAN') })"
 
 
-def _doubts(head: str, own: Interface, fabric: Fabric) -> Iterator[str]:
+def _doubts(head: str, own: NetworkInterface, fabric: Fabric) -> Iterator[str]:
     if own.kind == QSFP:
         cage = _cage(own, fabric)
         about = {own.name, "QSFP", *([cage.label] if cage else [])}
@@ -76,5 +76,5 @@ def _doubts(head: str, own: Interface, fabric: Fabric) -> Iterator[str]:
     yield from (f"{one.about}: {one.evidence}. {one.cure}" for one in findings(fabric) if one.verdict == FAIL and rails)
 
 
-def _cage(own: Interface, fabric: Fabric) -> Cage | None:
+def _cage(own: NetworkInterface, fabric: Fabric) -> Cage | None:
     return next((cage for cage in fabric.cages if own in cage.twins), None)

@@ -55,7 +55,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class NodeObservation:
     """One node at one moment."""
 
     node: NodeView

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.capacity.account import Ways
 from sparkd.capacity.fit import AS_STORED, quality_of
-from sparkd.capacity.requirement import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
+from sparkd.capacity.requirement import Node, Requirement, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
@@ -85,7 +85,7 @@ class Siting:
             return await asyncio.to_thread(self._here.runtime, interpreter)
         return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
 
-    async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Need) -> Need:
+    async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Requirement) -> Requirement:
         """By the release of the node that it goes to, where that has another than this one; where it cannot be there, of this one."""
         node = next(iter(self._places.with_room(spec.name, need.gib)), where.node)
         if where.only is not None or node == where.node or not spec.runs_vllm(config.engine):
@@ -124,7 +124,7 @@ class Siting:
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
-    async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Need | None) -> Placement | None:
+    async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Requirement | None) -> Placement | None:
         """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
         a model now, which the log says."""
         if spec.quantize != AUTO or spec.tensor_parallel != AUTO or alone is None:
@@ -194,7 +194,7 @@ class Siting:
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
-    async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Need:
+    async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Requirement:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
         # A file beside a model here need not lie beside it on another node.
         beside = ways == ALONE and len(self._in_sight()) == 1
@@ -204,7 +204,7 @@ class Siting:
             raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {flags.refused[0]}")
         return replace(need, said=flags, nodes=where.only)
 
-    def _only(self, need: Need) -> str | None:
+    def _only(self, need: Requirement) -> str | None:
         """The node that must serve it; None where any may. An engine that asks for no key listens on a Unix socket, which is reached from
         the daemon's own node alone. Where not all nodes have its runtime, one that has, with room for it if there is one."""
         if need.entrypoint not in GUARDED:
@@ -214,7 +214,7 @@ class Siting:
         with_room = (node for node in self._places.with_room(need.spec.name, need.gib) if node in need.nodes)
         return next(with_room, min(need.nodes))
 
-    async def _too_large(self, config: Config, need: Need, size: int) -> str | None:
+    async def _too_large(self, config: Config, need: Requirement, size: int) -> str | None:
         only = self._only(need) if size == 1 else None
         offered = sorted((gib for node, gib in self._places.offered().items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
@@ -234,7 +234,7 @@ def _published(config: Config) -> Iterator[str]:
             yield from (file.model(variant) for variant in (None, *file.recipe.variants))
 
 
-def _quality(need: Need) -> int:
+def _quality(need: Requirement) -> int:
     return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
 
 
@@ -244,7 +244,7 @@ def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence
     return [ways for ways in split if why_illegal(spec, config, node, ways) is None] or split[:1]
 
 
-def _placement(need: Need, nodes: Sequence[str], ways: Ways) -> Placement:
+def _placement(need: Requirement, nodes: Sequence[str], ways: Ways) -> Placement:
     return Placement(
         nodes[0],
         slug_of(need.spec.name),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.errors import ClusterError, MemoryReturns, NoRoom
-from sparkd.state.memory_book import Book, Held, Lack
+from sparkd.state.memory_book import Held, Lack, MemoryBook
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -20,7 +20,7 @@ class Places:
     """The daemon's own book goes before Ray's: Ray forgets what was reserved on a node that it lost, and the rank there lives on.
 
     `here` is the daemon's node; `offered()` says what each node in sight lends, GiB. shut: nodes that take nothing new now.
-    room_gib: see Book.
+    room_gib: see MemoryBook.
     """
 
     def __init__(self, link: RayLink, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
@@ -37,8 +37,8 @@ class Places:
         """GiB by node, of those that may take something."""
         return {node: gib for node, gib in self._offered().items() if node not in self.shut}
 
-    def book(self) -> Book:
-        return Book(self.offered(), dict(self._held), self.shut, self.room_gib)
+    def book(self) -> MemoryBook:
+        return MemoryBook(self.offered(), dict(self._held), self.shut, self.room_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that can hold so much beside what the other models hold there, and have it now: this one first, then the one with the most

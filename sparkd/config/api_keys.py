@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, SecretStr
 
 from sparkd.errors import ConfigError
 from sparkd.schema.fields import AbsolutePath, Section, one_or_many
-from sparkd.schema.yaml_file import Problem
+from sparkd.schema.yaml_file import ConfigProblem
 from workers.host import regular_file
 
 SHORT_KEY = 16
@@ -26,7 +26,7 @@ _MAX_FILE_BYTES = 1024 * 1024
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(one_or_many)]
 
 
-class Keys(Section):
+class KeySettings(Section):
     """The keys of those who may call: inference keys open /v1, admin keys open /admin. A value is a key, or 'sha256:HEX' of one."""
 
     inference: Secrets = ()
@@ -41,15 +41,15 @@ class KeyRing:
 
     inference: frozenset[bytes]
     admin: frozenset[bytes]
-    warnings: tuple[Problem, ...] = ()
+    warnings: tuple[ConfigProblem, ...] = ()
 
 
-def load_keys(keys: Keys, environ: Mapping[str, str]) -> KeyRing:
+def load_keys(keys: KeySettings, environ: Mapping[str, str]) -> KeyRing:
     """Collects every key. systemd's credentials are read from $CREDENTIALS_DIRECTORY/inference.key and admin.key where they exist.
 
     Raises ConfigError for a file that cannot be read and for text that cannot be a key; neither message shows a key.
     """
-    warnings: list[Problem] = []
+    warnings: list[ConfigProblem] = []
     return KeyRing(
         inference=frozenset(_role("inference", keys.inference, keys.inference_file, environ, warnings)),
         admin=frozenset(_role("admin", keys.admin, keys.admin_file, environ, warnings)),
@@ -58,7 +58,7 @@ def load_keys(keys: Keys, environ: Mapping[str, str]) -> KeyRing:
 
 
 def _role(
-    role: str, literals: Iterable[SecretStr], file: Path | None, environ: Mapping[str, str], warnings: list[Problem]
+    role: str, literals: Iterable[SecretStr], file: Path | None, environ: Mapping[str, str], warnings: list[ConfigProblem]
 ) -> Iterator[bytes]:
     for literal in literals:
         yield _digest(literal.get_secret_value(), f"keys.{role}", None, warnings)
@@ -69,7 +69,7 @@ def _role(
         yield from _from_file(credential, warnings)
 
 
-def _from_file(path: Path, warnings: list[Problem]) -> Iterator[bytes]:
+def _from_file(path: Path, warnings: list[ConfigProblem]) -> Iterator[bytes]:
     try:
         status, raw = path.stat(), regular_file.read(path, _MAX_FILE_BYTES + 1)
         if len(raw) > _MAX_FILE_BYTES:
@@ -79,13 +79,13 @@ def _from_file(path: Path, warnings: list[Problem]) -> Iterator[bytes]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The key file cannot be read: {reason}. Create it, or let this user read it.", file=str(path)) from None
     if status.st_mode & stat.S_IROTH:
-        warnings.append(Problem(str(path), None, "Every user of this machine can read this key file: chmod 640 or less.", "warning"))
+        warnings.append(ConfigProblem(str(path), None, "Every user of this machine can read this key file: chmod 640 or less.", "warning"))
     for number, line in enumerate(text.splitlines(), start=1):
         if (key := line.strip()) and not key.startswith("#"):
             yield _digest(key, str(path), number, warnings)
 
 
-def _digest(key: str, file: str, line: int | None, warnings: list[Problem]) -> bytes:
+def _digest(key: str, file: str, line: int | None, warnings: list[ConfigProblem]) -> bytes:
     if _DIGEST.fullmatch(key):
         return bytes.fromhex(key.removeprefix("sha256:"))
     if key.startswith("sha256:") or not _KEY.fullmatch(key):
@@ -94,6 +94,6 @@ def _digest(key: str, file: str, line: int | None, warnings: list[Problem]) -> b
         )
     if len(key) < SHORT_KEY:
         warnings.append(
-            Problem(file, line, f"A key has fewer than {SHORT_KEY} characters and can be guessed: take a longer one.", "warning")
+            ConfigProblem(file, line, f"A key has fewer than {SHORT_KEY} characters and can be guessed: take a longer one.", "warning")
         )
     return hashlib.sha256(key.encode()).digest()

@@ -19,14 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd.config.api_keys import Keys, load_keys
-from sparkd.config.groups import Groups, known_or_nearest
-from sparkd.config.memory import Memory
+from sparkd.config.api_keys import KeySettings, load_keys
+from sparkd.config.groups import GroupSettings, known_or_nearest
+from sparkd.config.memory import MemorySettings
 from sparkd.errors import ConfigError
 from sparkd.models.folder import places_of
 from sparkd.recipes.admin_policy import refuse_over_admin, refuse_paths
 from sparkd.recipes.expand import book_of, expand_models, expanded
-from sparkd.recipes.library import Book
+from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema import kv_cache, quantize, yaml_file
 from sparkd.schema.fields import (
     AbsolutePath,
@@ -57,11 +57,11 @@ from sparkd.schema.overlay import (
     problems_of,
     table_of,
 )
-from sparkd.schema.yaml_file import Place, Problem, Table
+from sparkd.schema.yaml_file import ConfigProblem, Location, Table
 from workers.host import regular_file
 from workers.host.hub_cache import cache_places
 
-__all__ = ["Config", "ModelConfig", "Problem", "config_hash", "is_loopback", "load_config", "parse_model"]
+__all__ = ["Config", "ConfigProblem", "ModelConfig", "config_hash", "is_loopback", "load_config", "parse_model"]
 
 GIB = 1024**3
 MIB = 1024**2
@@ -72,7 +72,7 @@ def _log_level(value: Any) -> Any:
     return "warning" if value == "warn" else value
 
 
-class Limits(Section):
+class LimitSettings(Section):
     """The most that one client may cost the gateway; bytes and seconds."""
 
     max_body_bytes: PositiveCount = 64 * MIB
@@ -90,7 +90,7 @@ class Cors(Section):
     origins: tuple[Origin, ...] = ()
 
 
-class Cluster(Section):
+class ClusterSettings(Section):
     """Ray: join the head at `address`, or start one where it is None."""
 
     address: NodeAddress | None = None
@@ -100,7 +100,7 @@ class Cluster(Section):
     token_file: AbsolutePath | None = None
 
 
-class Engine(Section):
+class EngineSettings(Section):
     """How engines are started where a model says nothing else."""
 
     runtime: AbsolutePath | None = None
@@ -112,7 +112,7 @@ class Engine(Section):
     log_backups: Count = 3
 
 
-class Backoff(Section):
+class BackoffSettings(Section):
     """How long a model that failed waits for its next try."""
 
     initial_s: PositiveSeconds = 10
@@ -121,7 +121,7 @@ class Backoff(Section):
     reset_after_s: PositiveSeconds = 600
 
     @model_validator(mode="after")
-    def _ordered(self) -> Backoff:
+    def _ordered(self) -> BackoffSettings:
         if self.max_s < self.initial_s:
             raise ValueError("max_s must be at least initial_s")
         return self
@@ -153,7 +153,7 @@ class Config(Section):
     state_dir: AbsolutePath = STATE_DIR
     runtime_dir: AbsolutePath | None = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_log_level)] = "info"
-    keys: Keys = Keys()
+    keys: KeySettings = KeySettings()
     metrics_need_key: bool = False
     include_aliases_in_list: bool = False
     wait_for_load_s: Seconds = 300
@@ -167,15 +167,15 @@ class Config(Section):
     min_residency_s: Seconds = 60
     swap_idle_s: Seconds = 5
     cors: Cors = Cors()
-    limits: Limits = Limits()
-    cluster: Cluster = Cluster()
-    engine: Engine = Engine()
-    backoff: Backoff = Backoff()
-    memory: Memory = Memory()
+    limits: LimitSettings = LimitSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    engine: EngineSettings = EngineSettings()
+    backoff: BackoffSettings = BackoffSettings()
+    memory: MemorySettings = MemorySettings()
     quantized_cache: QuantizedCache = QuantizedCache()
     recipes_dir: AbsolutePath | None = None
     hooks: Hooks = Hooks()
-    groups: Groups = Groups()
+    groups: GroupSettings = GroupSettings()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
 
     @property
@@ -227,9 +227,9 @@ class Config(Section):
         limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
         return quantize.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
 
-    def book(self) -> Book:
+    def book(self) -> RecipeLibrary:
         """The recipes that a model may name."""
-        return Book(self.recipes_dir, os.environ, self.state_dir)
+        return RecipeLibrary(self.recipes_dir, os.environ, self.state_dir)
 
     def names(self) -> dict[str, str]:
         """Every name a request may use -> the model's canonical name."""
@@ -303,20 +303,20 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
     return reading.config
 
 
-def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
+def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: RecipeLibrary | None = None) -> ModelConfig:
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
     over_admin refuses what an admin key alone must not bring in (sparkd.recipes.admin_policy): code, files, addresses, another Python.
     The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
-    problems: list[Problem] = []
-    own = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
+    problems: list[ConfigProblem] = []
+    own = canonical(table_of({"models": {name: dict(raw)}}, Location()), Config, problems)["models"].get(name)
     model, tree = None, own
     if over_admin and own is not None:
         refuse_paths(own, book)
     try:
         if own is not None:
-            tree = expanded(name, own, book or Book(None, {}), problems)
+            tree = expanded(name, own, book or RecipeLibrary(None, {}), problems)
             model = ModelConfig.model_validate(tree)
     except ValidationError as error:
         problems += problems_of(error, tree, ("models", name))
@@ -328,18 +328,18 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Bo
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ConfigReading:
     """A configuration as it was read. config: None where something is wrong with it; tree: its keys, each with its place; env_names: the
     variables that the file takes values out of, which no problem shows; base: the folder that relative paths count from."""
 
     config: Config | None
     tree: Table
-    problems: list[Problem]
+    problems: list[ConfigProblem]
     env_names: Collection[str]
     base: Path | None
 
 
-def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Reading:
+def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigReading:
     """File, environment and flags. Never raises."""
     document = yaml_file.Document()
     if path is not None:
@@ -347,8 +347,8 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
             raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "its name holds a zero byte"
-            problem = Problem(str(path), None, f"The file cannot be read: {reason}. Give the path of a sparkd.yaml.")
-            return Reading(None, Table(), [problem], (), None)
+            problem = ConfigProblem(str(path), None, f"The file cannot be read: {reason}. Give the path of a sparkd.yaml.")
+            return ConfigReading(None, Table(), [problem], (), None)
         document = yaml_file.parse(raw, str(path), environ)
     problems = document.problems
     tree = canonical(document.table, Config, problems)
@@ -363,10 +363,10 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     if config is not None:
         problems += cross_problems(config, tree)
     problems = yaml_file.masked(in_order(problems), document.env_names, environ)
-    return Reading(None if problems else config, tree, problems, document.env_names, base)
+    return ConfigReading(None if problems else config, tree, problems, document.env_names, base)
 
 
-def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[Problem]:
+def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[ConfigProblem]:
     """The mistakes of one key about another, at the key to blame. others: names of models that are not in `config`."""
     return [place_of(tree, location).problem(message) for location, message in _cross_checks(config, others)]
 
@@ -384,7 +384,7 @@ def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tup
             )
 
 
-def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tuple[tuple[str, ...], str]]:
+def _conflicts(models: Mapping[str, ModelConfig], engine: EngineSettings) -> Iterator[tuple[tuple[str, ...], str]]:
     owner: dict[str, str] = {name: name for name in models}
     defaults = [model.name for model in models.values() if model.default]
     for name in defaults[1:]:

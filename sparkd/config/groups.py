@@ -24,7 +24,7 @@ class Ties:
         return self.companions.get(name, frozenset())
 
 
-class Groups(Section):
+class GroupSettings(Section):
     """Lists of names, or aliases, of models."""
 
     exclude: tuple[Names, ...] = ()

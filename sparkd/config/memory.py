@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
-    from workers.guard.policy import Limits
+    from workers.guard.policy import MemoryLimits
 
 GIB = 1 << 30
 
@@ -19,7 +19,7 @@ def _on_or_off(value: Any) -> Any:
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
-class Memory(Section):
+class MemorySettings(Section):
     """How often memory is read, what stays free, and when the guard acts."""
 
     sample_s: Annotated[PositiveSeconds, Field(ge=0.05, le=60)] = 0.5
@@ -30,7 +30,7 @@ class Memory(Section):
     os_reserve_gib: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e6)] | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
-    def _in_order(self) -> Memory:
+    def _in_order(self) -> MemorySettings:
         given = [limit for limit in (self.floor_gib, self.hard_gib, self.soft_gib) if limit != "auto"]
         if given != sorted(given):
             raise ValueError("floor_gib must be at most hard_gib, and that at most soft_gib")
@@ -41,12 +41,12 @@ class Memory(Section):
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return {"mode": self.guard} | {name: None if limit == "auto" else limit for name, limit in limits.items()}
 
-    def limits(self, mem_total_bytes: int) -> Limits:
+    def limits(self, mem_total_bytes: int) -> MemoryLimits:
         """The guard's, on a node with so much memory."""
-        from workers.guard.policy import Limits
+        from workers.guard.policy import MemoryLimits
 
         given = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
-        return Limits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
+        return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
 
     def os_reserve_bytes(self, mem_total_bytes: int) -> int:
         """The bytes that stay free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70

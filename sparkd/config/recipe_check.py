@@ -15,12 +15,12 @@ from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipes.expand import PROFILES, default_method, offered
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
 from sparkd.recipes.importer import Imported, imported, is_fork, parser_flags
-from sparkd.recipes.library import VARIANT, AsWritten, Book
+from sparkd.recipes.library import VARIANT, AsWritten, RecipeLibrary
 from sparkd.recipes.registry import is_of_hub
 from sparkd.recipes.speculation import NOTES
 from sparkd.recipes.vllm_command import Table, no_table
 from sparkd.schema.fields import Method, ProfileName
-from sparkd.schema.yaml_file import MAX_BYTES, Problem, parse
+from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, parse
 from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.translate import draft_method, speculative_config, translated
 from sparkd.vllm.unknown_names import unknown_parsers
@@ -38,7 +38,7 @@ _FOLDER_RISK = "{} is a folder of the machine that runs the recipe: see that the
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecipeUse:
     """One way to use a recipe."""
 
     recipe: str
@@ -64,7 +64,7 @@ class Choice:
 class Resolved:
     """A choice as it comes out: the model, its flags and variables for one release, and what was translated. file: the recipe's."""
 
-    choice: Choice
+    choice: RecipeUse
     model: ModelConfig
     args: tuple[str, ...]
     env: Mapping[str, str]
@@ -82,11 +82,11 @@ class Resolved:
 class Checked:
     """problems: errors and warnings. resolved: every choice that comes to a model."""
 
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tuple[RecipeFile | None, list[Problem]]:
+def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tuple[RecipeFile | None, list[ConfigProblem]]:
     """A recipe's file, ours or one that has to be imported; what the import leaves out are warnings. table: as for the import."""
     try:
         raw = regular_file.read(path, MAX_BYTES + 1)
@@ -99,14 +99,14 @@ def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tup
     try:
         found = imported(raw, str(path), table=table)
     except ConfigError as error:
-        return None, [Problem(str(path), error.line, error.message.removeprefix(f"{path}: "))]
+        return None, [ConfigProblem(str(path), error.line, error.message.removeprefix(f"{path}: "))]
     file_, problems = parse_recipe(path.stem, found.text.encode(), f"{path} (imported)", environ)
-    return file_, [*(Problem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
+    return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
 
 
-def misnamed(file: RecipeFile) -> list[Problem]:
+def misnamed(file: RecipeFile) -> list[ConfigProblem]:
     """The parsers that it names and the vLLM beside sparkd does not have; a warning where its image is a fork's, which may have them."""
-    told: dict[Problem, None] = {}
+    told: dict[ConfigProblem, None] = {}
     for variant in (None, *file.recipe.variants):
         container = file.container(variant)
         severity = "warning" if container is not None and is_fork(container.image) else "error"
@@ -118,12 +118,12 @@ def misnamed(file: RecipeFile) -> list[Problem]:
     return list(told)
 
 
-def unusable(found: Imported, name: str, shown: str, release: Release | None) -> list[Problem]:
+def unusable(found: Imported, name: str, shown: str, release: Release | None) -> list[ConfigProblem]:
     """Why what was imported cannot be used: its file is refused, or a way to use it is. Empty where it can."""
     file, problems = parse_recipe(name, found.text.encode(), shown, AsWritten())
     if file is None:
         return problems
-    book = Book(None, AsWritten())
+    book = RecipeLibrary(None, AsWritten())
     book.keep(file)
     return [problem for problem in checked(file, book, release).problems if problem.severity == "error"]
 
@@ -139,15 +139,15 @@ def with_risks(found: Imported, name: str) -> Imported:
     return replace(found, text=head + found.text, risks=tuple(risks))
 
 
-def choices(file: RecipeFile) -> Iterator[Choice]:
+def choices(file: RecipeFile) -> Iterator[RecipeUse]:
     """Every variant in every profile with every method; None for what is not chosen."""
     for variant in (None, *file.recipe.variants):
         for profile in (None, *PROFILES):
             for method in (None, *offered(file, variant)):
-                yield Choice(file.name, variant, profile, method)
+                yield RecipeUse(file.name, variant, profile, method)
 
 
-def resolve(choice: Choice, book: Book, release: Release | None = READ_OFF) -> Resolved:
+def resolve(choice: RecipeUse, book: RecipeLibrary, release: Release | None = READ_OFF) -> Resolved:
     """Raises ConfigError where it does not come to a model."""
     entry, file = choice.entry(), book.find(choice.name)
     if choice.variant is None or choice.variant in file.recipe.variants:
@@ -160,14 +160,14 @@ def resolve(choice: Choice, book: Book, release: Release | None = READ_OFF) -> R
     return Resolved(choice, model, said.args, said.env, said.notes, said.refused, file.path)
 
 
-def checked(file: RecipeFile, book: Book, release: Release | None = READ_OFF) -> Checked:
+def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
     """Resolve every choice. A sentence that holds for several is told once, with the first of them."""
     result, told = Checked(), set[str]()
 
-    def tell(choice: Choice, message: str, severity: str) -> None:
+    def tell(choice: RecipeUse, message: str, severity: str) -> None:
         if message not in told:
             told.add(message)
-            result.problems.append(Problem(file.path, None, f"{choice}: {message}", severity))
+            result.problems.append(ConfigProblem(file.path, None, f"{choice}: {message}", severity))
 
     for choice in choices(file):
         try:
@@ -182,11 +182,11 @@ def checked(file: RecipeFile, book: Book, release: Release | None = READ_OFF) ->
             tell(choice, message, "warning")
     if release is not None and file.recipe.needs_vllm and release < _release(file.recipe.needs_vllm):
         message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
-        result.problems.append(Problem(file.path, None, message))
+        result.problems.append(ConfigProblem(file.path, None, message))
     return result
 
 
-def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
+def parsed(found: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
     """The choices that the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be
     asked."""
     try:
@@ -208,12 +208,12 @@ def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
         answers = list(zip(found, json.loads(done.stdout), strict=True))
     except (ValueError, TypeError):
         raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None
-    ways: dict[tuple[str | None, str], list[Choice]] = {}
+    ways: dict[tuple[str | None, str], list[RecipeUse]] = {}
     for each, refusal in answers:
         if refusal is not None:
             ways.setdefault((each.file, str(refusal)), []).append(each.choice)
     return [
-        Problem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: vLLM's parser says: {refusal}")
+        ConfigProblem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: vLLM's parser says: {refusal}")
         for (file, refusal), (choice, *more) in ways.items()
     ]
 

@@ -17,7 +17,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Attempt
 from sparkd.control import gauges
 from sparkd.control.journal import Ledger, Served
-from sparkd.control.lease import Door
+from sparkd.control.lease import LeaseQueue
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
@@ -60,7 +60,7 @@ class Actions:
         roster: Roster,
         ledger: Ledger,
         cluster: Cluster,
-        door: Door,
+        door: LeaseQueue,
         boundary: Boundary,
         *,
         ask: AskFunction,

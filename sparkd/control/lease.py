@@ -29,7 +29,7 @@ from sparkd.errors import (
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Shared
 from sparkd.schema.model import ModelConfig
-from sparkd.state.abilities import Need
+from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from workers.rank.signatures import LASTING
@@ -71,7 +71,9 @@ class Lease:
     # None if the engine's parsers are unknown.
     parsers: Parsers | None
 
-    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: Need | None) -> None:
+    def __init__(
+        self, door: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
+    ) -> None:
         self._door = door
         self._name = name
         self._wait_s = wait_s
@@ -98,7 +100,7 @@ class Lease:
             self._held = None
 
 
-class Door:
+class LeaseQueue:
     """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
     `want(name, Want, by)` and `wake()` are the supervisor's. unusable, parsers: see Cluster; look: see Actions.
@@ -127,7 +129,9 @@ class Door:
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: Need | None = None) -> Record:
+    async def enter(
+        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None
+    ) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
         record = self._roster.find(name)
         if probe:
@@ -176,7 +180,7 @@ class Door:
         for record in records:
             record.queue.turn_away(_draining())
 
-    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: Need | None) -> None:
+    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
@@ -331,7 +335,7 @@ def _is_owed(other: Record, record: Record) -> bool:
     return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
 
 
-def _refuse_unable(record: Record, need: Need) -> None:
+def _refuse_unable(record: Record, need: RequestNeeds) -> None:
     """Before anything is loaded for it: an engine would say so in minutes, and in its own words."""
     known = record.abilities
     if known is not None and not known.has(need):

@@ -13,13 +13,13 @@ from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
-from sparkd.control.lease import Door
+from sparkd.control.lease import LeaseQueue
 from sparkd.control.memory_release import Release
 from sparkd.control.pressure import Pressure
 from sparkd.control.record import Record
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, Want
-from workers.guard.policy import Limits
+from workers.guard.policy import MemoryLimits
 
 RETRY_AFTER_S = 30
 
@@ -33,11 +33,11 @@ class Gate:
     def __init__(
         self,
         ledger: Ledger,
-        door: Door,
+        door: LeaseQueue,
         want: Callable[[str, Want, str], Any],
         clock: Callable[[], float],
         holders: Callable[[Record, float], list[dict[str, Any]]],
-        limits: Callable[[int], Limits] = Limits.of,
+        limits: Callable[[int], MemoryLimits] = MemoryLimits.of,
     ) -> None:
         self.pressure = Pressure(ledger, want, clock)
         self.release = Release(ledger, clock, limits)

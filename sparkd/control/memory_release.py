@@ -15,9 +15,9 @@ from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
-from sparkd.control.returning_memory import Held, Look, Returning, last_held
+from sparkd.control.returning_memory import NodeSample, RankMemory, Returning, last_held
 from sparkd.state.nouns import RankFact, RankHandle, Reading
-from workers.guard.policy import Limits
+from workers.guard.policy import MemoryLimits
 
 GIB = 1 << 30
 # Below this an engine's end cannot be told from what else happens on a machine.
@@ -42,7 +42,7 @@ class Pending:
 
     model: str
     node: str
-    last: Held
+    last: RankMemory
     memory: Returning
     beside: frozenset[str] = frozenset()
     cure: str = ""
@@ -80,12 +80,12 @@ class Release:
     limits: the guard's, of a node with so many bytes.
     """
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float], limits: Callable[[int], Limits] = Limits.of) -> None:
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], limits: Callable[[int], MemoryLimits] = MemoryLimits.of) -> None:
         self._ledger = ledger
         self._clock = clock
         self._limits = limits
         # By rank_id: its handle, and what it held lately.
-        self._living: dict[str, tuple[RankHandle, deque[Held]]] = {}
+        self._living: dict[str, tuple[RankHandle, deque[RankMemory]]] = {}
         self._pending: list[Pending] = []
         self.room_gib: dict[str, float] = {}
         # By model and node: what its last rank there left behind and nobody removed.
@@ -176,17 +176,17 @@ class Release:
             before[handle.node_id] += last.bytes
             self._pending.append(Pending(handle.model, handle.node_id, last, Returning(last.bytes, whole, now_s), beside))
 
-    def _note_living(self, ranks: Sequence[RankFact], looks: Mapping[str, Look], now_s: float) -> None:
+    def _note_living(self, ranks: Sequence[RankFact], looks: Mapping[str, NodeSample], now_s: float) -> None:
         for fact in ranks:
             held, look = _held(fact), looks.get(fact.handle.node_id)
             if not fact.alive or held is None or look is None:
                 continue
             _, lately = self._living.setdefault(fact.handle.rank_id, (fact.handle, deque()))
-            lately.append(Held(look, held, fact.device_bytes or 0))
+            lately.append(RankMemory(look, held, fact.device_bytes or 0))
             while lately[0].look.at_s < now_s - BEFORE_S:
                 lately.popleft()
 
-    def _waits(self, one: Pending, reading: Reading | None, look: Look | None, now_s: float, alive: Sequence[RankFact]) -> bool:
+    def _waits(self, one: Pending, reading: Reading | None, look: NodeSample | None, now_s: float, alive: Sequence[RankFact]) -> bool:
         """alive: ranks of all nodes. The memory of one that has no weight yet would look like memory that stays away."""
         waited_s = now_s - one.memory.since_s
         one.away = reading is None and waited_s >= LIMIT_S
@@ -242,13 +242,13 @@ def _held(fact: RankFact) -> int | None:
     return None if fact.host_bytes is None else fact.host_bytes + (fact.device_bytes or 0)
 
 
-def _looks(ranks: Sequence[RankFact], readings: Mapping[str, Reading], now_s: float) -> dict[str, Look]:
+def _looks(ranks: Sequence[RankFact], readings: Mapping[str, Reading], now_s: float) -> dict[str, NodeSample]:
     """By node, of those with a reading."""
     living: dict[str, int] = defaultdict(int)
     for fact in ranks:
         if fact.alive:
             living[fact.handle.node_id] += _held(fact) or 0
-    return {node: Look(now_s, one.mem_available_bytes, living[node], one.unaccounted_bytes) for node, one in readings.items()}
+    return {node: NodeSample(now_s, one.mem_available_bytes, living[node], one.unaccounted_bytes) for node, one in readings.items()}
 
 
 def _readings(observation: Observation) -> Mapping[str, Reading]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workers.guard.policy import Limits
+from workers.guard.policy import MemoryLimits
 
 GIB = 1 << 30
 # So much of it counts as all of it.
@@ -22,7 +22,7 @@ FLAT_BYTES, FLAT_S = GIB // 8, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class NodeSample:
     """One node at one moment, bytes. living: what the engines that live there hold together; unaccounted: see Reading."""
 
     at_s: float
@@ -32,15 +32,15 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """The bytes that one rank held at one look at its node, `device` of them on the device."""
 
-    look: Look
+    look: NodeSample
     bytes: int
     device: int = 0
 
 
-def last_held(looks: Iterable[Held]) -> Held | None:
+def last_held(looks: Iterable[RankMemory]) -> RankMemory | None:
     """The look that shows how much memory a rank's end gives back: the latest before the rank began to end.
 
     looks: those shortly before the end. Compilers and staging of a load are gone long before, so the rank's peak does not count.
@@ -61,12 +61,12 @@ class Returning:
     whole: int
     since_s: float
     missing: int = -1
-    _looks: deque[Look] = field(default_factory=deque)
+    _looks: deque[NodeSample] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.missing = self.held
 
-    def look(self, look: Look) -> None:
+    def look(self, look: NodeSample) -> None:
         """Take in what the node shows now."""
         self.missing = min(self.missing, max(0, self.whole - look.available - look.living))
         self._looks.append(look)
@@ -85,7 +85,7 @@ class Returning:
         first, last = self._looks[0], self._looks[-1]
         return last.available + last.living - first.available - first.living <= FLAT_BYTES
 
-    def room(self, limits: Limits) -> int:
+    def room(self, limits: MemoryLimits) -> int:
         """Bytes that a load may need if it begins now: what is available, less the guard's soft limit, and once memory has stopped to rise
         less its hard one."""
         available = self._looks[-1].available if self._looks else 0

@@ -27,7 +27,7 @@ from sparkd.control.wait_reasons import (
     UNCLAIMED,
     Wait,
 )
-from sparkd.state.memory_book import Book
+from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, Want
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
@@ -50,7 +50,9 @@ class Turn:
     line: tuple[str, ...] = ()
 
 
-def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE) -> Turn:
+def turn(
+    models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE
+) -> Turn:
     """The facts of this moment; the same facts always give the same answer. bar: why nothing can be placed now, whoever is first; budget:
     what evictions may cost."""
     waiting = [facts for facts in models.values() if _waits(facts, now_s)]
@@ -101,7 +103,7 @@ def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
     return None
 
 
-def _present(models: Mapping[str, ModelFacts], book: Book) -> set[str]:
+def _present(models: Mapping[str, ModelFacts], book: MemoryBook) -> set[str]:
     """The models that run, start or end, or still hold memory."""
     return {name for name, facts in models.items() if facts.state not in _AWAY or facts.ranks} | set(book.held)
 
@@ -109,7 +111,7 @@ def _present(models: Mapping[str, ModelFacts], book: Book) -> set[str]:
 def _victims(
     asker: ModelFacts,
     models: Mapping[str, ModelFacts],
-    book: Book,
+    book: MemoryBook,
     ties: Ties,
     rivals: Collection[str],
     now_s: float,

@@ -20,7 +20,7 @@ from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
-from sparkd.control.lease import Door, Lease, Waits
+from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
 from sparkd.control.observation import Found
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
@@ -36,7 +36,7 @@ from sparkd.errors import Conflict, DoesNotFit
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
 from sparkd.fabric.report import report
-from sparkd.state.abilities import Need
+from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
 from sparkd.state.snapshot import Snapshot
 from workers.host.network import VARIABLES
@@ -88,7 +88,7 @@ class Supervisor:
         self.ledger = Ledger(store, wall, self.boundary)
         self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
-        self._door = Door(
+        self._door = LeaseQueue(
             self._roster,
             want=self.want,
             wake=self.wake,
@@ -113,7 +113,7 @@ class Supervisor:
     # The three verbs.
 
     def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
     ) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 

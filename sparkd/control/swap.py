@@ -20,7 +20,7 @@ from sparkd.control.record import Record
 from sparkd.control.residency import Evicted
 from sparkd.control.scheduler import Turn, turn
 from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
-from sparkd.state.memory_book import Book
+from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, RankFact, Want
 
 
@@ -47,7 +47,7 @@ class Swap:
     def __init__(
         self,
         ledger: Ledger,
-        book: Callable[[], Book],
+        book: Callable[[], MemoryBook],
         ties: Callable[[], Ties],
         want: Callable[[str, Want, str], Any],
         clock: Callable[[], float],

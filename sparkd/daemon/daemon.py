@@ -40,8 +40,8 @@ from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.keys import Keys, digest
-from sparkd.gateway.limits import Limits
+from sparkd.gateway.keys import KeyDigests, digest
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
@@ -326,13 +326,13 @@ class Daemon:
     def _engines(self) -> list[tuple[str, str, Upstream]]:
         return self._supervisor.upstreams()
 
-    def _keys(self, config: Config) -> Keys:
+    def _keys(self, config: Config) -> KeyDigests:
         ring = load_keys(config.keys, self._environ)
         for warning in ring.warnings:
             log.warning("%s", warning)
         if not ring.inference and not ring.admin:
-            return Keys()
-        return Keys((*ring.inference, digest(self._own_key)), tuple(ring.admin))
+            return KeyDigests()
+        return KeyDigests((*ring.inference, digest(self._own_key)), tuple(ring.admin))
 
 
 class _AdminLater:
@@ -353,11 +353,11 @@ class _AdminLater:
         await (self._app or await self.build())(scope, receive, send)
 
 
-def _limits(config: Config) -> Limits:
+def _limits(config: Config) -> ClientLimits:
     ours = config.limits
     requests, any_requests = most_requests(most_connections(ours.max_connections, descriptor_limit()))
     return replace(
-        Limits(),
+        ClientLimits(),
         header_bytes=ours.max_header_bytes,
         header_s=ours.header_timeout_s,
         body_bytes=ours.max_body_bytes,

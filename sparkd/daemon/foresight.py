@@ -21,7 +21,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import SparkdError
-from sparkd.inquiry.model_answers import Answer, Away, Question, Runtime, ask, places
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import Agents, NodeInquiry
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_flags import flags_of
@@ -48,7 +48,7 @@ LEAST_FREE_BYTES = 12 << 30
 _RESTING = frozenset({ModelState.STOPPED, ModelState.READY, ModelState.FAILED})
 
 
-class Nodes(Agents, Protocol):
+class RuntimeNodes(Agents, Protocol):
     """The part of sparkd.cluster.cluster.Cluster that is needed here. runtimes: raises ClusterError."""
 
     async def runtimes(self, interpreter: str) -> list[NodeRuntime]: ...
@@ -62,7 +62,7 @@ class Foresight:
         self,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],
-        nodes: Nodes,
+        nodes: RuntimeNodes,
         *,
         rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -109,7 +109,7 @@ class Foresight:
         if runtime.only is not None:
             inquiry = NodeInquiry(self._nodes, runtime.node, runtime_of(spec, config), loop)
             away = Away(runtime.node, str(runtime.facts["vllm"]), str(runtime.facts["packages"]), inquiry)
-        vllm = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
+        vllm = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
         nodes = max(1, len(self._snapshot().nodes if runtime.only is None else runtime.only))
         platform = platform_of(runtime.facts, config)
         self.open = {"model": spec.name, "runtime": vllm.place, "since_s": time.time()}
@@ -143,20 +143,20 @@ class Foresight:
 
 
 def answers_about(
-    spec: ModelConfig, config: Config, runtime: Runtime, platform: str, nodes: int, cancel: threading.Event
-) -> Sequence[Answer | None]:
+    spec: ModelConfig, config: Config, runtime: InquiryRuntime, platform: str, nodes: int, cancel: threading.Event
+) -> Sequence[ModelAnswer | None]:
     """vLLM's answers about an entry as it is stored and in its own format, over the ranks that it may have; none where its files are not on
     this node. platform: of the nodes that have the runtime. Blocks. Raises SparkdError where vLLM cannot be asked."""
     env = spec.environment(config.engine)
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
         return []
-    answers: list[Answer | None] = []
+    answers: list[ModelAnswer | None] = []
 
     def progress(step: str, question: int) -> None:
         log.info("%s: the vLLM of %s: %s", spec.name, runtime.place, step if question < 0 else f"{step}, question {question + 1}")
 
-    def collect(questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def collect(questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         answers.extend(ask(questions, runtime, progress=progress, cancel=cancel))
         return answers[-len(questions) :]
 

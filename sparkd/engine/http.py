@@ -45,7 +45,7 @@ for _head, _size in [(b"%x\r\n" % size, size) for size in range(1, _MAX_PASSED_B
 RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """The receiver of an answer: one `head`, then `body` until `ended`, or `broken` at any point and nothing after it.
 
     All are called from within the connection's own callbacks and must not raise. `head` may be followed by `broken` at once:
@@ -60,7 +60,7 @@ class Sink(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one exchange at a time. Made by a Pool."""
+    """One connection; one exchange at a time. Made by a ConnectionPool."""
 
     # More attributes than CPython shares the keys of (30): without slots each connection would have a hash table of its own.
     __slots__ = (
@@ -89,10 +89,10 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.idle_since_s = 0.0
         self._pool = pool
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._headers: RawHeaders = []
         self._bodies: list[bytes] = []
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
 
     # --- the exchange ---------------------------------------------------------------------------------------------------
 
-    async def ask(self, head: bytes, body: bytes | bytearray, sink: Sink) -> None:
+    async def ask(self, head: bytes, body: bytes | bytearray, sink: ResponseSink) -> None:
         """Writes a request whose answer goes to `sink`. Returns when it is written, or when it no longer has to be."""
         self._sink = sink
         self._headers = []
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
 
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
         """For the rest of this answer, has `write` called with every read that is exactly one chunk, framing included, in place of
-        `Sink.body`. `passed` is the last of them, `passed_bytes` the size of all without their framing.
+        `ResponseSink.body`. `passed` is the last of them, `passed_bytes` the size of all without their framing.
         """
         self._pass = write
 
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
-    def _parse(self, data: bytes, sink: Sink) -> None:
+    def _parse(self, data: bytes, sink: ResponseSink) -> None:
         sound = True
         self._unparsed_bytes += len(data)
         try:
@@ -307,7 +307,7 @@ class Connection(asyncio.Protocol):
             writable.set_result(None)
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one engine: as many as there are exchanges, the idle ones kept for IDLE_S.
 
     `preamble` is what every request's head begins with behind its target.

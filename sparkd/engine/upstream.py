@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sparkd.engine.http import Pool, RawHeaders
+from sparkd.engine.http import ConnectionPool, RawHeaders
 from sparkd.errors import EngineError
 
 MAX_MODEL_LIST_BYTES = 1 << 20
@@ -23,7 +23,7 @@ class Upstream:
         self.socket_path = socket_path
         self.base_url = base_url
         self.api_key = api_key
-        self.wire = Pool(socket_path, base_url, api_key)
+        self.wire = ConnectionPool(socket_path, base_url, api_key)
 
     async def get(self, path: str, most_bytes: int, timeout_s: float) -> bytes:
         """The body of what the engine answers with 200, cut off somewhere behind `most_bytes`.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 
-from sparkd.fabric.interfaces import FULL_MBPS, GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface, rdma_mtu
+from sparkd.fabric.interfaces import FULL_MBPS, GOOD_MTU, LINK_LOCAL, Cage, Fabric, NetworkInterface, rdma_mtu
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 ONE_RAIL_GB_S = 13.9
@@ -161,7 +161,7 @@ def _rdma(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
 
 def _subnets(fabric: Fabric, linked: list[Cage]) -> Iterator[Finding]:
     """Two interfaces in one subnet send through whichever the routing table names first. NVIDIA ships both layouts."""
-    members: dict[IPv4Network, list[Interface]] = {}
+    members: dict[IPv4Network, list[NetworkInterface]] = {}
     for cage in linked:
         for twin in (twin for twin in cage.twins if twin.linked):
             for network in dict.fromkeys(one.network for one in twin.addresses):
@@ -198,21 +198,21 @@ def _lan(fabric: Fabric) -> Iterator[Finding]:
         yield Finding("lan", WARN, fabric.node, fabric.lans[0].name, told, "Plug the RJ45 cable in, or give it an address.")
 
 
-def _carrier(one: Interface) -> str:
+def _carrier(one: NetworkInterface) -> str:
     if not one.up:
         return "is switched off"
     return "up" if one.linked else "no cable"
 
 
-def _speed(one: Interface) -> str:
+def _speed(one: NetworkInterface) -> str:
     return f"{one.speed_mbps // 1000}G" if one.speed_mbps and one.speed_mbps >= 1000 else f"{one.speed_mbps or '?'}M"
 
 
-def _addresses(one: Interface) -> str:
+def _addresses(one: NetworkInterface) -> str:
     return " ".join(map(str, one.addresses)) or "no IPv4 address"
 
 
-def _port(twin: Interface) -> str:
+def _port(twin: NetworkInterface) -> str:
     if twin.rdma is None:
         return "has no RDMA device"
     rate = f" {twin.rdma.rate_gbps:g} Gb/s" if twin.rdma.rate_gbps else ""
@@ -220,7 +220,7 @@ def _port(twin: Interface) -> str:
     return f"{twin.rdma.name} {twin.rdma.state}{rate}{layer}"
 
 
-def _gid(twin: Interface) -> str:
+def _gid(twin: NetworkInterface) -> str:
     return f"index {twin.gid_index}" if twin.gid_index is not None else f"no RoCE v2 entry for {_addresses(twin)}"
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
-from sparkd.fabric.interfaces import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
-from sparkd.fabric.links import RING, Cable, cables_of, rails, topology
+from sparkd.fabric.interfaces import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, NetworkInterface
+from sparkd.fabric.links import RING, Link, cables_of, rails, topology
 from sparkd.hardware import JIT_CAPS
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -89,7 +89,7 @@ def _overridden(computed: Setting, said: Sequence[tuple[str, Mapping[str, str]]]
     return setting
 
 
-def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], shape: str) -> Iterator[Setting]:
+def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shape: str) -> Iterator[Setting]:
     """One interface for NCCL's first contact, Gloo and TensorPipe; and the address of the node on it, which vLLM gives to its peers."""
     meeting = _meeting(node, peers, cables, shape)
     if meeting is None:
@@ -105,7 +105,7 @@ def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], sha
         yield Setting(name, f"={one.name}" if name == "NCCL_SOCKET_IFNAME" else one.name, f"{role}: {why}")
 
 
-def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], shape: str) -> tuple[Interface, IPv4Address, str] | None:
+def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shape: str) -> tuple[NetworkInterface, IPv4Address, str] | None:
     """The interface over which every other rank can be reached, the address there, and why that one."""
     holder = node.holding(node.address) if node.address else None
     if holder and node.address:
@@ -137,11 +137,11 @@ def _shared(nodes: Sequence[Fabric]) -> IPv4Network | None:
     return min(common, key=lambda network: (worst[network], network), default=None)
 
 
-def _preference(one: Interface) -> int:
+def _preference(one: NetworkInterface) -> int:
     return (LAN, QSFP, WIFI).index(one.kind)
 
 
-def _inside(network: IPv4Network, node: Fabric) -> list[Interface]:
+def _inside(network: IPv4Network, node: Fabric) -> list[NetworkInterface]:
     places = (*node.lans, *node.twins, *node.wifis)
     return [one for one in places if one.linked and any(address.network == network for address in one.addresses)]
 
@@ -157,11 +157,11 @@ def _lives_in(network: IPv4Network, node: Fabric) -> bool:
     return bool(holder and holder.linked and any((one.ip, one.network) == (node.address, network) for one in holder.addresses))
 
 
-def _within(one: Interface, network: IPv4Network) -> IPv4Address:
+def _within(one: NetworkInterface, network: IPv4Network) -> IPv4Address:
     return next(address.ip for address in one.addresses if address.network == network)
 
 
-def _is_of(one: Interface, others: Iterable[Interface]) -> bool:
+def _is_of(one: NetworkInterface, others: Iterable[NetworkInterface]) -> bool:
     return any(one is other for other in others)
 
 
@@ -174,7 +174,7 @@ def _apart(node: Fabric, reason: str) -> Iterator[Setting]:
         yield Setting("NCCL_NET", None, "this node has no RDMA device, so NCCL takes sockets")
 
 
-def _rdma(node: Fabric, cables: Sequence[Cable], shape: str) -> Iterator[Setting]:
+def _rdma(node: Fabric, cables: Sequence[Link], shape: str) -> Iterator[Setting]:
     used = [twin for twin in node.twins if any(_is_of(twin, (rail.a, rail.b)) for cable in cables for rail in cable.sound())]
     ends = [twin for twin in node.twins if any(_is_of(twin, cable.a_cage.twins + cable.b_cage.twins) for cable in cables)]
     if not any(twin.rdma for twin in node.twins):
@@ -198,6 +198,6 @@ def _rdma(node: Fabric, cables: Sequence[Cable], shape: str) -> Iterator[Setting
         yield Setting("NCCL_NET_PLUGIN", "none", "a stray network plugin of the image would ignore the two settings above")
 
 
-def _gid(used: Sequence[Interface]) -> Setting:
+def _gid(used: Sequence[NetworkInterface]) -> Setting:
     told = ", ".join(f"{twin.rdma.name} {twin.gid_index}" for twin in used if twin.rdma)
     return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {told}")

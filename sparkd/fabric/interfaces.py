@@ -51,7 +51,7 @@ class Rdma:
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
+class NetworkInterface:
     """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
 
     carrier: None while it is switched off. speed_mbps: None where it cannot be told. addresses: IPv4 only.
@@ -87,7 +87,7 @@ class Interface:
     def carries_rdma(self) -> bool:
         return self.linked and self.rdma is not None and self.rdma.state == "ACTIVE" and self.gid_index is not None
 
-    def shares(self, other: Interface) -> IPv4Network | None:
+    def shares(self, other: NetworkInterface) -> IPv4Network | None:
         """A subnet that both have an address in."""
         theirs = {one.network for one in other.addresses}
         return next((one.network for one in self.addresses if one.network in theirs), None)
@@ -99,7 +99,7 @@ class Cage:
 
     number: int
     label: str
-    twins: tuple[Interface, ...]
+    twins: tuple[NetworkInterface, ...]
 
     @property
     def linked(self) -> bool:
@@ -121,9 +121,9 @@ class Fabric:
     node: str
     host: str
     cages: tuple[Cage, ...]
-    lans: tuple[Interface, ...]
-    wifis: tuple[Interface, ...]
-    others: tuple[Interface, ...]
+    lans: tuple[NetworkInterface, ...]
+    wifis: tuple[NetworkInterface, ...]
+    others: tuple[NetworkInterface, ...]
     routes: tuple[tuple[str, str], ...]
     neighbours: tuple[tuple[str, str, str], ...]
     hotplug: bool
@@ -135,17 +135,17 @@ class Fabric:
     proved: frozenset[str] = frozenset()
 
     @property
-    def twins(self) -> tuple[Interface, ...]:
+    def twins(self) -> tuple[NetworkInterface, ...]:
         return tuple(twin for cage in self.cages for twin in cage.twins)
 
     @property
-    def interfaces(self) -> tuple[Interface, ...]:
+    def interfaces(self) -> tuple[NetworkInterface, ...]:
         return (*self.twins, *self.lans, *self.wifis, *self.others)
 
-    def sees(self, interface: Interface, mac: str) -> bool:
+    def sees(self, interface: NetworkInterface, mac: str) -> bool:
         return any(name == interface.name and seen == mac for name, _, seen in self.neighbours)
 
-    def holding(self, ip: IPv4Address) -> Interface | None:
+    def holding(self, ip: IPv4Address) -> NetworkInterface | None:
         return next((one for one in self.interfaces if any(own.ip == ip for own in one.addresses)), None)
 
 
@@ -201,10 +201,10 @@ def traffic(before: Fabric, after: Fabric) -> dict[str, int]:
     return {name: max(0, total - earlier.get(name, 0)) for name, total in counted(after).items()}
 
 
-def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> Interface:
+def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> NetworkInterface:
     kind, cage = _kind(raw)
     ports = [rdma[name] for name in raw["rdma"] if name in rdma]
-    return Interface(
+    return NetworkInterface(
         name=str(raw["name"]),
         kind=kind,
         cage=cage,
@@ -242,9 +242,9 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, int | None]:
     return (LAN if raw["physical"] else OTHER), None
 
 
-def _cages(twins: list[Interface]) -> tuple[Cage, ...]:
+def _cages(twins: list[NetworkInterface]) -> tuple[Cage, ...]:
     """Twins in the order of their PCI domains. A second card's ports have the same names, and another switch id."""
-    groups: dict[tuple[int, str], list[Interface]] = {}
+    groups: dict[tuple[int, str], list[NetworkInterface]] = {}
     for number in sorted({twin.cage for twin in twins if twin.cage is not None}):
         alike = [twin for twin in twins if twin.cage == number]
         for twin in alike:
@@ -256,12 +256,12 @@ def _cages(twins: list[Interface]) -> tuple[Cage, ...]:
     )
 
 
-def _by_pci(one: Interface) -> tuple[str, str]:
+def _by_pci(one: NetworkInterface) -> tuple[str, str]:
     # A name's first capital P is the PCI domain: without one it is domain 0.
     return one.pci or ("1" if "P" in one.name else "0"), one.name
 
 
-def _best_first(found: Iterable[Interface]) -> tuple[Interface, ...]:
+def _best_first(found: Iterable[NetworkInterface]) -> tuple[NetworkInterface, ...]:
     return tuple(sorted(found, key=lambda one: (not one.linked, not one.addresses, -(one.speed_mbps or 0), one.name)))
 
 

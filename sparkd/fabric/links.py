@@ -8,17 +8,17 @@ from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
 
 from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding, findings
-from sparkd.fabric.interfaces import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
+from sparkd.fabric.interfaces import GOOD_MTU, LINK_LOCAL, Cage, Fabric, NetworkInterface
 
 ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "switch", "apart"
 
 
 @dataclass(frozen=True, slots=True)
-class Rail:
+class LinkRail:
     """A twin here and its peer at the other end, in one subnet. problem: what makes it useless, None where it is sound."""
 
-    a: Interface
-    b: Interface
+    a: NetworkInterface
+    b: NetworkInterface
     network: IPv4Network
     problem: str | None
 
@@ -28,7 +28,7 @@ class Rail:
 
 
 @dataclass(frozen=True, slots=True)
-class Cable:
+class Link:
     """a and b: nodes' names. seen: an end has met the other's MAC address; else the subnets alone say so. rails: empty where the ends have
     no subnet in common."""
 
@@ -36,34 +36,34 @@ class Cable:
     a_cage: Cage
     b: str
     b_cage: Cage
-    rails: tuple[Rail, ...]
+    rails: tuple[LinkRail, ...]
     seen: bool
 
-    def sound(self, *, rdma: bool = True) -> tuple[Rail, ...]:
+    def sound(self, *, rdma: bool = True) -> tuple[LinkRail, ...]:
         """The ports that can carry traffic; rdma: by RDMA. Without it a cable between machines that have no RDMA at all will do."""
         return tuple(rail for rail in self.rails if (rail.rdma if rdma else rail.problem is None))
 
 
-def cables_of(nodes: Sequence[Fabric]) -> tuple[Cable, ...]:
+def cables_of(nodes: Sequence[Fabric]) -> tuple[Link, ...]:
     """Between each two nodes, in the nodes' order. Through a switch a cage has one to every node there.
 
     A neighbour's MAC address proves a cable. A subnet in common is believed where nothing that was seen contradicts it; link-local
     addresses are all in one subnet, so they say nothing by themselves.
     """
-    found: list[Cable] = []
+    found: list[Link] = []
     for a, b in combinations(nodes, 2):
-        between: list[Cable] = []
+        between: list[Link] = []
         ends = [(x, y, _met(a, x, b, y)) for x in a.cages for y in b.cages if x.linked and y.linked]
         seen = [(x, y) for x, y, met in ends if met]
         for x, y, met in ends:
             contradicted = any((x is p) != (y is q) for p, q in seen)
             if met or (not contradicted and any(_common(s, t, met) for s in x.twins for t in y.twins)):
-                between.append(Cable(a.node, x, b.node, y, _rails(x, y, met), met))
+                between.append(Link(a.node, x, b.node, y, _rails(x, y, met), met))
         found += [cable for cable in between if cable.rails or not _is_echo(cable, between)]
     return tuple(found)
 
 
-def topology(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> str:
+def topology(nodes: Sequence[Fabric], cables: Sequence[Link]) -> str:
     """How they hang together. Two nodes through a switch look like two with a cable, and that is all the same to them."""
     if len(nodes) < 2:
         return ALONE
@@ -116,7 +116,7 @@ def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True, ring_proved:
 
 def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
-    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.Wish.
+    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.FitRequest.
     """
     found = {}
     for size in range(2, len(nodes) + 1):
@@ -126,7 +126,7 @@ def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     return found
 
 
-def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bool = True) -> tuple[Finding, ...]:
+def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Link], *, rdma: bool = True) -> tuple[Finding, ...]:
     """The findings on the nodes together; none where there is one."""
     if len(nodes) < 2:
         return ()
@@ -147,30 +147,30 @@ def _proved(nodes: Sequence[Fabric]) -> bool:
     return all(b.node in a.proved for a, b in combinations(nodes, 2))
 
 
-def _is_echo(cable: Cable, between: Sequence[Cable]) -> bool:
+def _is_echo(cable: Link, between: Sequence[Link]) -> bool:
     """Through a switch that all four ports share, each end meets both of the other's: what has no subnet there is no cable, where both
     ends have one that has."""
     railed = [other for other in between if other.rails]
     return any(other.a_cage is cable.a_cage for other in railed) and any(other.b_cage is cable.b_cage for other in railed)
 
 
-def _common(s: Interface, t: Interface, met: bool) -> IPv4Network | None:
+def _common(s: NetworkInterface, t: NetworkInterface, met: bool) -> IPv4Network | None:
     network = s.shares(t) if s.linked and t.linked else None
     return None if network == LINK_LOCAL and not met else network
 
 
-def _rails(x: Cage, y: Cage, met: bool) -> tuple[Rail, ...]:
+def _rails(x: Cage, y: Cage, met: bool) -> tuple[LinkRail, ...]:
     """Each twin with the first of the other end that is in a subnet of its own and has no rail yet."""
-    found: list[Rail] = []
+    found: list[LinkRail] = []
     for s in x.twins:
         for t in y.twins:
             network = _common(s, t, met)
             if network and not any(rail.a is s or rail.b is t for rail in found):
-                found.append(Rail(s, t, network, _problem(s, t)))
+                found.append(LinkRail(s, t, network, _problem(s, t)))
     return tuple(found)
 
 
-def _problem(s: Interface, t: Interface) -> str | None:
+def _problem(s: NetworkInterface, t: NetworkInterface) -> str | None:
     if twice := {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
         return f"both ends have {min(twice)}"
     if s.mtu != t.mtu:
@@ -178,7 +178,7 @@ def _problem(s: Interface, t: Interface) -> str | None:
     return None
 
 
-def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
+def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
     node, about = f"{cable.a} - {cable.b}", f"{cable.a_cage.label} - {cable.b_cage.label}"
     how = "the ends have met" if cable.seen else "by their subnets"
     if not cable.rails:
@@ -206,7 +206,7 @@ def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
         yield Finding("rails", OK, node, about, told)
 
 
-def _crossed(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Finding]:
+def _crossed(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Finding]:
     """NCCL pairs the devices of two nodes by their order, which is that of the PCI addresses: an owner's `ibv_modify_qp` time-outs came
     from a list that began with another device (AINode 0.5.11, release notes)."""
     for a, b in combinations(nodes, 2):
@@ -231,7 +231,7 @@ def _duplicates(nodes: Sequence[Fabric]) -> Iterator[Finding]:
             yield Finding("duplicate", FAIL, " - ".join(names), str(ip), f"{ip} is on {told}", "Give each node an address of its own.")
 
 
-def _strangers(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Finding]:
+def _strangers(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Finding]:
     """A cage with a link that leads to none of the nodes."""
     used = {(node, id(cage)) for cable in cables for node, cage in ((cable.a, cable.a_cage), (cable.b, cable.b_cage))}
     for node in nodes:
@@ -246,7 +246,7 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Fin
             yield Finding("peer", WARN, node.node, cage.label, told, cure)
 
 
-def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> Iterator[Finding]:
+def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> Iterator[Finding]:
     names, about = ", ".join(node.node for node in nodes), f"TP={len(nodes)}"
     fine, reason = rails(nodes, rdma=rdma)
     if fine:
@@ -270,7 +270,7 @@ def _cure(group: Sequence[Fabric], rdma: bool) -> str:
     return next((one.cure for one in (*wrong, *links[::-1]) if one.cure), "")
 
 
-def _unsound(between: Sequence[Cable], rdma: bool) -> str:
+def _unsound(between: Sequence[Link], rdma: bool) -> str:
     if not between:
         return "no cable between them"
     if not any(cable.rails for cable in between):

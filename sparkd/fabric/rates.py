@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, Finding
-from sparkd.fabric.interfaces import Fabric, Interface
+from sparkd.fabric.interfaces import Fabric, NetworkInterface
 from sparkd.fabric.links import cables_of
 from sparkd.fabric.nccl_log import SOCKET, judge_rate
 
@@ -131,7 +131,7 @@ def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[s
     return tuple(found)
 
 
-def _end(one: Interface) -> str:
+def _end(one: NetworkInterface) -> str:
     addresses = ",".join(sorted(str(address) for address in one.addresses))
     device = one.rdma.name if one.rdma else None
     return f"{one.name} {one.mac} {device} {one.speed_mbps} Mb/s {addresses}"

@@ -8,8 +8,8 @@ from typing import Any
 
 from sparkd.fabric.checks import FAIL, Finding, findings, worst
 from sparkd.fabric.environment import settings
-from sparkd.fabric.interfaces import Fabric, Interface, fabrics_of, with_proofs
-from sparkd.fabric.links import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
+from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabrics_of, with_proofs
+from sparkd.fabric.links import Link, cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric.peers import peers
 from sparkd.fabric.rates import Rate, holds, proofs, shown, with_loss
 from sparkd.fabric.rates import finding as rated
@@ -80,7 +80,7 @@ def _node(node: Fabric) -> dict[str, Any]:
     }
 
 
-def _interface(one: Interface) -> dict[str, Any]:
+def _interface(one: NetworkInterface) -> dict[str, Any]:
     return {
         "name": one.name,
         "mac": one.mac,
@@ -98,7 +98,7 @@ def _interface(one: Interface) -> dict[str, Any]:
     }
 
 
-def _cable(cable: Cable) -> dict[str, Any]:
+def _cable(cable: Link) -> dict[str, Any]:
     return {
         "a": cable.a,
         "a_cage": cable.a_cage.label,

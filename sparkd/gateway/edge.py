@@ -30,8 +30,8 @@ from sparkd.errors import (
     UnknownRoute,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
-from sparkd.gateway.keys import Keys, Role
-from sparkd.gateway.limits import Limits
+from sparkd.gateway.keys import KeyDigests, Role
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
 from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
@@ -50,14 +50,14 @@ from sparkd.gateway.responses import (
     new_request_id,
     send_whole,
 )
-from sparkd.gateway.routes import Kind, Route, find, nearest
+from sparkd.gateway.routes import Route, RouteKind, find, nearest
 
 _log = logging.getLogger("sparkd.gateway")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
-_PROBES = (Kind.LIVE, Kind.READY)
-_FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE, Kind.ENGINE)
+_PROBES = (RouteKind.LIVE, RouteKind.READY)
+_FORWARDED = (RouteKind.JSON, RouteKind.FORM, RouteKind.RESPONSE, RouteKind.ENGINE)
 
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
@@ -77,15 +77,15 @@ class Edge:
         live: Probe,
         ready: Probe,
         metrics_text: Callable[[], bytes] = metrics.text,
-        keys: Keys | None = None,
-        limits: Limits | None = None,
+        keys: KeyDigests | None = None,
+        limits: ClientLimits | None = None,
         probe_token: str | None = None,
         metrics_need_key: bool = False,
         include_aliases_in_list: bool = False,
         page_origins: frozenset[bytes] = frozenset(),
     ) -> None:
         self.page_origins = page_origins
-        self.keys = keys or Keys()
+        self.keys = keys or KeyDigests()
         self.metrics_need_key = metrics_need_key
         self.include_aliases_in_list = include_aliases_in_list
         self._supervisor = supervisor
@@ -93,16 +93,16 @@ class Edge:
         self._live = live
         self._ready = ready
         self._metrics_text = metrics_text
-        self._proxy = Proxy(supervisor, limits or Limits(), probe_token)
+        self._proxy = Proxy(supervisor, limits or ClientLimits(), probe_token)
         self._open_requests = 0
         self._admin_turns = asyncio.Lock()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ClientLimits:
         return self._proxy.limits
 
     @limits.setter
-    def limits(self, limits: Limits) -> None:
+    def limits(self, limits: ClientLimits) -> None:
         self._proxy.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,29 +152,29 @@ class Edge:
         self._check_length(route, headers)
         if route.kind in _FORWARDED:
             await self._proxy.forward(scope, receive, route, name, headers, exchange)
-        elif route.kind is Kind.ADMIN:
+        elif route.kind is RouteKind.ADMIN:
             await self._delegate(scope, receive, send, exchange)
         else:
             await self._answer(route, name, headers, send, exchange)
 
-    def _most_requests(self, kind: Kind) -> float:
+    def _most_requests(self, kind: RouteKind) -> float:
         if kind in _FORWARDED:
             return self.limits.requests
-        return self.limits.any_requests if kind is Kind.ADMIN else math.inf
+        return self.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
     async def _answer(self, route: Route, name: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
         """The routes that the gateway answers itself."""
         content_type, status, more = "application/json", 200, {"cache-control": "no-cache"}
-        if route.kind is Kind.METRICS:
+        if route.kind is RouteKind.METRICS:
             content_type, body = metrics.CONTENT_TYPE, self._metrics_text()
         elif route.kind in _PROBES:
-            well, facts = (self._live if route.kind is Kind.LIVE else self._ready)()
+            well, facts = (self._live if route.kind is RouteKind.LIVE else self._ready)()
             status = 200 if well else 503
             body = json.dumps({"status": "ok" if well else "unavailable", **facts}).encode()
-        elif route.kind is Kind.MODELS:
+        elif route.kind is RouteKind.MODELS:
             models = self._supervisor.snapshot().models
             body = json.dumps(models_list(models, with_aliases=self.include_aliases_in_list, paths=self._is_admin(headers))).encode()
-        elif route.kind is Kind.MODEL:
+        elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
         else:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
@@ -252,11 +252,11 @@ class Edge:
         """The key of the route or, where no keys are configured, proof that no other web page than an allowed one is behind the request."""
         if self.keys.open:
             if route.kind not in _PROBES:
-                does_nothing = route.kind in (Kind.ROOT, Kind.METRICS)
+                does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS)
                 check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
             return
         needed = route.role
-        if route.kind is Kind.METRICS and self.metrics_need_key:
+        if route.kind is RouteKind.METRICS and self.metrics_need_key:
             needed = Role.INFERENCE
         if needed is Role.NOBODY:
             return
@@ -268,7 +268,7 @@ class Edge:
 
     def _check_length(self, route: Route, headers: dict[bytes, bytes]) -> None:
         declared = headers.get(b"content-length")
-        limit = self.limits.admin_body_bytes if route.kind is Kind.ADMIN else self.limits.body_bytes
+        limit = self.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self.limits.body_bytes
         if declared is not None and int(declared) > limit:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.")
 

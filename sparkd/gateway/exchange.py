@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from sparkd import metrics
-from sparkd.gateway.routes import EXACT, Kind
+from sparkd.gateway.routes import EXACT, RouteKind
 
 if TYPE_CHECKING:
     from sparkd.gateway.heartbeat import Heartbeat
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("sparkd.access")
 
 # Asked every few seconds by whoever watches; only their failures are news. A change through the admin API is an event besides.
-_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (Kind.LIVE, Kind.READY)), "/metrics", "/admin/v1"))
+_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY)), "/metrics", "/admin/v1"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 

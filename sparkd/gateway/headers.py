@@ -35,7 +35,7 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     """The head of the engine's request: the client's headers in printable ASCII.
 
     Left out are the client's credentials, what speaks of its connection (and what `Connection` names), and what sparkd says itself. No
-    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.engine.http.Pool's.
+    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.engine.http.ConnectionPool's.
     """
     hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]

@@ -18,14 +18,14 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeyDigests:
     """Digests of the keys of each role. With no key at all the gateway is open, which the daemon allows on loopback only."""
 
     inference: tuple[bytes, ...] = ()
     admin: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, inference: Iterable[str] = (), admin: Iterable[str] = ()) -> Keys:
+    def of(cls, inference: Iterable[str] = (), admin: Iterable[str] = ()) -> KeyDigests:
         """From keys in clear."""
         return cls(tuple(map(digest, inference)), tuple(map(digest, admin)))
 

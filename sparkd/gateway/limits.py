@@ -9,7 +9,7 @@ _MIB = 1024 * _KIB
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """The most that one client, and all of them together, may take.
 
     header_bytes, header_count   request line and headers of one request; beyond: 431

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sparkd import metrics
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, UpgradeNotServed
 from sparkd.gateway.exchange import count_refused
-from sparkd.gateway.limits import Limits
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, new_request_id
 
 CONNECTION = "sparkd.connection"
@@ -40,7 +40,7 @@ _LINGER_NOT = struct.pack("ii", 1, 0)
 _LAST_S = 0.25
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """The source of an answer; it pauses while the client does not take what there is."""
 
     def pause(self) -> None: ...
@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     connections that are without a request, the longest idle one first (Acceptor closes these for new ones).
     """
 
-    limits: ClassVar[Limits] = Limits()
+    limits: ClassVar[ClientLimits] = ClientLimits()
     idle: ClassVar[dict[Any, None]] = {}
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -78,7 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = self._last = False
         self._refusal: SparkdError | None = None
         self._when_gone: Callable[[], object] | None = None
-        self._source: Source | None = None
+        self._source: ResponseSource | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- what the app may ask for, by scope["extensions"][CONNECTION] -----------------------------------------------------
@@ -142,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not message.get("more_body", False):
             self.end_answer()
 
-    def fed_by(self, source: Source | None) -> None:
+    def fed_by(self, source: ResponseSource | None) -> None:
         """Has `source` paused while the client's buffer is full. None: nobody."""
         self._source = source
         if source is not None and self.flow.write_paused:
@@ -386,6 +386,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
 
-def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
+def bounded_protocol(limits: ClientLimits) -> type[BoundedProtocol]:
     """The class that uvicorn makes one of for every connection."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "idle": {}})

@@ -29,14 +29,14 @@ from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, w
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
-from sparkd.gateway.limits import Limits
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.outline import outline
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Peek, Pipe
 from sparkd.gateway.responses import Receive, Scope
-from sparkd.gateway.routes import Kind, Route
-from sparkd.state.abilities import Need
+from sparkd.gateway.routes import Route, RouteKind
+from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.parsers import Parsers
@@ -54,7 +54,7 @@ _REMEMBERED_RESPONSES = 10_000
 Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
-class Lease(Protocol):
+class EngineLease(Protocol):
     """The right to one engine, for one request. answered: see sparkd.control.lease.Lease."""
 
     answered: bool | None
@@ -71,15 +71,15 @@ class Leases(Protocol):
     """The part of the supervisor that the gateway knows."""
 
     def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
-    ) -> AbstractAsyncContextManager[Lease]: ...
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
+    ) -> AbstractAsyncContextManager[EngineLease]: ...
     def snapshot(self) -> Snapshot: ...
 
 
 class Proxy:
     """Forwards requests for as long as the daemon lives. `limits` may be replaced while it runs."""
 
-    def __init__(self, supervisor: Leases, limits: Limits, probe_token: str | None) -> None:
+    def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
         self.limits = limits
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
@@ -94,12 +94,12 @@ class Proxy:
         _check_content(route.kind, content_type, headers.get(b"content-encoding"))
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
         model: str | None
-        if route.kind is Kind.JSON:
+        if route.kind is RouteKind.JSON:
             exchange.outline = await outline(body)
             model = model_of_json(exchange.outline)
-        elif route.kind is Kind.FORM:
+        elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
-        elif route.kind is Kind.ENGINE:
+        elif route.kind is RouteKind.ENGINE:
             model = self._model_that_runs(scope["query_string"])
         else:
             model = self._model_of_response(name)
@@ -143,7 +143,7 @@ class Proxy:
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
-            waits = partial(self._wait, connection, exchange, route) if route.kind is Kind.JSON else None
+            waits = partial(self._wait, connection, exchange, route) if route.kind is RouteKind.JSON else None
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
                 if exchange.heartbeat is not None:
@@ -179,11 +179,11 @@ class Proxy:
     ) -> None:
         exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
-    async def _relay(self, lease: Lease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    async def _relay(self, lease: EngineLease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """The engine's whole answer. Its bytes go from socket to socket within sparkd.engine.http's callbacks; this only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
-        if route.kind is Kind.RESPONSE and scope["query_string"]:
+        if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
@@ -291,14 +291,14 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
     return True
 
 
-def _need(route: Route, exchange: Exchange) -> Need | None:
+def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     """The route's need, and the body's: a model that is not loaded is refused by it at once."""
     if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
         return route.need
     return replace(route.need, tools=wants_functions(exchange.outline))
 
 
-def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:
+def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
     """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
     parsers = lease.parsers
     if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
@@ -311,11 +311,11 @@ def _media_type(content_type: bytes) -> bytes:
     return content_type.partition(b";")[0].strip().lower()
 
 
-def _check_content(kind: Kind, content_type: bytes, encoding: bytes | None) -> None:
+def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
         raise UnsupportedMediaType("A body with a content-encoding is not taken; send it plain.")
     media = _media_type(content_type)
-    if kind is Kind.JSON and media not in (b"", b"application/json"):
+    if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")
-    if kind is Kind.FORM and media != b"multipart/form-data":
+    if kind is RouteKind.FORM and media != b"multipart/form-data":
         raise UnsupportedMediaType("This path takes content-type multipart/form-data.")

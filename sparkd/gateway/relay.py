@@ -91,7 +91,7 @@ class Pipe:
             return
         self._client.cut()
 
-    # --- sparkd.engine.http.Sink -----------------------------------------------------------------------------------------------
+    # --- sparkd.engine.http.ResponseSink -----------------------------------------------------------------------------------------------
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status

@@ -9,12 +9,12 @@ from enum import Enum
 
 from sparkd.gateway.keys import Role
 from sparkd.nearest import nearest as nearest_word
-from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Need
+from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, RequestNeeds
 
 ADMIN_ROOT = "/admin/v1"
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """The part that answers a route."""
 
     ROOT = "root"
@@ -36,10 +36,10 @@ class Route:
     what a model must have for it."""
 
     label: str
-    kind: Kind
+    kind: RouteKind
     methods: tuple[str, ...]
     role: Role
-    need: Need | None = None
+    need: RequestNeeds | None = None
 
     @property
     def anthropic(self) -> bool:
@@ -77,11 +77,11 @@ def nearest(path: str) -> str | None:
 _ALIKE, _LONGEST_MEANT = 0.7, 64
 _GET = ("GET", "HEAD")
 _POST = ("POST",)
-_STORED = Need("/v1/responses", GENERATE)
-_MODEL = Route("/v1/models/{name}", Kind.MODEL, _GET, Role.INFERENCE)
-_RESPONSE = Route("/v1/responses/{id}", Kind.RESPONSE, ("GET",), Role.INFERENCE, _STORED)
-_CANCEL = Route("/v1/responses/{id}/cancel", Kind.RESPONSE, _POST, Role.INFERENCE, _STORED)
-_ADMIN = Route(ADMIN_ROOT, Kind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"), Role.ADMIN)
+_STORED = RequestNeeds("/v1/responses", GENERATE)
+_MODEL = Route("/v1/models/{name}", RouteKind.MODEL, _GET, Role.INFERENCE)
+_RESPONSE = Route("/v1/responses/{id}", RouteKind.RESPONSE, ("GET",), Role.INFERENCE, _STORED)
+_CANCEL = Route("/v1/responses/{id}/cancel", RouteKind.RESPONSE, _POST, Role.INFERENCE, _STORED)
+_ADMIN = Route(ADMIN_ROOT, RouteKind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"), Role.ADMIN)
 
 # One or more segments, none empty, none "." or "..", no parameters (;), no backslash, no control character.
 _ADMIN_PATH = re.compile(r"/admin/v1(?:/(?!\.{1,2}(?:/|$))[^/;\\\x00-\x1f\x7f]+)+")
@@ -128,27 +128,31 @@ _SCALE_OUT = (
 _FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _TOLD_BY_ENGINE = ("/version", "/load", "/tokenizer_info")
 _PROBES = (
-    ("/livez", Kind.LIVE),
-    ("/healthz", Kind.LIVE),
-    ("/health", Kind.LIVE),
-    ("/health/liveliness", Kind.LIVE),
-    ("/health/liveness", Kind.LIVE),
-    ("/readyz", Kind.READY),
-    ("/health/readiness", Kind.READY),
+    ("/livez", RouteKind.LIVE),
+    ("/healthz", RouteKind.LIVE),
+    ("/health", RouteKind.LIVE),
+    ("/health/liveliness", RouteKind.LIVE),
+    ("/health/liveness", RouteKind.LIVE),
+    ("/readyz", RouteKind.READY),
+    ("/health/readiness", RouteKind.READY),
 )
 
 EXACT: Mapping[str, Route] = {
-    "/": Route("/", Kind.ROOT, _GET, Role.NOBODY),
-    "/metrics": Route("/metrics", Kind.METRICS, _GET, Role.NOBODY),
-    "/ping": Route("/ping", Kind.LIVE, (*_GET, *_POST), Role.NOBODY),
-    "/v1/models": Route("/v1/models", Kind.MODELS, _GET, Role.INFERENCE),
-    "/v1/models/": Route("/v1/models", Kind.MODELS, _GET, Role.INFERENCE),
+    "/": Route("/", RouteKind.ROOT, _GET, Role.NOBODY),
+    "/metrics": Route("/metrics", RouteKind.METRICS, _GET, Role.NOBODY),
+    "/ping": Route("/ping", RouteKind.LIVE, (*_GET, *_POST), Role.NOBODY),
+    "/v1/models": Route("/v1/models", RouteKind.MODELS, _GET, Role.INFERENCE),
+    "/v1/models/": Route("/v1/models", RouteKind.MODELS, _GET, Role.INFERENCE),
     ADMIN_ROOT: _ADMIN,
     **{path: Route(path, kind, _GET, Role.NOBODY) for path, kind in _PROBES},
-    **{path: Route(path, Kind.ENGINE, ("GET",), Role.INFERENCE, Need(path, None)) for path in _TOLD_BY_ENGINE},
-    **{path: Route(path, Kind.JSON, _POST, Role.INFERENCE, Need(path, task)) for task, paths in _JSON.items() for path in paths},
-    **{path: Route(path, Kind.JSON, _POST, Role.INFERENCE, Need("/v1/completions", GENERATE)) for path in _SCALE_OUT},
-    **{path: Route(path, Kind.FORM, _POST, Role.INFERENCE, Need(path, TRANSCRIBE)) for path in _FORMS},
+    **{path: Route(path, RouteKind.ENGINE, ("GET",), Role.INFERENCE, RequestNeeds(path, None)) for path in _TOLD_BY_ENGINE},
+    **{
+        path: Route(path, RouteKind.JSON, _POST, Role.INFERENCE, RequestNeeds(path, task))
+        for task, paths in _JSON.items()
+        for path in paths
+    },
+    **{path: Route(path, RouteKind.JSON, _POST, Role.INFERENCE, RequestNeeds("/v1/completions", GENERATE)) for path in _SCALE_OUT},
+    **{path: Route(path, RouteKind.FORM, _POST, Role.INFERENCE, RequestNeeds(path, TRANSCRIBE)) for path in _FORMS},
 }
 
 

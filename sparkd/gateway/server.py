@@ -16,7 +16,7 @@ from sparkd.condition import Condition
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import BACKLOG, Acceptor
-from sparkd.gateway.limits import Limits
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.responses import App
 
@@ -117,7 +117,7 @@ class GatewayServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: ClientLimits) -> None:
         """For a reload: open connections follow from their next deadline on."""
         self.config.http.limits = limits
         if self.acceptor is not None:
@@ -139,7 +139,7 @@ def map_large_blocks() -> None:
 
 def gateway_server(
     app: App,
-    limits: Limits,
+    limits: ClientLimits,
     *,
     drain_s: float = 30.0,
     boundary: Boundary | None = None,

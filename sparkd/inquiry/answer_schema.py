@@ -83,7 +83,7 @@ class _Cache(_Strict):
 
 
 class _Answer(BaseModel):
-    """A key that is not named here is a fact: see sparkd.inquiry.model_answers.Answer."""
+    """A key that is not named here is a fact: see sparkd.inquiry.model_answers.ModelAnswer."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, _Fact]

@@ -58,7 +58,7 @@ _PROGRAMS = tuple(Path(workers.__file__).parent / "engine" / name for name in ("
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ModelQuestion:
     """folder: a checkpoint's own, with whatever it has. files: the texts of FILES where there is no such folder, by their names; tensors:
     what its weights are, which our load format and some quantization methods look at. args, env: the engine's flags and variables as its
     start has them. draft: the headers of one that is on no disk here, whose model is DRAFT in args. platform: OWN for the runtime's own,
@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ModelRefusal:
     """step: `arguments`, `config`, `model`, `cache` (what its layers keep), `sizes` (the bytes that requests take of it), `deadline`,
     `memory` or `died`. certain: vLLM refuses to serve this model; otherwise this machine may merely be unable to build it, and nothing is
     known."""
@@ -88,7 +88,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCache:
     """The cache of one layer on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one;
     state_bytes are of each request, however long, and page_bytes are those with their padding. spec, layer: vLLM's classes."""
 
@@ -125,7 +125,7 @@ class Stage:
     """A rank of the pipeline, which is what each of its tensor ranks has. block_bytes: of a block of the pool over all its layers, 0 where
     vLLM did not say. requests: (tokens, bytes that one request of so many takes), the longest request last."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCache, ...]
     shared: Mapping[str, str]
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
@@ -136,7 +136,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """vLLM's answer about a model. platform: that it ran on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
     the fields of workers.engine.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
     `cache_dtype`, `quantization`, `tasks`, `block_size`, ..). groups: of vLLM's block pool, as JSON."""
@@ -145,7 +145,7 @@ class Answer:
     platform: str
     stand_in: bool
     seconds: float
-    refusal: Refusal | None
+    refusal: ModelRefusal | None
     stages: tuple[Stage, ...]
     facts: Mapping[str, Any]
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -167,7 +167,7 @@ class Away:
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class InquiryRuntime:
     """interpreter: of the engine, None for the one that this runs in. folders: where answers are kept, see `places`. away: where it is
     another node's."""
 
@@ -202,7 +202,7 @@ def places(state_dir: Path) -> list[Path]:
     return [folder.with_name("vllm-answers") for folder in flag_table.places(state_dir)]
 
 
-def kept(question: Question, runtime: Runtime) -> Answer | None:
+def kept(question: ModelQuestion, runtime: InquiryRuntime) -> ModelAnswer | None:
     """The answer that the disk has; None where it has none, and where the file is damaged."""
     version = runtime.version
     if version is None:
@@ -210,18 +210,18 @@ def kept(question: Question, runtime: Runtime) -> Answer | None:
     return _on_disk(_key(question, runtime, version), runtime)
 
 
-def kept_here(questions: Sequence[Question], runtime: Runtime) -> list[Answer | None]:
+def kept_here(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
     """As `kept`, of each; what was asked of the runtime's own platform counts too, because a daemon asks so about a node's own GPU."""
     return [kept(question, runtime) or kept(replace(question, platform=OWN), runtime) for question in questions]
 
 
 def ask(
-    questions: Sequence[Question],
-    runtime: Runtime,
+    questions: Sequence[ModelQuestion],
+    runtime: InquiryRuntime,
     *,
     progress: Callable[[str, int], None] = lambda step, question: None,
     cancel: threading.Event | None = None,
-) -> list[Answer | None]:
+) -> list[ModelAnswer | None]:
     """An answer for each question in turn, None for one that was cancelled before; from the disk where it has them. Blocks.
 
     progress: called with `importing`, `ready` or `asking` and the question's number, -1 where there is none. Raises EngineError where there
@@ -232,7 +232,7 @@ def ask(
         raise EngineError(f"There is no vLLM beside {runtime.place}: set engine.runtime to the Python that has it.")
     cancel = cancel or threading.Event()
     keys = [_key(question, runtime, version) for question in questions]
-    answers: list[Answer | None] = [_on_disk(key, runtime) for key in keys]
+    answers: list[ModelAnswer | None] = [_on_disk(key, runtime) for key in keys]
     for platform in sorted({question.platform for question in questions}):
         numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
         asking = [questions[number] for number in numbers]
@@ -251,9 +251,9 @@ def _numbered(progress: Callable[[str, int], None], numbers: Sequence[int]) -> C
 
 
 def _run(
-    questions: Sequence[Question],
+    questions: Sequence[ModelQuestion],
     platform: str,
-    runtime: Runtime,
+    runtime: InquiryRuntime,
     version: str,
     progress: Callable[[str, int], None],
     cancel: threading.Event,
@@ -282,7 +282,7 @@ def _run(
         raise EngineError(f"The vLLM of {runtime.place} gave no answer about a model: {tail or 'it ended without a word'}")
 
 
-def _wire(question: Question, runtime: Runtime, version: str) -> dict[str, Any]:
+def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dict[str, Any]:
     """The question as workers.engine.model_question reads it: for another node with what its folder has, which that one may not see."""
     args, env = _engine(question, runtime, version)
     wire: dict[str, Any] = {
@@ -351,7 +351,7 @@ def _texts_in(folder: Path) -> dict[str, bytes]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _engine(question: Question, runtime: Runtime, version: str) -> tuple[list[str], dict[str, str]]:
+def _engine(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> tuple[list[str], dict[str, str]]:
     """The flags and the variables that matter to it, as that release spells them; of the latter those too that an engine here would
     inherit."""
     spelled = translated(question.args, question.env, release_of(version))
@@ -360,7 +360,7 @@ def _engine(question: Question, runtime: Runtime, version: str) -> tuple[list[st
     return args, {name: value for name, value in env.items() if name.startswith(_VARIABLES)}
 
 
-def _key(question: Question, runtime: Runtime, version: str) -> str:
+def _key(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> str:
     args, env = _engine(question, runtime, version)
     parts = [
         str(runtime.python),
@@ -412,11 +412,11 @@ def _text(path: Path) -> bytes | None:
         return None
 
 
-def _on_disk(key: str, runtime: Runtime) -> Answer | None:
+def _on_disk(key: str, runtime: InquiryRuntime) -> ModelAnswer | None:
     return next(filter(None, (_read(folder / f"{key}.json") for folder in runtime.folders)), None)
 
 
-def _read(path: Path) -> Answer | None:
+def _read(path: Path) -> ModelAnswer | None:
     """None too for what another user of the folder put there that is no answer: root reads the daemon's folder."""
     try:
         return _answer(json.loads(regular_file.read(path, MOST_FILE_BYTES)))
@@ -424,7 +424,7 @@ def _read(path: Path) -> Answer | None:
         return None
 
 
-def _keep(key: str, raw: Mapping[str, Any], runtime: Runtime) -> None:
+def _keep(key: str, raw: Mapping[str, Any], runtime: InquiryRuntime) -> None:
     """Not what a limit of this machine ended: another time it may go well."""
     if raw["refusal"] and raw["refusal"]["step"] in ("deadline", "memory", "died"):
         return
@@ -441,16 +441,16 @@ def _put(path: Path, text: str) -> None:
         old.unlink(missing_ok=True)
 
 
-def _answer(raw: Mapping[str, Any]) -> Answer:
+def _answer(raw: Mapping[str, Any]) -> ModelAnswer:
     """Raises KeyError, TypeError or AttributeError for what is no answer."""
     pool = raw["cache"] or {"groups": [], "stages": [{}] * len(raw["stages"])}
     fields = {"vllm", "platform", "stand_in", "seconds", "refusal", "stages", "cache"}
-    return Answer(
+    return ModelAnswer(
         vllm=raw["vllm"],
         platform=raw["platform"],
         stand_in=raw["stand_in"],
         seconds=raw["seconds"],
-        refusal=Refusal(**raw["refusal"]) if raw["refusal"] else None,
+        refusal=ModelRefusal(**raw["refusal"]) if raw["refusal"] else None,
         stages=tuple(_stage(stage, own) for stage, own in zip(raw["stages"], pool["stages"], strict=True)),
         facts={name: value for name, value in raw.items() if name not in fields},
         groups=tuple(_group(group) for group in pool["groups"]),
@@ -474,10 +474,10 @@ def _group(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "block": _whole(raw["block"]), "layers": [str(name) for name in raw["layers"]]}
 
 
-def _layer(raw: Mapping[str, Any]) -> Layer:
+def _layer(raw: Mapping[str, Any]) -> LayerCache:
     states = tuple((tuple(state["shape"]), state["dtype"]) for state in raw.get("states", ()))
     sizes = {key: _whole(raw[key]) for key in ("page_bytes", "state_bytes", "window", "chunk") if raw.get(key) is not None}
-    return Layer(**{**raw, **sizes, "states": states})
+    return LayerCache(**{**raw, **sizes, "states": states})
 
 
 def _whole(value: Any) -> int:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import CheckpointError, SparkdError
-from sparkd.models.hub import Hub, Listing
+from sparkd.models.hub import Hub, RepositoryListing
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
 from workers.transfer.chunks import Buffer, sha256_of
-from workers.transfer.manifest import File, Manifest, lacking, refuse_without_room
+from workers.transfer.manifest import File, ModelManifest, lacking, refuse_without_room
 
 THREADS = 4
 PROGRESS_S = 0.3
@@ -148,9 +148,9 @@ def _whole(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> str
     return snapshot.name if snapshot is not None and complete(snapshot) is not None else None
 
 
-def _refuse_without_room(hub_id: str, listing: Listing, missing: list[str], environ: Mapping[str, str]) -> None:
+def _refuse_without_room(hub_id: str, listing: RepositoryListing, missing: list[str], environ: Mapping[str, str]) -> None:
     files = tuple(File(name, listing.sizes[name] or 0, 0) for name in missing)
-    refuse_without_room(hub_id, lacking(Manifest(hub_id, None, listing.commit, "", files), environ))
+    refuse_without_room(hub_id, lacking(ModelManifest(hub_id, None, listing.commit, "", files), environ))
 
 
 def _name_revision(folder: Path, revision: str, commit: str) -> None:

@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RepositoryListing:
     """A repository at one commit. sizes: name -> bytes, None where the hub does not tell; files in its folders are left out."""
 
     commit: str
@@ -84,7 +84,7 @@ class Hub:
     def refusal(self, told: str, cure: str) -> CheckpointError:
         return CheckpointError(told, file=self.hub_id, cure=cure)
 
-    def listing(self, *, nested: bool = False) -> Listing:
+    def listing(self, *, nested: bool = False) -> RepositoryListing:
         """nested: files in its folders too."""
         url = f"{self.endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
         # Once: without a network this is where one waits.
@@ -94,7 +94,9 @@ class Hub:
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
             raise self.refusal(f"what {self._host} answers is no listing of a repository", "Check HF_ENDPOINT")
         files = [one for one in siblings if isinstance(one, dict) and isinstance(one.get("rfilename"), str)]
-        return Listing(commit, {one["rfilename"]: _size(one.get("size")) for one in files if nested or "/" not in one["rfilename"]})
+        return RepositoryListing(
+            commit, {one["rfilename"]: _size(one.get("size")) for one in files if nested or "/" not in one["rfilename"]}
+        )
 
     def whole(self, commit: str, name: str, limit: int) -> bytes:
         """All of a small file, at most `limit` bytes."""

@@ -32,7 +32,7 @@ from sparkd.errors import CheckpointError
 from sparkd.models.source import snapshot_of, source_of
 
 if TYPE_CHECKING:
-    from sparkd.models.hub import Hub, Listing
+    from sparkd.models.hub import Hub, RepositoryListing
 
 # The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
@@ -97,7 +97,7 @@ def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
 class _Repository:
     """A repository at one commit as a Source."""
 
-    def __init__(self, hub: Hub, listing: Listing, progress: Progress | None) -> None:
+    def __init__(self, hub: Hub, listing: RepositoryListing, progress: Progress | None) -> None:
         self.place = f"hf://{hub.hub_id}@{listing.commit}"
         self.names = listing.sizes.keys()
         self._hub = hub

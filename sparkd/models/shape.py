@@ -75,7 +75,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RecurrentState:
     """A state of fixed size for each request: a convolution's last inputs and a matrix for every head.
 
     channels: of the convolution, `taps` inputs of each are kept. heads, rows, columns: of the matrices. groups: of Mamba-2, whose channels
@@ -93,7 +93,7 @@ class State:
     matrix_dtype: str | None = None
 
 
-Mixer = Attention | State
+Mixer = Attention | RecurrentState
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def widest(shape: Shape, config: Mapping[str, Any], attentions: int) -> Shape:
         named = (_count(text, key) for key in text if key.endswith("num_key_value_heads"))
         most = replace(most, heads=max(most.heads, *named, 0))
     keeping: tuple[Mixer, ...] = (most,) * attentions
-    states = [one for one in shape.mixers if isinstance(one, State)]
+    states = [one for one in shape.mixers if isinstance(one, RecurrentState)]
     if states:
         return replace(shape, mixers=(*states, *keeping * (shape.layers - len(states))))
     state = _delta_net(text) or _mamba2(text)
@@ -296,7 +296,7 @@ def _attention(text: Mapping[str, Any], *, full: bool) -> Attention:
     return Attention(own_heads, own_dim, _count(text, "v_head_dim", default=own_dim), window=None if full else _window(text))
 
 
-def _delta_net(text: Mapping[str, Any]) -> State | None:
+def _delta_net(text: Mapping[str, Any]) -> RecurrentState | None:
     """Gated delta net (Qwen3-Next): channels are keys, queries and values."""
     key_heads, key_dim = _count(text, "linear_num_key_heads"), _count(text, "linear_key_head_dim")
     value_heads, value_dim = _count(text, "linear_num_value_heads"), _count(text, "linear_value_head_dim")
@@ -305,10 +305,10 @@ def _delta_net(text: Mapping[str, Any]) -> State | None:
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     own = text.get("mamba_ssm_dtype")
     taps = _count(text, "linear_conv_kernel_dim", default=4) - 1
-    return State(channels, taps, value_heads, value_dim, key_dim, key_heads=key_heads, matrix_dtype=str(own) if own else None)
+    return RecurrentState(channels, taps, value_heads, value_dim, key_dim, key_heads=key_heads, matrix_dtype=str(own) if own else None)
 
 
-def _mamba2(text: Mapping[str, Any]) -> State | None:
+def _mamba2(text: Mapping[str, Any]) -> RecurrentState | None:
     heads, head_dim = _count(text, "mamba_num_heads", "mamba_n_heads"), _count(text, "mamba_head_dim", "mamba_d_head")
     groups, size = _count(text, "n_groups", "mamba_n_groups"), _count(text, "ssm_state_size", "mamba_d_state")
     kernel = _count(text, "conv_kernel", "mamba_d_conv")
@@ -317,7 +317,7 @@ def _mamba2(text: Mapping[str, Any]) -> State | None:
     # Nemotron-H's own default (vllm/model_executor/models/config.py: "Only `float32` is known to have no accuracy issues").
     default = "float32" if _type(text).startswith("nemotron_h") else None
     own = text.get("mamba_ssm_cache_dtype") or default
-    return State(
+    return RecurrentState(
         heads * head_dim, kernel - 1, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None
     )
 

@@ -11,7 +11,7 @@ from sparkd.schema.model import ModelConfig
 from sparkd.schema.yaml_file import Table
 
 if TYPE_CHECKING:
-    from sparkd.recipes.library import Book
+    from sparkd.recipes.library import RecipeLibrary
 
 # Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
 KEYS = frozenset(
@@ -31,7 +31,7 @@ LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistr
 _CURE = "set it in the configuration file."
 
 
-def refuse_paths(own: Table, book: Book | None) -> None:
+def refuse_paths(own: Table, book: RecipeLibrary | None) -> None:
     """Raises ConfigError for a recipe by its path, before anything is looked at: whether a file is there is no caller's business.
 
     own: the keys of the request. book: the recipes; one of a registry may have folders in its name. A model that begins with '.' or '~' is

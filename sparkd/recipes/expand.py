@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from sparkd.recipes.library import Book
+from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.engine_flags import contradictions
 from sparkd.schema.fields import Method, ProfileName, absolute_from
 from sparkd.schema.overlay import table_of
-from sparkd.schema.yaml_file import Items, Place, Problem, Table
+from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table
 from sparkd.vllm.reserved_args import cache_flags
 from sparkd.vllm.translate import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
 
@@ -59,7 +59,7 @@ PROFILES: Mapping[ProfileName, Profile] = {
 }  # fmt: skip
 
 
-def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> Book:
+def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> RecipeLibrary:
     """The recipes for a configuration that was not validated yet: what is no path, its validation will say. None: the usual folder."""
 
     def folder(value: Any) -> Path | None:
@@ -68,10 +68,10 @@ def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mappin
         except ValueError:
             return None
 
-    return Book(folder(recipes_dir), environ, folder(state_dir))
+    return RecipeLibrary(folder(recipes_dir), environ, folder(state_dir))
 
 
-def expand_models(models: Any, book: Book, problems: list[Problem]) -> None:
+def expand_models(models: Any, book: RecipeLibrary, problems: list[ConfigProblem]) -> None:
     """Replace, in the tree of the configuration, each model's entry by what it stands for."""
     if not isinstance(models, Table):
         return
@@ -80,7 +80,7 @@ def expand_models(models: Any, book: Book, problems: list[Problem]) -> None:
             models[name] = expanded(name, entry, book, problems)
 
 
-def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Table:
+def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[ConfigProblem]) -> Table:
     """The entry of the model `name` with what its recipe, profile and speculation bring, each key with its place.
 
     The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. A contradiction is a
@@ -104,7 +104,7 @@ def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Ta
     merged = Table()
     for layer in _layers(file, variant, given["profile"], entry, merged):
         _lay(merged, layer)
-    place = entry.places.get("recipe", Place())
+    place = entry.places.get("recipe", Location())
     if file is not None and "model" not in entry:
         merged.put("model", file.model(variant), file.place())
     _lay(merged, _speculation(path, file, variant, given, merged, entry, problems))
@@ -128,7 +128,9 @@ def default_method(file: RecipeFile, variant: str | None) -> str:
     return draft_method(config) if named == "off" and config is not None else named
 
 
-def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[Problem]) -> tuple[RecipeFile | None, str | None]:
+def _looked_up(
+    wanted: str, place: Location, path: str, book: RecipeLibrary, problems: list[ConfigProblem]
+) -> tuple[RecipeFile | None, str | None]:
     name, variant = book.split(wanted)
     file, wrong = book.read(name, variant)
     if file is None:
@@ -143,7 +145,7 @@ def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[
     return file, variant
 
 
-def _of_file(problem: Problem) -> str:
+def _of_file(problem: ConfigProblem) -> str:
     return f"{problem.file}: {problem.message}" if problem.file else problem.message
 
 
@@ -169,10 +171,16 @@ def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: T
 
 
 def _speculation(
-    path: str, file: RecipeFile | None, variant: str | None, given: Mapping[str, Any], merged: Table, entry: Table, problems: list[Problem]
+    path: str,
+    file: RecipeFile | None,
+    variant: str | None,
+    given: Mapping[str, Any],
+    merged: Table,
+    entry: Table,
+    problems: list[ConfigProblem],
 ) -> Table:
     """The keys that the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
-    method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Place()))
+    method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Location()))
     configured, written = (_speculative(_words(layer)) for layer in (entry, merged))
     if method is None and not configured:
         method = PROFILES[given["profile"]].speculative if given["profile"] in PROFILES else None
@@ -219,7 +227,7 @@ def _speculative(args: Iterable[str]) -> bool:
     return any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
 
 
-def _contradictions(path: str, method: Method, found: Speculating, merged: Table, entry: Table) -> Iterator[Problem]:
+def _contradictions(path: str, method: Method, found: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
     """Each key, flag and variable of the model, or of its recipe and profile, that a draft cannot live with."""
     for key, allowed in found.fixed.items():
         holder = entry if key in entry else merged
@@ -249,7 +257,7 @@ def _contradictions(path: str, method: Method, found: Speculating, merged: Table
                 )
 
 
-def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[Problem], place: Place) -> None:
+def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[ConfigProblem], place: Location) -> None:
     """Check a number of ranks; auto stays within one node where the recipe is for one."""
     nodes, size = file.recipe.nodes, merged.get("tensor_parallel", "auto")
     if size == "auto" and nodes.max == 1:
@@ -283,7 +291,7 @@ def _lay(under: Table, layer: Table) -> None:
 def _merged_map(below: Table, above: Any) -> Any:
     """Both maps, the upper one's values first. llama-swap's list of NAME=value is one too; anything else is left for the validation."""
     if isinstance(above, list | tuple) and all(isinstance(item, str) and "=" in item for item in above):
-        places = getattr(above, "places", [Place()] * len(above))
+        places = getattr(above, "places", [Location()] * len(above))
         pairs = Table()
         for item, place in zip(above, places, strict=True):
             name, _, text = item.partition("=")
@@ -298,7 +306,7 @@ def _merged_map(below: Table, above: Any) -> Any:
     return both
 
 
-def _items(values: Iterable[Any], place: Place) -> Items:
+def _items(values: Iterable[Any], place: Location) -> Items:
     items = Items()
     items.extend(values)
     items.places = [place] * len(items)

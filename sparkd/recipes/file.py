@@ -16,7 +16,7 @@ from sparkd.schema.engine_flags import contradictions
 from sparkd.schema.fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import canonical, in_order, problems_of
-from sparkd.schema.yaml_file import Place, Problem, Table
+from sparkd.schema.yaml_file import ConfigProblem, Location, Table
 from sparkd.vllm.reserved_args import trusts_code
 from sparkd.vllm.translate import speculative_config
 from workers.host import regular_file
@@ -40,7 +40,7 @@ def _image(value: Any) -> Any:
     return {"image": value} if isinstance(value, str) else value
 
 
-class Container(Section):
+class ContainerImage(Section):
     """A container image. kind: how its entry point takes the command: vllm-openai has `vllm serve` in it, ngc passes the command on."""
 
     image: Word
@@ -49,14 +49,14 @@ class Container(Section):
     note: Text | None = None
 
 
-class Nodes(Section):
+class NodeCount(Section):
     """On how many nodes it was run, which on a Spark is the tensor-parallel size."""
 
     min: PositiveCount = 1
     max: PositiveCount | None = None
 
     @model_validator(mode="after")
-    def _ordered(self) -> Nodes:
+    def _ordered(self) -> NodeCount:
         if self.max is not None and self.max < self.min:
             raise ValueError("max must be at least min")
         return self
@@ -109,7 +109,7 @@ class Variant(Section):
     model: Word | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
     speculative: Speculation | None = None
-    container: Annotated[Container, BeforeValidator(_image)] | None = None
+    container: Annotated[ContainerImage, BeforeValidator(_image)] | None = None
     expected: tuple[Figure, ...] = ()
     notes: tuple[Text, ...] = ()
 
@@ -121,7 +121,7 @@ class Recipe(Section):
     model: Word
     sources: Annotated[dict[str, Text], Field(min_length=1)]
     needs_vllm: Annotated[str, StringConstraints(pattern=r"^\d{1,3}\.\d{1,4}$")] | None = None
-    nodes: Nodes = Nodes()
+    nodes: NodeCount = NodeCount()
     settings: dict[str, Any] = Field(default_factory=dict)
     profiles: dict[ProfileName, dict[str, Any]] = Field(default_factory=dict)
     speculative: Speculation = Speculation()
@@ -129,7 +129,7 @@ class Recipe(Section):
     sampling: dict[str, Metadata] = Field(default_factory=dict)
     expected: tuple[Figure, ...] = ()
     notes: tuple[Text, ...] = ()
-    container: Annotated[Container, BeforeValidator(_image)] | None = None
+    container: Annotated[ContainerImage, BeforeValidator(_image)] | None = None
 
     @model_validator(mode="after")
     def _cited(self) -> Recipe:
@@ -168,7 +168,7 @@ class RecipeFile:
         chosen = self.recipe.variants[variant].speculative if variant else None
         return chosen or self.recipe.speculative
 
-    def container(self, variant: str | None) -> Container | None:
+    def container(self, variant: str | None) -> ContainerImage | None:
         chosen = self.recipe.variants[variant].container if variant in self.recipe.variants else None
         return chosen or self.recipe.container
 
@@ -197,8 +197,8 @@ class RecipeFile:
         for offers in (self.recipe.speculative, *(variant.speculative for variant in self.recipe.variants.values())):
             yield from (draft for draft in (offers.mtp, offers.dflash) if draft is not None) if offers is not None else ()
 
-    def place(self) -> Place:
-        return self.table.places.get("model", Place(self.path))
+    def place(self) -> Location:
+        return self.table.places.get("model", Location(self.path))
 
 
 def is_foreign(table: Mapping[str, Any]) -> bool:
@@ -219,29 +219,31 @@ def refuse_as_model(text: str) -> None:
     raise ConfigError(f"{text} is {told}.")
 
 
-def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[ConfigProblem]]:
     """The file, or what is wrong with it: each problem with file, line, key, reason and cure. Never raises."""
     try:
         raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
     except OSError as error:
         cure = "Give the path of a recipe's file; without one all that have names are checked"
-        return None, [Problem(str(path), None, f"The recipe cannot be read: {error.strerror}. {cure}.")]
+        return None, [ConfigProblem(str(path), None, f"The recipe cannot be read: {error.strerror}. {cure}.")]
     return parse_recipe(path.stem, raw, str(path), environ)
 
 
-def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[ConfigProblem]]:
     """As read_recipe, of a text. shown: the file's name in messages."""
     return recipe_of(name, yaml_file.parse(raw, shown, environ), shown, environ)
 
 
-def recipe_of(name: str, document: yaml_file.Document, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+def recipe_of(
+    name: str, document: yaml_file.Document, shown: str, environ: Mapping[str, str]
+) -> tuple[RecipeFile | None, list[ConfigProblem]]:
     """As parse_recipe, of a text that was parsed already."""
     problems = document.problems
     if problems and not document.table:
         return None, problems  # nothing of it could be read, so that no key is missing
     if is_foreign(document.table):
         cure = f"`sparkd recipes import {quote(shown)} --to FILE` makes one of sparkd's"
-        return None, [Problem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]
+        return None, [ConfigProblem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]
     table = canonical(document.table, Recipe, problems)
     _canonical_settings(table, problems)
     recipe: Recipe | None = None
@@ -249,13 +251,13 @@ def recipe_of(name: str, document: yaml_file.Document, shown: str, environ: Mapp
         recipe = Recipe.model_validate(table)
     except ValidationError as error:
         problems += problems_of(error, table)
-    problems = [problem if problem.file else Problem(shown, None, problem.message, problem.severity) for problem in problems]
+    problems = [problem if problem.file else ConfigProblem(shown, None, problem.message, problem.severity) for problem in problems]
     if recipe is None or problems:
         return None, yaml_file.masked(in_order(problems), document.env_names, environ)
     return RecipeFile(name, shown, recipe, table), []
 
 
-def _canonical_settings(table: Table, problems: list[Problem]) -> None:
+def _canonical_settings(table: Table, problems: list[ConfigProblem]) -> None:
     """Keys of a model under the names that they have in sparkd.yaml; those that are not a recipe's business are refused."""
     holders: list[tuple[Table, str, tuple[str, ...]]] = [(table, _SETTINGS, (_SETTINGS,))]
     for section in ("profiles", "variants"):

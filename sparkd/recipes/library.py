@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
-from sparkd.schema.yaml_file import Problem, parse
+from sparkd.schema.yaml_file import ConfigProblem, parse
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
@@ -42,7 +42,7 @@ class AsWritten(Mapping[str, str]):
         return 0
 
 
-class Book:
+class RecipeLibrary:
     """The recipes of some folders; of two with one name the first one counts. A file is read when it is asked for, and once."""
 
     def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
@@ -51,7 +51,7 @@ class Book:
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
         self._state_dir = state_dir
-        self._read: dict[Path | str, tuple[RecipeFile | None, list[Problem]]] = {}
+        self._read: dict[Path | str, tuple[RecipeFile | None, list[ConfigProblem]]] = {}
         self._kept: dict[str, RecipeFile] = {}
 
     def keep(self, file: RecipeFile) -> None:
@@ -98,7 +98,7 @@ class Book:
         holder = self._registries.get(registry)
         return holder, *holder.text(name)
 
-    def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[Problem]]:
+    def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[ConfigProblem]]:
         """By name, or by path where it holds a '/'. A name that nobody has is a problem without a place. variant: the word behind its '@',
         which may be meant for a registry."""
         if name in self._kept:
@@ -111,7 +111,7 @@ class Book:
         if path is None:
             near = nearest(name, self.names())
             hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
-            return None, [Problem(None, None, f"{name[:64]!r} is no recipe{self.no_registry(variant)}: {hint}.")]
+            return None, [ConfigProblem(None, None, f"{name[:64]!r} is no recipe{self.no_registry(variant)}: {hint}.")]
         if path not in self._read:
             from sparkd.recipes.file import read_recipe
 
@@ -148,7 +148,7 @@ class Book:
 
         return Registries(self._state_dir)
 
-    def _of_registry(self, recipe: str) -> tuple[RecipeFile | None, list[Problem]]:
+    def _of_registry(self, recipe: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
         """As `read`; what an import leaves out are warnings. Such a recipe has to do no more than tune a model; where it is
         only shown, that it does more is a warning."""
         from sparkd.recipes.file import is_foreign, parse_recipe
@@ -174,5 +174,5 @@ class Book:
             if file is not None and take_out_trust(file):
                 notes += (_NO_TRUST,)
         except SparkdError as error:
-            return None, [Problem(None, None, error.message)]
-        return file, [*(Problem(shown, None, note, "warning") for note in notes), *problems]
+            return None, [ConfigProblem(None, None, error.message)]
+        return file, [*(ConfigProblem(shown, None, note, "warning") for note in notes), *problems]

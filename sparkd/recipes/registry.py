@@ -36,7 +36,7 @@ _WHERE = "in a recipe of a registry that is used by its name"
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class CommitSignature:
     """A commit's signature, as git judges it. state: good, untrusted (a good one, of a key that nobody vouches for), expired, unknown
     (there is no key here to check it by) or none. signer: as the key names itself; empty where nothing was checked."""
 
@@ -53,7 +53,7 @@ class Registry:
     url: str
     commit: str
     committed: str
-    signature: Signature
+    signature: CommitSignature
     recipes: Mapping[str, str]
     left_out: Mapping[str, int]
     unreadable: Mapping[str, str] = field(default_factory=dict)
@@ -234,7 +234,7 @@ def _registry(name: str, table: Mapping[str, Any]) -> Registry:
     url, commit, committed = (str(table[key]) for key in ("url", "commit", "committed"))
     if not all(isinstance(text, str) for text in recipes.values()):
         raise ValueError("a recipe is text")
-    return Registry(name, url, commit, committed, Signature(**table["signature"]), recipes, left_out, unreadable)
+    return Registry(name, url, commit, committed, CommitSignature(**table["signature"]), recipes, left_out, unreadable)
 
 
 def _written(pattern: re.Pattern[str], text: str) -> str | None:

@@ -53,7 +53,7 @@ class Page(Protocol):
     def columns(self, table: Columns) -> None: ...
 
 
-class Plain:
+class PlainText:
     """Words alone."""
 
     width = PIPE_WIDTH
@@ -106,7 +106,7 @@ class Styled:
 def standard() -> Page:
     """Standard output."""
     if not sys.stdout.isatty() and not any(os.environ.get(name) for name in COLOURED):
-        return Plain()
+        return PlainText()
     from sparkd.render.models import terminal
 
     return Styled(terminal())

@@ -30,11 +30,11 @@ _SAMPLING_FLAG = "override-generation-config"
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
-class Sampling(Protocol):
+class SamplingKeys(Protocol):
     def flag(self) -> str: ...
 
 
-class Keys(Protocol):
+class EngineKeys(Protocol):
     """The keys of a model's entry that bear on how an engine loads it, sizes its cache and is called; see
     sparkd.schema.model.ModelConfig."""
 
@@ -57,7 +57,7 @@ class Keys(Protocol):
     @property
     def tool_call_parser(self) -> str | None: ...
     @property
-    def sampling(self) -> Sampling | None: ...
+    def sampling(self) -> SamplingKeys | None: ...
     @property
     def trust_remote_code(self) -> bool: ...
     @property
@@ -66,7 +66,7 @@ class Keys(Protocol):
     def extra_args(self) -> Sequence[str]: ...
 
 
-class Sized(Keys, Protocol):
+class CacheKeys(EngineKeys, Protocol):
     """And the numbers that bound its cache."""
 
     @property
@@ -75,7 +75,7 @@ class Sized(Keys, Protocol):
     def memory_gib(self) -> float | str: ...
 
 
-def flags_of(model: Keys) -> list[str]:
+def flags_of(model: EngineKeys) -> list[str]:
     """The keys as vLLM flags, in a fixed order, then extra_args as they are: argparse lets the last one win.
 
     Left to the caller, who knows the rest: --model, --served-model-name, the executor, the ranks and the socket.

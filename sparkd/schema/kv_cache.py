@@ -14,7 +14,7 @@ from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
 if TYPE_CHECKING:
-    from sparkd.schema.engine_flags import Keys, Sized
+    from sparkd.schema.engine_flags import CacheKeys, EngineKeys
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -48,7 +48,7 @@ def kv_cache(value: Any) -> Any:
     return {key: made for key, found in given.items() if (made := _READ[key](key, found)) is not None}
 
 
-def excluded(model: Keys) -> Iterator[tuple[str, str]]:
+def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
     """(key, message) of everything in a model's entry that says another way how its cache is sized."""
     key = "kv_cache" if model.kv_cache is not None else "kv_margin_gib" if model.kv_margin_gib is not None else None
     if key is None:
@@ -62,7 +62,7 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
         yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
 
 
-def impossible(model: Sized) -> Iterator[tuple[str, str]]:
+def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
     """(key, message) of each size that another number of the entry contradicts, whatever its model is."""
     size, length = model.kv_cache, length_of(model.extra_args) or model.max_model_len
     if not isinstance(size, dict):
@@ -79,20 +79,20 @@ def impossible(model: Sized) -> Iterator[tuple[str, str]]:
         yield "kv_cache", f"{reason}: lower it, or raise memory_gib."
 
 
-def utilization_of(model: Keys) -> float | None:
+def utilization_of(model: EngineKeys) -> float | None:
     """The share of the memory that vLLM is to take by its own sizing; None where nobody asked for that."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
 
 
-def cache_of(model: Keys) -> dict[str, Any] | str | None:
+def cache_of(model: EngineKeys) -> dict[str, Any] | str | None:
     """The size that counts: `kv_cache`, and before it vLLM's --num-gpu-blocks-override, as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
     blocks = blocks_of(model.extra_args)
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
-def given_cache(model: Keys, platform: str, env: Mapping[str, str]) -> dict[str, Any] | None:
+def given_cache(model: EngineKeys, platform: str, env: Mapping[str, str]) -> dict[str, Any] | None:
     """The size that the entry, or the variable of the CPU backend's cache, gives it; None where that is found at the start. Raises
     ConfigError."""
     size = cache_of(model)
@@ -102,7 +102,7 @@ def given_cache(model: Keys, platform: str, env: Mapping[str, str]) -> dict[str,
     return {"bytes": space_gib * GIB} if space_gib else None
 
 
-def vllm_sizes(model: Keys) -> bool:
+def vllm_sizes(model: EngineKeys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
     return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
 
@@ -117,7 +117,7 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
     return int(gib)
 
 
-def margin_bytes(model: Keys, env: Mapping[str, str]) -> int | None:
+def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
     """The bytes that are to stay free beside the cache; None for the default. Raises ConfigError for a variable that cannot be read."""
     if model.kv_margin_gib is not None:
         return int(model.kv_margin_gib * GIB)
@@ -140,7 +140,7 @@ def spelled(size: Mapping[str, Any]) -> str:
     return f"{{{', '.join(told)}}}"
 
 
-def unreadable(model: Keys, env: Mapping[str, str]) -> str | None:
+def unreadable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     """Which of the variables that size its cache cannot be read, whatever its platform; None where all can, or none counts."""
     try:
         if model.kv_cache is None:
@@ -158,7 +158,7 @@ def without_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def sizing_of(
-    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
+    model: EngineKeys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
     """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
 
@@ -182,7 +182,7 @@ def sizing_of(
     return {"worker_cls": WORKERS[platform], "kv_cache": told}
 
 
-def without_cpu_space(model: Keys, env: Mapping[str, str]) -> dict[str, str]:
+def without_cpu_space(model: EngineKeys, env: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
 

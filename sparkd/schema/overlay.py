@@ -15,7 +15,7 @@ from sparkd.nearest import nearest
 from sparkd.schema import aliases
 from sparkd.schema.fields import check_name
 from sparkd.schema.model import ModelConfig
-from sparkd.schema.yaml_file import Items, Place, Problem, Table, whole
+from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table, whole
 
 SHOWN_PROBLEMS = 20
 ENV_PREFIX = "SPARKD_"
@@ -31,7 +31,7 @@ _PATH_KEYS = frozenset(
 )
 
 
-def table_of(values: Mapping[str, Any], place: Place) -> Table:
+def table_of(values: Mapping[str, Any], place: Location) -> Table:
     """Plain values (a flag's, the admin API's) as a tree whose every place is `place`."""
     table = Table()
     for key, value in values.items():
@@ -39,7 +39,7 @@ def table_of(values: Mapping[str, Any], place: Place) -> Table:
     return table
 
 
-def canonical(table: Table, section: type[BaseModel], problems: list[Problem], path: tuple[str, ...] = ()) -> Table:
+def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProblem], path: tuple[str, ...] = ()) -> Table:
     """A copy under our own key names. A key that nobody knows becomes a problem, with the nearest known one, and is dropped."""
     top, model = not path, section is ModelConfig
     ours = aliases.TOP if top else aliases.MODEL if model else {}
@@ -71,12 +71,12 @@ def canonical(table: Table, section: type[BaseModel], problems: list[Problem], p
     return renamed
 
 
-def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[Problem], section: type[BaseModel]) -> None:
+def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigProblem], section: type[BaseModel]) -> None:
     """Flags by dotted key; None means that the flag was not given. `models` is merged per model, everything else replaces."""
     for key, value in flags.items():
         if value is None:
             continue
-        place = Place(f"--{key.rpartition('.')[2].replace('_', '-')}")
+        place = Location(f"--{key.rpartition('.')[2].replace('_', '-')}")
         if key == "models":
             added = canonical(table_of({"models": value}, place), section, problems)
             for name, model in added.get("models", {}).items():
@@ -86,7 +86,7 @@ def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[Problem]
 
 
 def overlay_environ(
-    tree: Table, environ: Mapping[str, str], referenced: Iterable[str], problems: list[Problem], section: type[BaseModel]
+    tree: Table, environ: Mapping[str, str], referenced: Iterable[str], problems: list[ConfigProblem], section: type[BaseModel]
 ) -> None:
     """SPARKD_LISTEN, SPARKD_CLUSTER__ADDRESS ...: single values of the top and of its sections. An empty one counts as not set.
 
@@ -96,7 +96,7 @@ def overlay_environ(
     for name in sorted(environ):
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or name.startswith(OTHER_ENV_FAMILY) or name in set(referenced):
             continue
-        place = Place(name)
+        place = Location(name)
         path = variables.get(name)
         if path is None:
             hint = _hint(_nearest(name, [*variables, *OTHER_ENV]), ())
@@ -109,12 +109,12 @@ def overlay_environ(
             _put(tree, key, _tree(_from_here(key, value), place), place, problems, replace=True)
 
 
-def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[Problem]:
+def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[ConfigProblem]:
     """pydantic's errors, one problem per place; the members of a union that all failed become one sentence.
 
     A key that is missing because it was misspelt has been told of already.
     """
-    found: dict[tuple[Any, ...], tuple[Place, Any, list[str]]] = {}
+    found: dict[tuple[Any, ...], tuple[Location, Any, list[str]]] = {}
     for one in error.errors(include_url=False, include_input=False):
         location, place, value = _locate(tree, one["loc"])
         if one["type"] == "missing" and _is_misspelt(tree, one["loc"]):
@@ -163,11 +163,11 @@ def _item(error: Mapping[str, Any]) -> tuple[str | int, ...]:
     return () if item is None else (item,)
 
 
-def place_of(tree: Table, location: Sequence[str | int]) -> Place:
+def place_of(tree: Table, location: Sequence[str | int]) -> Location:
     return _locate(tree, location)[1]
 
 
-def error_of(problems: Sequence[Problem]) -> ConfigError:
+def error_of(problems: Sequence[ConfigProblem]) -> ConfigError:
     """One ConfigError that reads as a list; its file and line are those of the first problem."""
     errors = in_order(problem for problem in problems if problem.severity == "error")
     first, rest = errors[0], errors[1:SHOWN_PROBLEMS]
@@ -177,7 +177,7 @@ def error_of(problems: Sequence[Problem]) -> ConfigError:
     return ConfigError("\n".join(lines), file=first.file, line=first.line)
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
+def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     """By line; what has no line (an environment variable, a flag, a whole file) stands last."""
     return sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
 
@@ -186,7 +186,7 @@ def dotted(path: Sequence[str]) -> str:
     return ".".join(path)
 
 
-def _models(table: Table, problems: list[Problem]) -> Table:
+def _models(table: Table, problems: list[ConfigProblem]) -> Table:
     models = Table()
     for name, entry in table.items():
         place = table.places[name]
@@ -202,7 +202,7 @@ def _models(table: Table, problems: list[Problem]) -> Table:
     return models
 
 
-def _models_of(tree: Table, place: Place) -> Table:
+def _models_of(tree: Table, place: Location) -> Table:
     models = tree.get("models")
     if not isinstance(models, Table):
         models = Table()
@@ -211,7 +211,14 @@ def _models_of(tree: Table, place: Place) -> Table:
 
 
 def _put(
-    tree: Table, key: str, value: Any, place: Place, problems: list[Problem], spelled: tuple[str, ...] = (), *, replace: bool = False
+    tree: Table,
+    key: str,
+    value: Any,
+    place: Location,
+    problems: list[ConfigProblem],
+    spelled: tuple[str, ...] = (),
+    *,
+    replace: bool = False,
 ) -> None:
     head, _, rest = key.partition(".")
     if rest:
@@ -234,7 +241,7 @@ def _put(
         )
 
 
-def _tree(value: Any, place: Place) -> Any:
+def _tree(value: Any, place: Location) -> Any:
     if isinstance(value, Table | Items):
         return value
     if isinstance(value, Mapping):
@@ -301,10 +308,10 @@ def _hint(near: str | None, path: Sequence[str]) -> str:
     return f". The keys{where} are in the commented reference, configs/sparkd.yaml."
 
 
-def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Place, Any]:
+def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Location, Any]:
     """The longest beginning of `location` that was written somewhere; pydantic appends the names of union members and the like."""
     value: Any = tree
-    place = Place()
+    place = Location()
     found: list[str | int] = []
     missing: str | int | None = None
     for part in location:
@@ -360,7 +367,7 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def _explain(path: Sequence[str], place: Place, value: Any, sentences: Sequence[str], complete: bool) -> str:
+def _explain(path: Sequence[str], place: Location, value: Any, sentences: Sequence[str], complete: bool) -> str:
     name = dotted(path) or "The configuration"
     if complete:
         return f"{name}: {'; '.join(sentences).rstrip('.')}."
@@ -375,11 +382,11 @@ def _explain(path: Sequence[str], place: Place, value: Any, sentences: Sequence[
     return f"{told} Did you mean {near}?" if near else told
 
 
-def _is_secret(path: Sequence[str], place: Place) -> bool:
+def _is_secret(path: Sequence[str], place: Location) -> bool:
     return place.secret or not _SECRET_KEYS.isdisjoint(path)
 
 
-def _given(path: Sequence[str], place: Place, value: Any) -> str:
+def _given(path: Sequence[str], place: Location, value: Any) -> str:
     if value is None:
         return "empty"
     if isinstance(value, Mapping):

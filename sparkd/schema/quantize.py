@@ -12,8 +12,8 @@ from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
 from sparkd.vllm.unaccounted_args import unanswered
 
 if TYPE_CHECKING:
-    from sparkd.schema.engine_flags import Keys
-    from workers.quantization.recipe import Recipe
+    from sparkd.schema.engine_flags import EngineKeys
+    from workers.quantization.recipe import QuantizationRecipe
 
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
@@ -37,7 +37,7 @@ def recipe(value: Any) -> Any:
         raise refuse(_bare(error), repeats=True) from None
 
 
-def excluded(model: Keys) -> Iterator[tuple[str, str]]:
+def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
     """(key, message) of everything in a model's entry that says another way how its weights are loaded."""
     if model.quantize is None:
         yield from _bare_stream(model)
@@ -54,7 +54,7 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
         )
 
 
-def _bare_stream(model: Keys) -> Iterator[tuple[str, str]]:
+def _bare_stream(model: EngineKeys) -> Iterator[tuple[str, str]]:
     """The load format of our own loader without a word on what it makes of the weights."""
     formats = [value for *_, value in values_of(model.extra_args, "load-format")]
     chosen = formats[-1] if formats else model.load_format
@@ -63,7 +63,7 @@ def _bare_stream(model: Keys) -> Iterator[tuple[str, str]]:
         yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
 
 
-def unreachable(model: Keys, env: Mapping[str, str]) -> str | None:
+def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     """Why an engine with this environment could not load `model`; None where it can."""
     if model.quantize is None:
         return None
@@ -79,7 +79,7 @@ def unreachable(model: Keys, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def remarks(model: Keys, env: Mapping[str, str]) -> tuple[str, ...]:
+def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
     """What `sparkd check` warns of, once the model can be loaded."""
     if model.quantize == AUTO:
         return ()
@@ -94,7 +94,7 @@ def remarks(model: Keys, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
+def loader_of(model: EngineKeys, env: Mapping[str, str], cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
     """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`. cache_dir: None
     keeps nothing."""
     if model.quantize is None:
@@ -109,11 +109,11 @@ def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str | None, cache_
     return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
 
 
-def _parsed(value: Any, env: Mapping[str, str] | None = None) -> Recipe:
+def _parsed(value: Any, env: Mapping[str, str] | None = None) -> QuantizationRecipe:
     """Raises SparkdError. The recipe's modules are a sixth of what a configuration imports, for entries with `quantize` alone."""
-    from workers.quantization.recipe import Recipe
+    from workers.quantization.recipe import QuantizationRecipe
 
-    return Recipe.parse(value, env)
+    return QuantizationRecipe.parse(value, env)
 
 
 def _bare(error: SparkdError) -> str:

@@ -27,7 +27,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong, or (severity "warning") unwise. `file` may also name an environment variable or a flag."""
 
     file: str | None
@@ -41,15 +41,15 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a value was written. `secret` is true where the text came out of the environment and must not be shown."""
 
     file: str | None = None
     line: int | None = None
     secret: bool = False
 
-    def problem(self, message: str, severity: str = "error") -> Problem:
-        return Problem(self.file, self.line, message, severity)
+    def problem(self, message: str, severity: str = "error") -> ConfigProblem:
+        return ConfigProblem(self.file, self.line, message, severity)
 
 
 class Table(dict[str, Any]):
@@ -57,10 +57,10 @@ class Table(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, Location] = {}
         self.meant: set[str] = set()
 
-    def put(self, key: str, value: Any, place: Place) -> None:
+    def put(self, key: str, value: Any, place: Location) -> None:
         self[key] = value
         self.places[key] = place
 
@@ -70,7 +70,7 @@ class Items(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[Place] = []
+        self.places: list[Location] = []
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Document:
     """
 
     table: Table = field(default_factory=Table)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
     env_names: set[str] = field(default_factory=set)
     repeated: list[str] = field(default_factory=list)
 
@@ -101,16 +101,16 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
     try:
         value = builder.build(root, 0)
     except _TooMuchError as error:
-        document.problems.append(Problem(file, error.line, str(error)))
+        document.problems.append(ConfigProblem(file, error.line, str(error)))
         return document
     if isinstance(value, Table):
         document.table = value
     elif value is not None:
-        document.problems.append(Problem(file, _line(root), "The file must hold a map (lines of 'key: value') at its top."))
+        document.problems.append(ConfigProblem(file, _line(root), "The file must hold a map (lines of 'key: value') at its top."))
     return document
 
 
-def masked(problems: Iterable[Problem], names: Iterable[str], environ: Mapping[str, str]) -> list[Problem]:
+def masked(problems: Iterable[ConfigProblem], names: Iterable[str], environ: Mapping[str, str]) -> list[ConfigProblem]:
     """The problems with `${env.NAME}` for every value that the file took out of the environment, which may be a secret, in whatever
     message it stands: whole, as Python quotes it, in lower case, or cut short. names: Document.env_names."""
     spellings: dict[str, str] = {}
@@ -189,7 +189,7 @@ for _name, _pattern, _first in (
 
 def _compose(raw: bytes, file: str, document: Document) -> yaml.Node | None:
     def wrong(message: str, line: int | None) -> None:
-        document.problems.append(Problem(file, line, message))
+        document.problems.append(ConfigProblem(file, line, message))
 
     if len(raw) > MAX_BYTES:
         wrong(f"The file has {len(raw)} bytes; a configuration has at most {MAX_BYTES}. Is it the right file?", None)
@@ -338,12 +338,12 @@ class _Builder:
             self._wrong(node, _BROKEN)
         return filled or ""
 
-    def _place(self, key_node: yaml.Node, value_node: yaml.Node) -> Place:
+    def _place(self, key_node: yaml.Node, value_node: yaml.Node) -> Location:
         secret = isinstance(value_node, yaml.ScalarNode) and "${env." in value_node.value
-        return Place(self._file, _line(key_node), secret)
+        return Location(self._file, _line(key_node), secret)
 
     def _wrong(self, node: yaml.Node, message: str) -> None:
-        self._document.problems.append(Problem(self._file, _line(node), message))
+        self._document.problems.append(ConfigProblem(self._file, _line(node), message))
 
 
 def _shown(key: str) -> str:

@@ -8,7 +8,7 @@ GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class RequestNeeds:
     """A request's need: the path at the engine and the task behind it. The task is None if every model has the path. tools: the model is
     given functions that it may call."""
 
@@ -25,7 +25,7 @@ class Abilities:
     routes: frozenset[str] | None = None
     max_model_len: int | None = None
 
-    def has(self, need: Need) -> bool:
+    def has(self, need: RequestNeeds) -> bool:
         """True where nothing is known."""
         if self.routes is not None:
             return need.path in self.routes

@@ -19,7 +19,7 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class MemoryBook:
     """offered: node -> GiB that it lends, of the nodes in sight that take something now. held: by model. shut: those that take nothing.
 
     room_gib: of nodes to which memory of an engine that ended returns, what a load may need that begins there now.

@@ -41,7 +41,7 @@ def of_handle(fields: Mapping[str, str | None] | None) -> Parsers | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ParserRule:
     """names: of the parser in vLLM's releases, the preferred one first. families: patterns of model_type. markers: all stand in the
     template. coded: the release renders prompts in its own code, so the checkpoint needs no template."""
 
@@ -59,73 +59,73 @@ class Rule:
 _DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 # The first that holds counts.
 TOOL_RULES = (
-    Rule(("openai",), ("gpt_oss",), coded=True),
-    Rule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
-    Rule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
-    Rule(("deepseek_v32",), ("deepseek_v32",), coded=True),
-    Rule(("step3p5",), ("step3p5*",), ("<tool_call>",)),
-    Rule(("mimo",), ("mimo_v2*",), ("<tool_call>",)),
-    Rule(("minimax_m3",), ("minimax_m3*",), ("tool_call",)),
-    Rule(("minimax_m2",), markers=("<minimax:tool_call>",)),
-    Rule(("kimi_k2",), markers=("<|tool_calls_section_begin|>",)),
-    Rule(("deepseek_v3",), markers=(_DEEPSEEK, "```json")),
-    Rule(("deepseek_v31",), markers=(_DEEPSEEK,)),
-    Rule(("seed_oss",), markers=("<seed:tool_call>",)),
-    Rule(("longcat",), markers=("<longcat_tool_call>",)),
-    Rule(("gemma4",), markers=("<|tool_call>",)),
-    Rule(("functiongemma",), markers=("<start_function_call>",)),
-    Rule(("apertus",), markers=("<|tools_prefix|>",)),
-    Rule(("lfm2",), markers=("<|tool_call_start|>",)),
-    Rule(("internlm",), markers=("<|plugin|>", "<|action_start|>")),
-    Rule(("cohere_command3",), markers=("<|START_ACTION|>",)),
-    Rule(("mistral",), markers=("[TOOL_CALLS]",)),
-    Rule(("granite-20b-fc",), markers=("<|function_call_library|>",)),
-    Rule(("granite",), ("granite*",), ("<|tool_call|>",)),
-    Rule(("phi4_mini_json",), markers=("functools[",)),
-    Rule(("phi4_mini_json",), ("phi3", "phi4*"), ("<|tool|>",)),
-    Rule(("glm47", "glm45"), markers=("<arg_key>", "<tool_call>{function-name}<arg_key>")),
-    Rule(("glm45", "glm47"), markers=("<arg_key>",)),
-    Rule(("olmo3",), markers=("<function_calls>", "<functions>")),
-    Rule(("hunyuan_a13b",), ("hunyuan*",), ("<tool_calls>",)),
-    Rule(("jamba",), ("jamba*",), ("<tool_calls>",)),
-    Rule(("qwen3_coder", "qwen3_xml"), markers=("<tool_call>", "<function=", "<parameter=")),
-    Rule(("ernie45",), ("ernie4_5*",), ("<tool_call>",)),
-    Rule(("granite4", "hermes"), ("granite*",), ("<tool_call>",)),
-    Rule(("hermes",), markers=("<tool_call>", "arguments")),
-    Rule(("llama4_json",), ("llama4*",), ('"parameters": dictionary',)),
-    Rule(("llama3_json",), markers=('"parameters": dictionary',)),
-    Rule(("llama4_pythonic",), ("llama4*",), ("func_name1(",)),
-    Rule(("pythonic",), markers=("func_name1(",)),
+    ParserRule(("openai",), ("gpt_oss",), coded=True),
+    ParserRule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
+    ParserRule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
+    ParserRule(("deepseek_v32",), ("deepseek_v32",), coded=True),
+    ParserRule(("step3p5",), ("step3p5*",), ("<tool_call>",)),
+    ParserRule(("mimo",), ("mimo_v2*",), ("<tool_call>",)),
+    ParserRule(("minimax_m3",), ("minimax_m3*",), ("tool_call",)),
+    ParserRule(("minimax_m2",), markers=("<minimax:tool_call>",)),
+    ParserRule(("kimi_k2",), markers=("<|tool_calls_section_begin|>",)),
+    ParserRule(("deepseek_v3",), markers=(_DEEPSEEK, "```json")),
+    ParserRule(("deepseek_v31",), markers=(_DEEPSEEK,)),
+    ParserRule(("seed_oss",), markers=("<seed:tool_call>",)),
+    ParserRule(("longcat",), markers=("<longcat_tool_call>",)),
+    ParserRule(("gemma4",), markers=("<|tool_call>",)),
+    ParserRule(("functiongemma",), markers=("<start_function_call>",)),
+    ParserRule(("apertus",), markers=("<|tools_prefix|>",)),
+    ParserRule(("lfm2",), markers=("<|tool_call_start|>",)),
+    ParserRule(("internlm",), markers=("<|plugin|>", "<|action_start|>")),
+    ParserRule(("cohere_command3",), markers=("<|START_ACTION|>",)),
+    ParserRule(("mistral",), markers=("[TOOL_CALLS]",)),
+    ParserRule(("granite-20b-fc",), markers=("<|function_call_library|>",)),
+    ParserRule(("granite",), ("granite*",), ("<|tool_call|>",)),
+    ParserRule(("phi4_mini_json",), markers=("functools[",)),
+    ParserRule(("phi4_mini_json",), ("phi3", "phi4*"), ("<|tool|>",)),
+    ParserRule(("glm47", "glm45"), markers=("<arg_key>", "<tool_call>{function-name}<arg_key>")),
+    ParserRule(("glm45", "glm47"), markers=("<arg_key>",)),
+    ParserRule(("olmo3",), markers=("<function_calls>", "<functions>")),
+    ParserRule(("hunyuan_a13b",), ("hunyuan*",), ("<tool_calls>",)),
+    ParserRule(("jamba",), ("jamba*",), ("<tool_calls>",)),
+    ParserRule(("qwen3_coder", "qwen3_xml"), markers=("<tool_call>", "<function=", "<parameter=")),
+    ParserRule(("ernie45",), ("ernie4_5*",), ("<tool_call>",)),
+    ParserRule(("granite4", "hermes"), ("granite*",), ("<tool_call>",)),
+    ParserRule(("hermes",), markers=("<tool_call>", "arguments")),
+    ParserRule(("llama4_json",), ("llama4*",), ('"parameters": dictionary',)),
+    ParserRule(("llama3_json",), markers=('"parameters": dictionary',)),
+    ParserRule(("llama4_pythonic",), ("llama4*",), ("func_name1(",)),
+    ParserRule(("pythonic",), markers=("func_name1(",)),
 )
 
 REASONING_RULES = (
-    Rule(("openai_gptoss",), ("gpt_oss",), coded=True),
-    Rule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
-    Rule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
-    Rule(("deepseek_v3",), ("deepseek_v32",), coded=True),
-    Rule(("deepseek_v3",), ("deepseek_v3",), ("</think>", "thinking")),
-    Rule(("deepseek_r1",), ("deepseek_v3",), ("</think>",)),
-    Rule(("gemma4",), ("gemma4*",), ("<|think|>",)),
-    Rule(("nemotron_v3",), ("nemotron_h*",), ("<think>",)),
-    Rule(("step3p5",), ("step3p5*",), ("<think>",)),
-    Rule(("mimo",), ("mimo_v2*",), ("<think>",)),
-    Rule(("minimax_m3",), ("minimax_m3*",), ("think",)),
-    Rule(("minimax_m2",), ("minimax*",), ("<think>",)),
-    Rule(("kimi_k2",), ("kimi_k2*",), ("<think>",)),
-    Rule(("seed_oss",), markers=("<seed:think>",)),
-    Rule(("qwen3",), ("qwen3*",), ("<think>", "enable_thinking")),
-    Rule(("glm45", "glm47"), ("glm*",), ("<think>", "enable_thinking")),
-    Rule(("hunyuan_a13b",), ("hunyuan*",), ("<think>", "enable_thinking")),
-    Rule(("ernie45",), ("ernie4_5*",), ("<think>",)),
-    Rule(("cohere_command3",), ("cohere*",), ("<|START_THINKING|>", "reasoning")),
-    Rule(("granite",), ("granite*",), ("Here is my thought process",)),
-    Rule(("mistral",), markers=("[THINK]",)),
+    ParserRule(("openai_gptoss",), ("gpt_oss",), coded=True),
+    ParserRule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
+    ParserRule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
+    ParserRule(("deepseek_v3",), ("deepseek_v32",), coded=True),
+    ParserRule(("deepseek_v3",), ("deepseek_v3",), ("</think>", "thinking")),
+    ParserRule(("deepseek_r1",), ("deepseek_v3",), ("</think>",)),
+    ParserRule(("gemma4",), ("gemma4*",), ("<|think|>",)),
+    ParserRule(("nemotron_v3",), ("nemotron_h*",), ("<think>",)),
+    ParserRule(("step3p5",), ("step3p5*",), ("<think>",)),
+    ParserRule(("mimo",), ("mimo_v2*",), ("<think>",)),
+    ParserRule(("minimax_m3",), ("minimax_m3*",), ("think",)),
+    ParserRule(("minimax_m2",), ("minimax*",), ("<think>",)),
+    ParserRule(("kimi_k2",), ("kimi_k2*",), ("<think>",)),
+    ParserRule(("seed_oss",), markers=("<seed:think>",)),
+    ParserRule(("qwen3",), ("qwen3*",), ("<think>", "enable_thinking")),
+    ParserRule(("glm45", "glm47"), ("glm*",), ("<think>", "enable_thinking")),
+    ParserRule(("hunyuan_a13b",), ("hunyuan*",), ("<think>", "enable_thinking")),
+    ParserRule(("ernie45",), ("ernie4_5*",), ("<think>",)),
+    ParserRule(("cohere_command3",), ("cohere*",), ("<|START_THINKING|>", "reasoning")),
+    ParserRule(("granite",), ("granite*",), ("Here is my thought process",)),
+    ParserRule(("mistral",), markers=("[THINK]",)),
 )
 # For a template that opens the thought itself, so that every answer begins with one. The rules above come first.
 _ALWAYS = (
-    Rule(("qwen3",), ("qwen3*",)),
-    Rule(("olmo3",), ("olmo3*",)),
-    Rule(("deepseek_r1",)),
+    ParserRule(("qwen3",), ("qwen3*",)),
+    ParserRule(("olmo3",), ("olmo3*",)),
+    ParserRule(("deepseek_r1",)),
 )
 
 
@@ -151,11 +151,11 @@ def origins(config: Mapping[str, Any], template: str | None, reasonings: Collect
     return tool, reasoning
 
 
-def _tool_rule(families: tuple[str, ...], template: str) -> Rule | None:
+def _tool_rule(families: tuple[str, ...], template: str) -> ParserRule | None:
     return _first(TOOL_RULES, families, template, rendered=bool(_TOOLS.search(template)))
 
 
-def _reasoning_rule(families: tuple[str, ...], template: str, known: Collection[str] | None) -> Rule | None:
+def _reasoning_rule(families: tuple[str, ...], template: str, known: Collection[str] | None) -> ParserRule | None:
     rule = _first(REASONING_RULES, families, template, rendered=bool(template))
     if _name(rule, known) is None and opens_thought(template):
         return _first(_ALWAYS, families, template, rendered=True)
@@ -181,13 +181,13 @@ def _families(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in kinds if isinstance(name, str)) or ("",)
 
 
-def _first(rules: Collection[Rule], families: tuple[str, ...], template: str, *, rendered: bool) -> Rule | None:
+def _first(rules: Collection[ParserRule], families: tuple[str, ...], template: str, *, rendered: bool) -> ParserRule | None:
     for rule in rules:
         if (rendered or rule.coded) and any(rule.holds(family, template) for family in families):
             return rule
     return None
 
 
-def _name(rule: Rule | None, known: Collection[str] | None) -> str | None:
+def _name(rule: ParserRule | None, known: Collection[str] | None) -> str | None:
     """The preferred name of those that the vLLM has."""
     return next((name for name in rule.names if known is None or name in known), None) if rule is not None else None

@@ -95,7 +95,7 @@ SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 _OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 
 
-class Entry(Protocol):
+class ReservationKeys(Protocol):
     """The keys of a model's entry that bear on how much is reserved for it; see sparkd.schema.model.ModelConfig."""
 
     @property
@@ -215,7 +215,7 @@ def is_own_worker(args: Sequence[str], index: int) -> bool:
     return any(first == index and value in _OWN_WORKERS for first, _, value in values_of(args, "worker-cls"))
 
 
-def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
+def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:
     """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.capacity.reservation.needed_gib
     does. keys: those that a model's entry may have."""
     args = model.extra_args

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_request import Question as PlanQuestion
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.plan_request import answer as planned
 from sparkd.capacity.vllm_figures import EXACT, GUESS, exact_of
 from sparkd.checkpoint import MODELOPT, Checkpoint, TensorRef
@@ -33,7 +33,7 @@ from sparkd.checkpoint.header import DTYPE_BITS
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK as SPARK_MACHINE
-from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept
 from sparkd.vllm.installed import models_of
 from tests.bench.arguments import Parser, count, new, pattern
 from tests.support.published_headers import checkpoint_of, config_of
@@ -84,7 +84,7 @@ json.dump({"made": made, "not": lacking, "drafts": {name: "" for name in _SPECUL
 """
 
 
-def outcome(answer: Answer) -> tuple[str, str]:
+def outcome(answer: ModelAnswer) -> tuple[str, str]:
     """(answered, refused or unsure; the rest of its line)."""
     refusal = answer.refusal
     if refusal is not None:
@@ -95,8 +95,10 @@ def outcome(answer: Answer) -> tuple[str, str]:
     return "answered", f"{token:.0f} B a token, {state} B a request, {weights:.3f} GiB of parameters, {answer.facts['quantization']}"
 
 
-def judged(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, TensorRef] | None = None, *, asked: bool) -> tuple[str, str]:
-    """What a plan for one rank is beside vLLM's answer, and its numbers in short. files: as a Question has them. tensors: of its
+def judged(
+    files: Mapping[str, bytes], answer: ModelAnswer, tensors: Mapping[str, TensorRef] | None = None, *, asked: bool
+) -> tuple[str, str]:
+    """What a plan for one rank is beside vLLM's answer, and its numbers in short. files: as a ModelQuestion has them. tensors: of its
     checkpoint, None for vLLM's own parameters. asked: whether the plan gets that answer."""
     try:
         plan = _plan(files, answer, _stored(answer) if tensors is None else tensors, asked=asked)
@@ -122,7 +124,7 @@ def judged(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, Ten
     return MARKED if _bounds(answer, option, weights) else WRONG, numbers
 
 
-def _bounds(answer: Answer, option: Mapping[str, Any], weights: int) -> bool:
+def _bounds(answer: ModelAnswer, option: Mapping[str, Any], weights: int) -> bool:
     """Whether the most that a guess says is no less than vLLM's own sizes at the plan's length."""
     found, facts = option["footprint"], answer.facts
     serving = Serving(1, max_num_seqs=facts["max_num_seqs"], max_num_batched_tokens=facts["max_num_batched_tokens"])
@@ -133,12 +135,12 @@ def _bounds(answer: Answer, option: Mapping[str, Any], weights: int) -> bool:
     return cost.least <= found["kv"] + found["upper_kv"] and weights + cost.least <= found["weights"] + found["kv"] + found["upper"]
 
 
-def _plan(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, TensorRef], *, asked: bool) -> dict[str, Any]:
+def _plan(files: Mapping[str, bytes], answer: ModelAnswer, tensors: Mapping[str, TensorRef], *, asked: bool) -> dict[str, Any]:
     name = next(name for name in ("config.json", "params.json") if name in files)
     config, apart = json.loads(files[name]), json.loads(files[MODELOPT]) if MODELOPT in files else None
     checkpoint = Checkpoint("/nowhere", config, (), tensors, source_quantization(config, apart, tensors), name)
     facts = answer.facts
-    question = PlanQuestion(
+    question = PlanRequest(
         "nobody/model", quantize="bf16", max_num_seqs=facts["max_num_seqs"], max_num_batched_tokens=facts["max_num_batched_tokens"]
     )
     return planned(
@@ -146,7 +148,7 @@ def _plan(files: Mapping[str, bytes], answer: Answer, tensors: Mapping[str, Tens
     )
 
 
-def _stored(answer: Answer) -> dict[str, TensorRef]:
+def _stored(answer: ModelAnswer) -> dict[str, TensorRef]:
     """A checkpoint with vLLM's own parameters: the formulas get no hint of its layers but the numbers in their names."""
     rows = [one for one in answer.stages[0].parameters if one.purpose == "model" and one.dtype in _DTYPES]
     found = {}
@@ -198,14 +200,18 @@ def main() -> int:
     if not names:
         parser.error(f"argument --only: there is no configuration of {options.only!r}")
     split = {"platform": options.platform, "tensor_parallel": options.tp, "pipeline_parallel": options.pp}
-    questions = [replace(question_of(name), **split) if name in RARE else Question(files=files[name], **split) for name in names]
+    questions = [replace(question_of(name), **split) if name in RARE else ModelQuestion(files=files[name], **split) for name in names]
     with tempfile.TemporaryDirectory() as folder:
-        wrong = measure(names, questions, Runtime(None, [Path(folder)]), found, options.json)
+        wrong = measure(names, questions, InquiryRuntime(None, [Path(folder)]), found, options.json)
     return 1 if wrong and not options.smallest else 0
 
 
 def measure(
-    names: Sequence[str], questions: Sequence[Question], runtime: Runtime, found: Mapping[str, Mapping[str, str]], rows: Path | None
+    names: Sequence[str],
+    questions: Sequence[ModelQuestion],
+    runtime: InquiryRuntime,
+    found: Mapping[str, Mapping[str, str]],
+    rows: Path | None,
 ) -> int:
     """How many plans are wrong without a word, or refuse what vLLM serves. found: as `registry` has it."""
     lacking, drafts, stored = found.get("not", {}), found.get("drafts", {}), published()
@@ -241,7 +247,7 @@ def measure(
     return with_runtime[WRONG] + without[WRONG] + refused
 
 
-def _verdicts(question: Question, answer: Answer, tensors: Mapping[str, TensorRef] | None) -> dict[bool, tuple[str, str]]:
+def _verdicts(question: ModelQuestion, answer: ModelAnswer, tensors: Mapping[str, TensorRef] | None) -> dict[bool, tuple[str, str]]:
     """Nothing where vLLM did not describe one rank of the model."""
     if answer.refusal is not None or len(answer.stages) != 1 or question.tensor_parallel > 1 or answer.platform != SPARK:
         return {}

@@ -32,7 +32,7 @@ from tests.bench.arguments import Parser, count, new, pattern
 from tests.bench.dequantized import write_dequantized
 from tests.bench.divergence import divergences, mean_kl, median_gap
 from tests.support import architectures, checkpoints
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.vllm.supported import refuse_unserved
 
 LIMIT_S = 300.0
@@ -57,7 +57,7 @@ def examine(
     reference = folder / f"{name}-dequantized"
     checkpoint = read_checkpoint(source)
     try:
-        refuse_unserved(checkpoint, Recipe.parse(quantize).assign(checkpoint), 1)
+        refuse_unserved(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint), 1)
     except CheckpointError as refused:
         return "NAMED", f"refused before anything is loaded: {refused.message.rpartition(f'{refused.tensor}: ')[2]}"
     try:

@@ -19,7 +19,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint
 from tests.support.checkpoints import DTYPES
 from workers.quantization.fusion import FUSED
 from workers.quantization.packed_scale import packed_module_of
-from workers.quantization.recipe import Format, Recipe
+from workers.quantization.recipe import Format, QuantizationRecipe
 from workers.stream.formats import global_scale, quantizer
 
 _GRANITE = (".input_linear", ".output_linear")
@@ -29,7 +29,7 @@ _SIBLINGS = {name: group for group in FUSED for name in group}
 def write_dequantized(source: Path, into: Path, quantize: str) -> int:
     """How many weights were quantized; with 0 nothing is written, the source is its own reference."""
     checkpoint = read_checkpoint(source)
-    formats = {module: form for module, form in Recipe.parse(quantize).assign(checkpoint).items() if form.name != "bf16"}
+    formats = {module: form for module, form in QuantizationRecipe.parse(quantize).assign(checkpoint).items() if form.name != "bf16"}
     if not formats:
         return 0
     into.mkdir(parents=True)

@@ -24,7 +24,7 @@ from tests.bench.footprint_table import Row, within
 from tests.support import architectures, checkpoints
 from tests.support.architecture_parts import Size
 from workers.kv.settings import VARIABLE
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.vllm.supported import refuse_unserved
 
 MIB = 2**20
@@ -84,7 +84,7 @@ def rows(preset: Preset, only: str, quantize: str | None, folder: Path, logs: Pa
 
 def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, folder: Path, logs: Path, limit_s: float) -> Iterator[Row]:
     case, checkpoint = f"{name} {form}", read_checkpoint(source)
-    recipe = Recipe.parse(form)
+    recipe = QuantizationRecipe.parse(form)
     try:
         refuse_unserved(checkpoint, recipe.assign(checkpoint), 1)
     except CheckpointError as refused:
@@ -138,7 +138,7 @@ def _compared(case: str, predicted: Footprint, found: Mapping[str, Any]) -> Iter
     yield Row("peak of the load", case, predicted.load_peak_bytes / MIB, found["load_peak"] / MIB, "MiB")
 
 
-def _predicted(checkpoint: Checkpoint, recipe: Recipe, preset: Preset) -> Footprint:
+def _predicted(checkpoint: Checkpoint, recipe: QuantizationRecipe, preset: Preset) -> Footprint:
     shape = shape_of(checkpoint.config)
     serving = Serving(
         preset.max_model_len,

@@ -27,7 +27,7 @@ from sparkd.vllm.releases import NEVER, READ_OFF
 from sparkd.vllm.translate import release_of
 from tests.bench.footprint_table import GIB, Row, within
 from tests.support.published_headers import checkpoint_of, count_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # NVIDIA's data sheets; memory as the driver reports it.
@@ -53,7 +53,7 @@ class Case:
 
     entry: Mapping[str, Any]
     inventory: Inventory
-    recipe: Recipe
+    recipe: QuantizationRecipe
     serving: Serving
     hardware: Hardware
     known: bool
@@ -130,7 +130,7 @@ def case_of(entry: Mapping[str, Any]) -> Case:
         state_checkpoints=int((release_of(str(entry.get("vllm"))) or NEVER) >= READ_OFF),
     )
     hardware = SPARK if "Spark" in entry["hardware"] else H100
-    return Case({**entry, "conditions": given}, found, Recipe.parse(made), serving, hardware, known)
+    return Case({**entry, "conditions": given}, found, QuantizationRecipe.parse(made), serving, hardware, known)
 
 
 @lru_cache(maxsize=4)

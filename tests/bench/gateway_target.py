@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
-from sparkd.gateway import Edge, Limits, gateway_server
+from sparkd.gateway import ClientLimits, Edge, gateway_server
 from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.state.snapshot import Snapshot
 
@@ -52,7 +52,7 @@ class OneModel:
 
 async def serve(stub_socket: str, port: int, model: str) -> None:
     upstream = Upstream(socket_path=stub_socket)
-    limits = Limits()
+    limits = ClientLimits()
 
     def well() -> tuple[bool, dict[str, Any]]:
         return True, {}

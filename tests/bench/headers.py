@@ -59,11 +59,11 @@ _READ = "from sparkd.checkpoint import read_checkpoint; c = read_checkpoint('FOL
 _COUNTED = f"""{_READ}
 from sparkd.models.shape import shape_of
 from sparkd.capacity.weights import inventory
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 i = inventory(c, shape_of(c.config))
 for name in ('bf16', 'nvfp4'):
     for ranks in (1, 2, 4):
-        i.weights(Recipe.parse(name), ranks)"""
+        i.weights(QuantizationRecipe.parse(name), ranks)"""
 ROWS = {
     "an interpreter, nothing else": "pass",
     "import sparkd.checkpoint": "import sparkd.checkpoint",

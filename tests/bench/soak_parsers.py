@@ -28,7 +28,7 @@ from sparkd.checkpoint.header import DTYPE_BITS, read_header
 from sparkd.config.config import load_config
 from sparkd.engine.metrics import fault_of, merge
 from sparkd.errors import SparkdError
-from sparkd.gateway import Limits
+from sparkd.gateway import ClientLimits
 from sparkd.gateway.body import model_of_form, model_of_json
 from sparkd.gateway.outline import outline
 from sparkd.recipes.importer import imported
@@ -432,7 +432,7 @@ class Loopback:
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        limits = Limits(header_s=QUICK_S, body_grace_s=QUICK_S, keep_alive_s=QUICK_S, linger_s=QUICK_S)
+        limits = ClientLimits(header_s=QUICK_S, body_grace_s=QUICK_S, keep_alive_s=QUICK_S, linger_s=QUICK_S)
         with TemporaryDirectory(prefix="sk") as folder:
             engine = RawEngine(Path(folder) / "engine.sock")
             await engine.start()

@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-from sparkd.config.recipe_check import Choice, checked, resolve, unusable
+from sparkd.config.recipe_check import RecipeUse, checked, resolve, unusable
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema import yaml_file
 from sparkd.vllm.releases import READ_OFF
 from tests.compat.launchers import RefusedThere, Serving, arguments, read, theirs
@@ -66,7 +66,7 @@ def verdict(raw: bytes, name: str, nodes: int) -> Verdict | None:
         kind = "no vLLM" if reason.startswith("runtime") else "refused there too" if wanted is None else "refused wrongly"
         return Verdict(kind, (error.message,))
     file, problems = parse_recipe(name, found.text.encode(), f"{name}.yaml", AsWritten())
-    book = Book(None, AsWritten())
+    book = RecipeLibrary(None, AsWritten())
     if file is not None:
         book.keep(file)
         problems = [problem for problem in checked(file, book).problems if problem.severity == "error"]
@@ -74,7 +74,7 @@ def verdict(raw: bytes, name: str, nodes: int) -> Verdict | None:
         return Verdict("imported and then refused", tuple(problem.message for problem in problems))
     if wanted is None:
         return Verdict("same", (f"its launcher refuses it: {reason}",))
-    chosen = resolve(Choice(name), book)
+    chosen = resolve(RecipeUse(name), book)
     args = arguments(chosen.args)
     given = Serving(chosen.model.model, args.flags, dict(chosen.env))
     if chosen.model.tensor_parallel != "auto":

@@ -14,7 +14,7 @@ from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
 from sparkd.recipes.admin_policy import KEYS
-from sparkd.recipes.library import Book
+from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Store
 from sparkd.vllm.reserved_args import check_args
@@ -143,19 +143,19 @@ def test_a_load_format_that_reads_more_than_plain_numbers_is_of_the_file(load_fo
 
 
 @pytest.fixture(params=["{trust_remote_code: true}", "{extra_args: [--trust-remote-code]}", "{extra_args: [--trust-remote]}"])
-def book(tmp_path: Path, request: pytest.FixtureRequest) -> Book:
+def book(tmp_path: Path, request: pytest.FixtureRequest) -> RecipeLibrary:
     (tmp_path / "trusting.yaml").write_text(RECIPE.replace("{SETTINGS}", request.param))
-    return Book(tmp_path, {})
+    return RecipeLibrary(tmp_path, {})
 
 
-def test_a_recipe_that_trusts_code_is_taken_as_it_pins_it(book: Book) -> None:
+def test_a_recipe_that_trusts_code_is_taken_as_it_pins_it(book: RecipeLibrary) -> None:
     spec = parse_model("m", {"recipe": "trusting", "max_num_seqs": 4, "extra_args": ["--enforce-eager"]}, over_admin=True, book=book)
 
     assert spec.model == "good/model" and spec.trusts_code()
 
 
 @pytest.mark.parametrize("key, value", [("model", "evil/model"), ("revision", "evil"), ("model", "good/model")])
-def test_another_model_or_revision_of_it_is_refused_by_its_key(book: Book, key: str, value: str) -> None:
+def test_another_model_or_revision_of_it_is_refused_by_its_key(book: RecipeLibrary, key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"recipe": "trusting", key: value}, over_admin=True, book=book)
 
@@ -165,7 +165,7 @@ def test_another_model_or_revision_of_it_is_refused_by_its_key(book: Book, key: 
 @pytest.mark.parametrize(
     "flag", ["model", "tokenizer", "tokenizer-revision", "revision", "code-revision", "hf-overrides", "hf-config-path"]
 )
-def test_no_flag_leads_its_code_elsewhere(book: Book, flag: str) -> None:
+def test_no_flag_leads_its_code_elsewhere(book: RecipeLibrary, flag: str) -> None:
     for args in spellings(f"--{flag}"):
         if args[0] in ("--seed", "--s") and len(args) < 3:
             continue

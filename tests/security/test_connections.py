@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sparkd import metrics
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import Limits, acceptor
+from sparkd.gateway import ClientLimits, acceptor
 from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
 
@@ -50,7 +50,7 @@ def test_some_connections_stay_for_what_is_answered_at_once(connections: int) ->
 
 async def test_probes_are_answered_while_requests_have_all_their_places(engine: RawEngine) -> None:
     engine.script = until_gone
-    async with serving(engine, limits=Limits(connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
+    async with serving(engine, limits=ClientLimits(connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
         clients = [await running.open() for _ in range(3)]
         for client in clients[:2]:
             await busy(running, client)
@@ -67,7 +67,7 @@ async def test_probes_are_answered_while_requests_have_all_their_places(engine: 
 @contextlib.asynccontextmanager
 async def with_five(engine: RawEngine) -> AsyncIterator[tuple[Running, list[Client]]]:
     """A gateway that takes five connections, and the five."""
-    async with serving(engine, limits=Limits(connections=5, linger_s=30.0, header_s=30.0)) as running:
+    async with serving(engine, limits=ClientLimits(connections=5, linger_s=30.0, header_s=30.0)) as running:
         clients = [await running.open() for _ in range(5)]
         await soon(lambda: len(running.server.server_state.connections) == 5)
         yield running, clients
@@ -145,7 +145,7 @@ async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEng
 async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     held = await gateway.open()
     assert await alive(held)
-    limits = Limits()
+    limits = ClientLimits()
     with monkeypatch.context() as patch:
         patch.setattr(acceptor, "descriptor_limit", lambda: 16)  # the next client's number lies in the reserve
         gateway.server.set_limits(limits)

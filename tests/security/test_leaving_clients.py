@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sparkd.engine.http import Connection, Pool
+from sparkd.engine.http import Connection, ConnectionPool
 from sparkd.errors import LATER
 from sparkd.gateway.responses import Receive, Scope, Send
 from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 
 
-class LeavingPool(Pool):
+class LeavingPool(ConnectionPool):
     """Its first client leaves at the moment at which the engine's connection opens."""
 
     leaving: asyncio.Task[Connection] | None = None

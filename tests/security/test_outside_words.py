@@ -17,7 +17,7 @@ from sparkd.errors import ConfigError, RankError
 from sparkd.models.hub import Hub
 from workers.host.hub_cache import is_hub_id, is_revision, snapshot_of
 from workers.rank.log_parser import Parser
-from workers.transfer.manifest import Manifest
+from workers.transfer.manifest import ModelManifest
 
 ELSEWHERE = [
     "/etc",
@@ -90,7 +90,7 @@ def test_a_size_in_the_list_of_a_copy_is_a_whole_number_of_bytes(key: str, value
     if key == "mtime_ns" and value == -1:
         return  # before 1970
     with pytest.raises(RankError):
-        Manifest.from_dict(MANIFEST | {"files": [FILE | {key: value}]})
+        ModelManifest.from_dict(MANIFEST | {"files": [FILE | {key: value}]})
 
 
 @pytest.mark.parametrize("key", ["model", "revision", "commit", "root", "partial", "lacks", "files"])
@@ -99,7 +99,7 @@ def test_no_other_field_of_it_is_of_another_kind(key: str, value: Any) -> None:
     if key == "root" and value == "../..":
         return  # where the files are on the node that has them, which that node alone opens
     with pytest.raises(RankError):
-        Manifest.from_dict(MANIFEST | {key: value})
+        ModelManifest.from_dict(MANIFEST | {key: value})
 
 
 def test_a_list_with_a_key_too_many_or_too_few_is_refused() -> None:
@@ -107,8 +107,8 @@ def test_a_list_with_a_key_too_many_or_too_few_is_refused() -> None:
     raws: list[dict[str, Any]] = [MANIFEST | more, {"files": []}, {}, MANIFEST | {"files": [FILE | more]}]
     for raw in raws:
         with pytest.raises(RankError):
-            Manifest.from_dict(raw)
-    assert Manifest.from_dict(MANIFEST | {"files": [FILE]}).size == 1
+            ModelManifest.from_dict(raw)
+    assert ModelManifest.from_dict(MANIFEST | {"files": [FILE]}).size == 1
 
 
 # Lines of an engine's start.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sparkd.errors import Forbidden
-from sparkd.gateway import Keys
+from sparkd.gateway import KeyDigests
 from sparkd.gateway.local import check_local
-from sparkd.gateway.routes import EXACT, Kind
+from sparkd.gateway.routes import EXACT, RouteKind
 from tests.sparkd.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving
 
 CHAT = "/v1/chat/completions"
@@ -85,7 +85,7 @@ def test_every_route_but_those_that_only_tell_refuses_a_page() -> None:
     page = {b"host": b"localhost:4000", b"sec-fetch-site": b"cross-site"}
     for route in EXACT.values():
         for method in route.methods:
-            if route.kind in (Kind.ROOT, Kind.METRICS, Kind.LIVE, Kind.READY):
+            if route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.LIVE, RouteKind.READY):
                 check_local(page, method, does_nothing=True, allowed_page=False)
                 continue
             with pytest.raises(Forbidden):
@@ -94,7 +94,7 @@ def test_every_route_but_those_that_only_tell_refuses_a_page() -> None:
 
 
 async def test_with_keys_a_page_has_none_and_a_client_needs_no_proof(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["i"], admin=["a"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["i"], admin=["a"])) as gateway:
         assert is_ours(await sent(gateway, "POST", ORDERS[0], "Origin: http://localhost:3000"), 401)
         assert nothing_done(gateway)
         assert (await sent(gateway, "POST", ORDERS[0], "X-Api-Key: a")).status == 200

@@ -23,7 +23,7 @@ from sparkd.state.nouns import Store
 from tests.support.shards import checkpoint_of
 from workers.quantization import expression
 from workers.quantization.expression import MAX_STEPS_OF_ONE
-from workers.quantization.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, Recipe, Rule
+from workers.quantization.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, FormatRule, QuantizationRecipe
 
 CATASTROPHIC = [
     "re:(a+)+b",
@@ -39,7 +39,7 @@ NAMES = ["a" * 200, ".".join(["a"] * 200), "," * 200, "model.layers.0." + "a" * 
 
 @pytest.mark.parametrize("match", CATASTROPHIC)
 def test_a_rule_that_would_try_every_way_comes_to_an_end(match: str) -> None:
-    recipe = Recipe.parse({"layers": [{"match": match, "format": "fp8"}]})
+    recipe = QuantizationRecipe.parse({"layers": [{"match": match, "format": "fp8"}]})
 
     for name in NAMES:
         assert recipe.format_of(name, (1024, 1024)) is None
@@ -63,14 +63,14 @@ ODD_NAMES = {f"{hashlib.sha256(str(number).encode()).hexdigest()}.weight": TENSO
 @pytest.mark.parametrize("count", [1, 60])
 def test_hundreds_of_optional_parts_cost_little_over_many_names(count: int) -> None:
     rules = [f"re:(.?){{{number}}}Q$" for number in range(50, 50 + count)]
-    recipe = Recipe.parse({"format": "fp8", "keep": rules})
+    recipe = QuantizationRecipe.parse({"format": "fp8", "keep": rules})
 
     assert len(recipe.assign(checkpoint_of(MANY_NAMES))) == len(MANY_NAMES)
     assert max(rule.expression.steps for rule in recipe.rules) < MAX_STEPS_OF_ONE / 20
 
 
 def test_a_rule_that_takes_too_many_steps_is_refused_by_name_and_only_once() -> None:
-    recipe = Recipe.parse({"layers": {"mlp": "fp8", COSTLY: "nvfp4"}})
+    recipe = QuantizationRecipe.parse({"layers": {"mlp": "fp8", COSTLY: "nvfp4"}})
     costly = recipe.rules[1].expression
     known = Inventory(
         checkpoint_of(ODD_NAMES),
@@ -95,7 +95,7 @@ def test_a_rule_that_takes_too_many_steps_is_refused_by_name_and_only_once() -> 
 
 def test_many_rules_over_many_names_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expression, "MAX_STEPS", 200_000)
-    recipe = Recipe.parse({"format": "fp8", "keep": [f"{number}*" for number in range(100)]})
+    recipe = QuantizationRecipe.parse({"format": "fp8", "keep": [f"{number}*" for number in range(100)]})
 
     with pytest.raises(CheckpointError) as caught:
         recipe.assign(checkpoint_of({f"model.layers.{name}": tensor for name, tensor in ODD_NAMES.items()}))
@@ -106,7 +106,7 @@ def test_many_rules_over_many_names_are_refused_together(monkeypatch: pytest.Mon
 def test_the_rules_of_an_entry_are_limited_by_their_size_too() -> None:
     rule = "re:" + "(.?){300}"
     with pytest.raises(ConfigError) as caught:
-        Recipe.parse({"format": "fp8", "keep": [rule] * 100})
+        QuantizationRecipe.parse({"format": "fp8", "keep": [rule] * 100})
 
     assert f"{MAX_RULE_CHARACTERS:,}" in caught.value.message
 
@@ -118,7 +118,7 @@ COMPONENTS = st.text(alphabet="ab1", min_size=1, max_size=3)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=4), st.lists(COMPONENTS, min_size=1, max_size=5))
 def test_a_glob_names_whole_components_anywhere_in_the_path(parts: list[str], components: list[str]) -> None:
-    rule = Rule(".".join(parts), Format("fp8"))
+    rule = FormatRule(".".join(parts), Format("fp8"))
 
     assert rule.expression.search(".".join(components)) == any(_begins(parts, components[at:]) for at in range(len(components) + 1))
 
@@ -133,9 +133,9 @@ def _begins(parts: list[str], components: list[str]) -> bool:
 
 
 def test_there_are_so_many_rules_at_most() -> None:
-    Recipe.parse({"format": "fp8", "keep": ["o_proj"] * MAX_RULES})
+    QuantizationRecipe.parse({"format": "fp8", "keep": ["o_proj"] * MAX_RULES})
     with pytest.raises(SparkdError):
-        Recipe.parse({"format": "fp8", "keep": ["o_proj"] * (MAX_RULES + 1)})
+        QuantizationRecipe.parse({"format": "fp8", "keep": ["o_proj"] * (MAX_RULES + 1)})
 
 
 def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ from tests.support.ranks import Place
 from workers.agent import rating
 from workers.agent.jobs import Jobs
 from workers.host import bounded_child, network, runtime
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank import lifecycle, ray_environment
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
@@ -156,7 +156,7 @@ async def _parser(python: Path, folder: Path) -> None:
 
 async def _export(python: Path, folder: Path) -> None:
     with suppress(SparkdError, KeyError):
-        export.run(Chosen("/m", Recipe.parse("int4"), str(python), ""), str(folder / "out"), "cpu", lambda event: None)
+        export.run(Chosen("/m", QuantizationRecipe.parse("int4"), str(python), ""), str(folder / "out"), "cpu", lambda event: None)
 
 
 async def _flags(python: Path, folder: Path) -> None:
@@ -212,7 +212,7 @@ async def _git(python: Path, folder: Path) -> None:
     (folder / "bin" / "git").symlink_to(python)
     os.environ["PATH"] = f"{folder}/bin"
     with suppress(SparkdError, ValueError):
-        registry_fetch.fetched("x", registry_fetch.Source(str(folder), "file"), folder / "registries")
+        registry_fetch.fetched("x", registry_fetch.RegistryAddress(str(folder), "file"), folder / "registries")
 
 
 def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
@@ -222,8 +222,8 @@ def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
 
 async def _question(python: Path, folder: Path) -> None:
     with suppress(SparkdError):
-        runtime = model_answers.Runtime(python, [])
-        list(model_answers._run([model_answers.Question()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
+        runtime = model_answers.InquiryRuntime(python, [])
+        list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
 
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (

@@ -9,7 +9,7 @@ import pytest
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError
-from sparkd.schema.yaml_file import Problem, masked
+from sparkd.schema.yaml_file import ConfigProblem, masked
 
 SECRET = "Canary-4f1c9e77d2"
 FILES = [
@@ -80,6 +80,8 @@ def test_no_message_shows_a_value_of_the_environment(text: str, tmp_path: Path) 
     ],
 )
 def test_what_is_masked(message: str, shown: str) -> None:
-    (problem,) = masked([Problem("f", 1, message)], ["S", "UNSET", "SHORT"], {"S": "hunter2-secret", "SHORT": "is", "OTHER": "nothing"})
+    (problem,) = masked(
+        [ConfigProblem("f", 1, message)], ["S", "UNSET", "SHORT"], {"S": "hunter2-secret", "SHORT": "is", "OTHER": "nothing"}
+    )
 
-    assert problem == Problem("f", 1, shown)
+    assert problem == ConfigProblem("f", 1, shown)

@@ -20,7 +20,7 @@ from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
 from sparkd.fabric.checks import Finding
 from sparkd.state.abilities import Abilities
-from sparkd.state.memory_book import Book, Held, Lack
+from sparkd.state.memory_book import Held, Lack, MemoryBook
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading, Store
 from sparkd.state.snapshot import NodeView
 from sparkd.vllm.parsers import Parsers
@@ -86,9 +86,9 @@ class FakeCluster:
         nodes = tuple(NodeView(one, one, one == "n", True, self.node_readings.get(one), 100.0, 0.0) for one in self.agents)
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
-    def book(self) -> Book:
+    def book(self) -> MemoryBook:
         offered = {node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}
-        return Book(offered, dict(self.held), self.shut_nodes, self.room_gib)
+        return MemoryBook(offered, dict(self.held), self.shut_nodes, self.room_gib)
 
     def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
         self.shut_nodes, self.room_gib = nodes, room_gib

@@ -12,14 +12,14 @@ from typing import Any
 
 from workers.host.processes import read_stat
 from workers.kv import memory
-from workers.kv.memory import Reading
+from workers.kv.memory import MemoryReading
 
 GIB = 2**30
 SIZE_BYTES = 12 * GIB
 _OWN = ("Anonymous:", "Pss_Shmem:")
 
 
-def given(*arguments: Any, **more: Any) -> Reading:
+def given(*arguments: Any, **more: Any) -> MemoryReading:
     """The host's reading, as the product takes it, with the memory of the given machine in place of this one's."""
     left = max(0, SIZE_BYTES - taken_by_own_session())
     return replace(memory.host(*arguments, **more), total=SIZE_BYTES, available=left, free=left, reclaimable=0, cgroup_left=None)

@@ -12,16 +12,16 @@ from tests.support.given_memory import install
 from workers.kv.arithmetic import Demand
 from workers.kv.cpu import SparkCPUWorker
 from workers.kv.engine_identity import identity_of
-from workers.kv.memory import Reading
-from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.settings import Settings
+from workers.kv.memory import MemoryReading
+from workers.kv.profiles import MeasuredProfile, Profiles, key_of
+from workers.kv.settings import CacheSettings
 
 
 class UnequalWorker(SparkCPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         install()
         super().__init__(*args, **kwargs)
-        self._known = Settings.parse(os.environ)
+        self._known = CacheSettings.parse(os.environ)
         if self.rank:
             self._usual = self._rehearsal.read
             self._rehearsal.read = self._less  # type: ignore[method-assign]
@@ -29,10 +29,10 @@ class UnequalWorker(SparkCPUWorker):
     def determine_available_memory(self) -> int:
         if self.rank == 0:
             about = identity_of(self.vllm_config, "cpu", self.rank)
-            Profiles(self._known.profiles).keep(key_of(about), Learned(Demand(), 1.0), about)
+            Profiles(self._known.profiles).keep(key_of(about), MeasuredProfile(Demand(), 1.0), about)
         return super().determine_available_memory()
 
-    def _less(self) -> Reading:
+    def _less(self) -> MemoryReading:
         """Room for the margin and for 1.75 times the cache that is allowed: a batch, which needs about 1 of these, leaves less than all."""
         found = self._usual()
         return replace(found, available=(self._known.margin_bytes or 0) + found.sharers * (self._known.at_most_bytes or 0) * 7 // 4)

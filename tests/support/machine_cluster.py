@@ -16,7 +16,7 @@ from sparkd.cluster.reservations import Places
 from sparkd.config.config import ModelConfig
 from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import AgentLost, ClusterError
-from sparkd.state.memory_book import Book
+from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
 from tests.support.fakes import FakeCluster
 
@@ -75,7 +75,7 @@ class MachineCluster(FakeCluster):
         reading = Reading("n", 0.0, NODE_GIB * GIB, max(0, free), max(0, free), 0, 0, 0, level=self.level)
         return Observation(None if self.blind else tuple(self.live.values()), None if self.blind else reading, not self.blind)
 
-    def book(self) -> Book:
+    def book(self) -> MemoryBook:
         return self._places.book()
 
     async def place(self, spec: ModelConfig) -> Placement:

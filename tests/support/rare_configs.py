@@ -1,6 +1,6 @@
 """Configurations of kinds that sparkd has no formula for, or spells in another way: as their publishers write them, with fewer layers.
 
-Never reads a file. Each is {file name: its JSON}, as sparkd.inquiry.model_answers.Question has them.
+Never reads a file. Each is {file name: its JSON}, as sparkd.inquiry.model_answers.ModelQuestion has them.
 UNANSWERED are those that need code of their own, REFUSED those that vLLM 0.32 does not serve so.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.checkpoint.tensors import TensorRef
-from sparkd.inquiry.model_answers import SPARK, Question
+from sparkd.inquiry.model_answers import SPARK, ModelQuestion
 
 _PLAIN: Mapping[str, Any] = {
     "hidden_size": 1024,
@@ -211,7 +211,7 @@ UNANSWERED = ("decilm", "ling-linear")
 REFUSED = ("llama-per-layer", "qwen2-windows")
 
 
-def question_of(name: str) -> Question:
+def question_of(name: str) -> ModelQuestion:
     """vLLM takes a folder for one of Mistral's by the names of its files of weights."""
     mistral = TensorRef("tok_embeddings.weight", "BF16", (32_000, 1024), "consolidated.safetensors", 0, 2 * 32_000 * 1024)
-    return Question(files=RARE[name], tensors=(mistral,) if "params.json" in RARE[name] else (), platform=SPARK)
+    return ModelQuestion(files=RARE[name], tensors=(mistral,) if "params.json" in RARE[name] else (), platform=SPARK)

@@ -32,7 +32,7 @@ from workers.host.runtime import GUARDED, probe
 from workers.rank import lifecycle
 from workers.rank.kv_report import kv_path
 from workers.rank.load_report import load_path
-from workers.transfer.manifest import Manifest, lacking, manifest_of
+from workers.transfer.manifest import ModelManifest, lacking, manifest_of
 
 log = logging.getLogger("sparkd.agent")
 
@@ -209,13 +209,13 @@ class Agent:
         return identity(interpreter, model, revision, {**os.environ, **environ})
 
     def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
-        """This node's files of a model: workers.transfer.manifest.Manifest, None where it has none. Raises RankError."""
+        """This node's files of a model: workers.transfer.manifest.ModelManifest, None where it has none. Raises RankError."""
         found = manifest_of(model, revision, {**os.environ, **environ})
         return found.to_dict() if found else None
 
     def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """See workers.transfer.manifest.lacking. Raises RankError."""
-        return lacking(Manifest.from_dict(manifest), {**os.environ, **environ})
+        return lacking(ModelManifest.from_dict(manifest), {**os.environ, **environ})
 
     def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.transfer. {"job", ..}. Raises RankError."""

@@ -58,7 +58,7 @@ _OWN_CLASS = '"auto_map"'
 _inspected: list[BaseException] = []
 
 
-class Refused(Exception):
+class ModelNotBuilt(Exception):
     """The model was not built. step: `arguments`, `config`, `model`, `cache` or `sizes`. No start of an engine takes the last step."""
 
     def __init__(self, step: str, error: BaseException) -> None:
@@ -115,7 +115,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         answer |= _resolved(config)
         with _step("sizes"):
             answer["cache"] = _pool(config, caches)
-    except Refused as refused:
+    except ModelNotBuilt as refused:
         # A class of the model's own, which does not run here, may have read what vLLM could not.
         own = refused.refusal["step"] == "config" and _OWN_CLASS in _text(Path(question["folder"], "config.json"))
         answer["refusal"] = {**refused.refusal, "certain": refused.refusal["certain"] and not own}
@@ -126,10 +126,10 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
 def _step(name: str) -> Iterator[None]:
     try:
         yield
-    except Refused:
+    except ModelNotBuilt:
         raise
     except (Exception, SystemExit) as error:
-        raise Refused(name, error) from error
+        raise ModelNotBuilt(name, error) from error
 
 
 def _config(question: Mapping[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def _config(question: Mapping[str, Any]) -> Any:
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise Refused("arguments", ValueError(message))
+            raise ModelNotBuilt("arguments", ValueError(message))
 
         def parse_known_args(self, *where: Any) -> Any:
             """Without the front end's flags, which an engine's parser does not know."""

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryConsumer:
     """One rank that lives here. pidfds: of all its processes but Python's resource trackers, which must go last
     (workers.host.processes)."""
 
@@ -59,7 +59,7 @@ class Holders:
     """
 
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
-        self.ranks: tuple[Held, ...] = ()
+        self.ranks: tuple[MemoryConsumer, ...] = ()
         self.device_trouble: str | None = None
         # The first GPU's gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
         self.gpu: dict[str, float] = {}
@@ -114,10 +114,10 @@ class Holders:
 
     def _held(
         self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]
-    ) -> Held:
+    ) -> MemoryConsumer:
         handle, progress = _mapping(status.get("handle")), _mapping(status.get("progress"))
         device = [self._device[who.pid] for who in members if who.pid in self._device]
-        return Held(
+        return MemoryConsumer(
             rank_id,
             str(handle.get("model", "")),
             str(progress.get("phase", "starting")),

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.guard import incidents
-from workers.guard.consumers import Held, Holders
-from workers.guard.memory_sampler import COLUMNS, Look, Trend, Vitals
-from workers.guard.policy import PHASES, Decision, Engine, Limits, State, decide, pace_s
+from workers.guard.consumers import Holders, MemoryConsumer
+from workers.guard.memory_sampler import COLUMNS, MemorySample, Trend, Vitals
+from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, MemoryLimits, decide, pace_s
 from workers.host import meminfo, processes
 from workers.host.network import shares_memory
 from workers.rank import lifecycle
@@ -57,8 +57,8 @@ class Sentry:
         self.set(settings)
         self._drop = drop
         self._vitals = Vitals(proc)
-        self._limits: Limits | None = None
-        self._state = State()
+        self._limits: MemoryLimits | None = None
+        self._state = GuardState()
         self._decision = Decision("ok")
         self._dying = threading.Event()
         self._ended = threading.Event()
@@ -95,21 +95,21 @@ class Sentry:
             self._killed[rank_id] = _sentence(str(bundle.get("why")), str(bundle.get("id")))
         return self._killed.get(rank_id)
 
-    def look(self, now_s: float) -> tuple[Look, Trend] | None:
+    def look(self, now_s: float) -> tuple[MemorySample, Trend] | None:
         """One look and what follows from it. None where memory cannot be read: the age of the last reading tells."""
         look = self._vitals.look(now_s)
         if look is None:
             return None
         trend = self._vitals.trend()
-        self._limits = Limits.of(look.total, *self._given)
+        self._limits = MemoryLimits.of(look.total, *self._given)
         if self._mode != OFF:
             self._guard(look, trend, self._limits)
         else:
-            self._decision, self._state = Decision("ok"), State()
+            self._decision, self._state = Decision("ok"), GuardState()
         self.reading = self._reading(look, trend, self._limits)
         return look, trend
 
-    def _guard(self, look: Look, trend: Trend, limits: Limits) -> None:
+    def _guard(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> None:
         # The holders of memory are known up to two seconds late: nobody is killed twice.
         ranks = [one for one in self.holders.ranks if not self._killed.get(one.rank_id)]
         fresh = look.at_s - self._heard_at_s <= HEARD_S
@@ -128,7 +128,7 @@ class Sentry:
             self._after.put(self._dropped)
         self._decision, self._state = decision, state
 
-    def _remember(self, victim: Held, decision: Decision, look: Look, limits: Limits) -> None:
+    def _remember(self, victim: MemoryConsumer, decision: Decision, look: MemorySample, limits: MemoryLimits) -> None:
         """The part of the bundle that tells of this moment; written on another thread, with the memory that has come back."""
         at_s = time.time()
         incident_id = incidents.new_id(at_s, victim.rank_id)
@@ -147,7 +147,7 @@ class Sentry:
         }  # fmt: skip
         self._after.put(lambda: self._aftermath(victim, bundle))
 
-    def _aftermath(self, victim: Held, bundle: dict[str, Any]) -> None:
+    def _aftermath(self, victim: MemoryConsumer, bundle: dict[str, Any]) -> None:
         def find() -> Mapping[int, processes.Identity]:
             return processes.members(victim.rank_id, self._run_dir, shim=victim.shim, engine=victim.engine)
 
@@ -166,7 +166,7 @@ class Sentry:
         if self._drop:
             log.info("page cache: %s", self._drop())
 
-    def _reading(self, look: Look, trend: Trend, limits: Limits) -> dict[str, Any]:
+    def _reading(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> dict[str, Any]:
         """By the field names of sparkd.state.nouns.Reading."""
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
@@ -233,9 +233,9 @@ class Sentry:
                     log.exception("what followed an action of the guard failed")
 
 
-def _engine(held: Held, told: Mapping[str, Any] | None, *, fresh: bool) -> Engine:
+def _engine(held: MemoryConsumer, told: Mapping[str, Any] | None, *, fresh: bool) -> GuardedEngine:
     told = told or {}
-    return Engine(
+    return GuardedEngine(
         held.rank_id,
         held.model,
         PHASES.get(held.phase, "load"),

@@ -27,7 +27,7 @@ _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 
 
 @dataclass(slots=True)
-class Look:
+class MemorySample:
     """One moment, bytes. at_s is monotonic. scanned and swapped are pages since boot; psi_full_us microseconds since boot.
 
     A line that the kernel does not print is None; unaccounted is meminfo.unaccounted_bytes.
@@ -71,7 +71,7 @@ class Trend:
         return max(0.0, (available - floor) / -slope)
 
 
-class Source:
+class ProcFile:
     """One file of /proc, read again and again into one buffer. Outside /proc it is opened each time: somebody replaces it."""
 
     def __init__(self, path: Path, *, held: bool) -> None:
@@ -132,13 +132,13 @@ class Vitals:
 
     def __init__(self, proc: Path) -> None:
         held = proc == Path("/proc")
-        self.meminfo = Source(proc / "meminfo", held=held)
-        self.vmstat = Source(proc / "vmstat", held=held)
-        self.pressure = Source(proc / "pressure" / "memory", held=held)
+        self.meminfo = ProcFile(proc / "meminfo", held=held)
+        self.vmstat = ProcFile(proc / "vmstat", held=held)
+        self.pressure = ProcFile(proc / "pressure" / "memory", held=held)
         self._ring = array("d", bytes(8 * ROWS * len(COLUMNS)))
         self._count = self._forgotten = 0
 
-    def look(self, now_s: float) -> Look | None:
+    def look(self, now_s: float) -> MemorySample | None:
         """None where /proc/meminfo cannot be read now."""
         if not self.meminfo.read():
             return None
@@ -146,7 +146,7 @@ class Vitals:
         kib = {name: value * 1024 for name, value in found.items() if value is not None}
         has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
         counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
-        look = Look(
+        look = MemorySample(
             now_s,
             kib.get(b"MemTotal:", 0),
             kib.get(b"MemAvailable:", 0),
@@ -164,7 +164,7 @@ class Vitals:
         self.add(look)
         return look
 
-    def add(self, look: Look) -> None:
+    def add(self, look: MemorySample) -> None:
         at = self._count % ROWS * len(COLUMNS)
         row = (
             look.at_s, look.available, look.free, look.cached, look.swap_free, look.cma_free or 0, look.unaccounted or 0, look.scanned,

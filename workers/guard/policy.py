@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from workers.guard.memory_sampler import Look, Trend
+from workers.guard.memory_sampler import MemorySample, Trend
 
 GIB = 1 << 30
 OK, TIGHT, PRESSED, CRITICAL = LEVELS = ("ok", "tight", "pressed", "critical")
@@ -39,7 +39,7 @@ DROP_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MemoryLimits:
     """Bytes of MemAvailable. Below soft no load begins; below hard, with proof, one engine is killed; floor must never be reached."""
 
     soft: int
@@ -47,7 +47,7 @@ class Limits:
     floor: int
 
     @classmethod
-    def of(cls, total: int, soft_gib: float | None = None, hard_gib: float | None = None, floor_gib: float | None = None) -> Limits:
+    def of(cls, total: int, soft_gib: float | None = None, hard_gib: float | None = None, floor_gib: float | None = None) -> MemoryLimits:
         """On a Spark 6, 4 and 2 GiB, on a smaller machine as large a share. A KV cache of `auto` leaves 3.6 GiB: low, and no danger."""
 
         def limit(given: float | None, gib: float) -> int:
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class GuardedEngine:
     """One engine's ranks on this node. held: bytes that its end gives back, None where nobody could tell.
 
     in_flight is None where nobody has said (no daemon): then it counts as busy. priority: the higher, the later its turn to die.
@@ -77,7 +77,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class GuardState:
     """The guard's memory between two looks. Times are those of the looks."""
 
     level: str = OK
@@ -102,8 +102,15 @@ class Decision:
 
 
 def decide(
-    look: Look, trend: Trend, engines: Sequence[Engine], limits: Limits, state: State, *, unified: bool = True, dying: bool = False
-) -> tuple[Decision, State]:
+    look: MemorySample,
+    trend: Trend,
+    engines: Sequence[GuardedEngine],
+    limits: MemoryLimits,
+    state: GuardState,
+    *,
+    unified: bool = True,
+    dying: bool = False,
+) -> tuple[Decision, GuardState]:
     """One look. dying: a rank that was killed still has processes. At most one victim, and none before the last one's memory had time."""
     phase = _phase(engines)
     reclaiming = trend.scanned_per_s >= SCANNED_PER_S or trend.swapped_per_s >= SWAPPED_PER_S
@@ -136,7 +143,7 @@ def decide(
     return Decision(state.level, why=why), state
 
 
-def choose(engines: Sequence[Engine], needed: int) -> Engine | None:
+def choose(engines: Sequence[GuardedEngine], needed: int) -> GuardedEngine | None:
     """The engine to kill: one whose end is enough; idle before busy, unpinned first, low priority first, then who is starting, then the
     largest."""
     enough = [one for one in engines if one.held is None or one.held >= needed]
@@ -144,26 +151,34 @@ def choose(engines: Sequence[Engine], needed: int) -> Engine | None:
     # Where nobody's end is enough, small ones would only cost the time that is left.
     able = enough or [one for one in engines if (one.held or 0) * 2 >= largest]
 
-    def rank(one: Engine) -> tuple[bool, bool, int, bool, int, str]:
+    def rank(one: GuardedEngine) -> tuple[bool, bool, int, bool, int, str]:
         return (one.in_flight != 0, one.pinned, one.priority, one.phase == SERVE, -(one.held or 0), one.rank_id)
 
     return min(able, key=rank, default=None)
 
 
-def pace_s(look: Look, trend: Trend, limits: Limits, base_s: float) -> float:
+def pace_s(look: MemorySample, trend: Trend, limits: MemoryLimits, base_s: float) -> float:
     """Seconds to the next look: a fifth while memory goes fast or little is left."""
     hurried = look.available < limits.soft or trend.short <= -FAST_SHARE_PER_S * look.total
     return base_s / 5 if hurried else base_s
 
 
-def _phase(engines: Sequence[Engine]) -> str:
+def _phase(engines: Sequence[GuardedEngine]) -> str:
     """The most patient one that applies: only one engine of a node starts at a time."""
     phases = {one.phase for one in engines}
     return CAPTURE if CAPTURE in phases else LOAD if LOAD in phases else SERVE
 
 
 def _reason(
-    look: Look, trend: Trend, limits: Limits, state: State, phase: str, *, reclaiming: bool, falling: bool, left_s: float | None
+    look: MemorySample,
+    trend: Trend,
+    limits: MemoryLimits,
+    state: GuardState,
+    phase: str,
+    *,
+    reclaiming: bool,
+    falling: bool,
+    left_s: float | None,
 ) -> str:
     """Why an engine must go now; empty where none must."""
     available, looks = f"{look.available / GIB:.2f} GiB available", LOOKS[phase]
@@ -186,12 +201,12 @@ def _proof(trend: Trend, reclaiming: bool) -> str:
     return f"and going: {trend.fell / GIB:.2f} GiB within a minute"
 
 
-def _needed(look: Look, trend: Trend, limits: Limits) -> int:
+def _needed(look: MemorySample, trend: Trend, limits: MemoryLimits) -> int:
     """The bytes that must come back for the fall to end above the hard limit, with the time that a kill takes."""
     return max(0, int(limits.hard - look.available - min(trend.short, 0.0) * SETTLE_S))
 
 
-def _levelled(look: Look, limits: Limits, state: State, *, critical: bool, corroborated: bool) -> State:
+def _levelled(look: MemorySample, limits: MemoryLimits, state: GuardState, *, critical: bool, corroborated: bool) -> GuardState:
     """Worse at once, or after PRESSED_S; better one step at a time, after CALM_S well above the limit."""
     now_s = look.at_s
     if critical:

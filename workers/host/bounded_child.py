@@ -15,7 +15,7 @@ _stuck: list[subprocess.Popen[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProgramOutput:
     """text is what the program wrote to stdout. trouble says why there is none, None where it ended well; hung, whether it did not end."""
 
     text: str
@@ -23,7 +23,7 @@ class Answer:
     hung: bool = False
 
 
-def ask(command: Sequence[str], timeout_s: float) -> Answer:
+def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
     """Blocks for timeout_s and REAP_S at most, whatever the program does."""
     try:
         child = subprocess.Popen(
@@ -31,18 +31,18 @@ def ask(command: Sequence[str], timeout_s: float) -> Answer:
             env={"PATH": f"{os.environ.get('PATH', os.defpath)}:{PLACES}", "LC_ALL": "C"}, start_new_session=True,
         )  # fmt: skip
     except FileNotFoundError:
-        return Answer("", f"{command[0]} is not installed")
+        return ProgramOutput("", f"{command[0]} is not installed")
     except OSError as error:
-        return Answer("", f"{command[0]} cannot be run: {error.strerror or error}")
+        return ProgramOutput("", f"{command[0]} cannot be run: {error.strerror or error}")
     try:
         text, complaint = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _let_go(child)
-        return Answer("", f"{command[0]} did not answer within {timeout_s:g} s", hung=True)
+        return ProgramOutput("", f"{command[0]} did not answer within {timeout_s:g} s", hung=True)
     if child.returncode:
         said = (complaint.strip() or text.strip()).splitlines()
-        return Answer(text, f"{command[0]} ended with exit code {child.returncode}{': ' + said[0][:200] if said else ''}")
-    return Answer(text)
+        return ProgramOutput(text, f"{command[0]} ended with exit code {child.returncode}{': ' + said[0][:200] if said else ''}")
+    return ProgramOutput(text)
 
 
 def stuck() -> int:

@@ -55,7 +55,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class CacheCosts:
     """The costs of the model's cache. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
     one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
     nobody knows. of: bytes of a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window;
@@ -95,7 +95,7 @@ class Need:
         """Bytes of a cache that holds it."""
         return self.request(self.shortest) + self.per_block if self.shrinks else self.least
 
-    def shortened(self, max_model_len: int) -> Need:
+    def shortened(self, max_model_len: int) -> CacheCosts:
         """Where vLLM has made the context shorter."""
         if max_model_len >= self.max_model_len:
             return self
@@ -123,7 +123,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class CachePool:
     """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for. limit: why `auto` leaves that."""
 
     bytes: int
@@ -143,7 +143,7 @@ class Pool:
         return self.room - self.bytes - self.demand.graphs + self.demand.reusable
 
 
-class DoesNotFit(Exception):
+class CacheDoesNotFit(Exception):
     """The sentence is for the user."""
 
 
@@ -156,26 +156,26 @@ def pool(
     room: int,
     demand: Demand,
     margin: int,
-    need: Need,
+    need: CacheCosts,
     asked: int | None = None,
     at_most: int | None = None,
     reserved: Reserved | None = None,
     by_blocks: bool = False,
-    again: Callable[[Need], int | None] | None = None,
-) -> Pool:
+    again: Callable[[CacheCosts], int | None] | None = None,
+) -> CachePool:
     """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. by_blocks: the size was
-    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much. Raises DoesNotFit.
+    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much. Raises CacheDoesNotFit.
 
-    room: bytes that can be taken at all (Reading.room).
+    room: bytes that can be taken at all (MemoryReading.room).
     """
     case = _Case(room, margin, demand, need, again if asked is not None and again else lambda _need: asked, at_most, reserved, by_blocks)
     left, limit = case.left, ""
     if asked is not None:
         if asked < need.floor and (cures := _of_too_little(asked, case)):
             one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor, math.ceil)}"
-            raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
+            raise CacheDoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
-            raise DoesNotFit(
+            raise CacheDoesNotFit(
                 _sentence(f"The KV cache that was asked for needs {_gib(asked)}", case, max(asked, need.floor) - left, smaller=True)
             )
         size = asked
@@ -186,12 +186,12 @@ def pool(
             limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
     if size < need.floor:
         if size == left or left < need.floor:
-            raise DoesNotFit(_sentence(_what(need), case, need.floor - left, most=size))
-        raise DoesNotFit(_limited(size, case, by_reserve=asked is None and size != at_most))
-    return Pool(size, room, margin, demand, limit)
+            raise CacheDoesNotFit(_sentence(_what(need), case, need.floor - left, most=size))
+        raise CacheDoesNotFit(_limited(size, case, by_reserve=asked is None and size != at_most))
+    return CachePool(size, room, margin, demand, limit)
 
 
-def too_little(room: int, floor: int, margin: int, need: Need, weights: int, learned: Demand | None) -> str:
+def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: int, learned: Demand | None) -> str:
     """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
     starts needed beside the cache; None where nobody knows."""
     demand = replace(learned or Demand(), weights=weights)
@@ -201,13 +201,13 @@ def too_little(room: int, floor: int, margin: int, need: Need, weights: int, lea
     return f"Under {_gib(floor)} nothing is tried. {told}".replace("The weights take", "The engine, its weights included, holds", 1)
 
 
-def longest(left: int, need: Need) -> int:
+def longest(left: int, need: CacheCosts) -> int:
     """How many tokens one request may have where `left` bytes are there for it, in steps."""
     steps = range(1, need.max_model_len // STEP_TOKENS + 1)
     return STEP_TOKENS * bisect_right(steps, left - need.per_block, key=lambda step: need.request(step * STEP_TOKENS))
 
 
-def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
+def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, int]:
     """About how many tokens and sequences a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its
     tokens, a decoding batch's with its sequences. By vLLM's names, only what must be smaller; empty where no batch is small enough, or
     nobody knows what one needs."""
@@ -237,8 +237,8 @@ class _Case:
     room: int
     margin: int
     demand: Demand
-    need: Need
-    asked: Callable[[Need], int | None] = lambda _need: None
+    need: CacheCosts
+    asked: Callable[[CacheCosts], int | None] = lambda _need: None
     at_most: int | None = None
     reserved: Reserved | None = None
     by_blocks: bool = False
@@ -252,7 +252,7 @@ class _Case:
         """The part of it that memory_gib leaves."""
         return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
 
-    def fits(self, *, need: Need | None = None, demand: Demand | None = None, freed: int = 0) -> bool:
+    def fits(self, *, need: CacheCosts | None = None, demand: Demand | None = None, freed: int = 0) -> bool:
         """Whether a start with one of these instead is not refused. freed: bytes of weights that are not there."""
         reserved = self.reserved and replace(self.reserved, taken=self.reserved.taken - freed * self.reserved.ranks)
         then = replace(self, room=self.room + freed, need=need or self.need, demand=demand or self.demand, reserved=reserved)
@@ -315,7 +315,7 @@ def _most(size: int, case: _Case) -> str:
     return f"{BLOCKS_FLAG} {size // case.need.per_block}" if case.by_blocks else f"up to {_gib(size)}"
 
 
-def _what(need: Need) -> str:
+def _what(need: CacheCosts) -> str:
     return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor, math.ceil)}"
 
 
@@ -380,7 +380,7 @@ def _smaller(case: _Case, missing: int) -> list[str]:
     return cures
 
 
-def _with_batch(demand: Demand, need: Need, batch: dict[str, int]) -> Demand:
+def _with_batch(demand: Demand, need: CacheCosts, batch: dict[str, int]) -> Demand:
     """With so many tokens and sequences."""
     tokens, sequences = batch.get("max_num_batched_tokens", need.batch_tokens), batch.get("max_num_seqs", need.sequences)
     if not demand.prefill:

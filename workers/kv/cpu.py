@@ -16,12 +16,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from workers.kv.agreement import Gather, over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.engine_identity import folders_of, identity_of
-from workers.kv.memory import PROC, Reading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.memory import PROC, MemoryReading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.numa import nodes_bound
 from workers.kv.rehearsal import all_decoding, largest_prefill, minimal_cache, profiled, receive
 from workers.kv.release import forget_files, give_back, trim
-from workers.kv.settings import Settings
-from workers.kv.sized_worker import Sized
+from workers.kv.settings import CacheSettings
+from workers.kv.sized_worker import SizedWorker
 from workers.kv.sizing import Sizing
 from workers.kv.start_gate import GATE, open_gate
 from workers.kv.symbols import Missing, method, need_of
@@ -70,7 +70,7 @@ class CpuRehearsal:
         self._settle()
         return Demand(weights=self.weights).with_peaks(max(encoders, int(prefill)), int(decoding), apart=apart)
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
         return replace(host(kept=self._kept), sharers=self._sharers, ranks=self._ranks)
 
@@ -106,7 +106,7 @@ class CpuRehearsal:
         self._resident = resident_bytes()
 
 
-class SparkCPUWorker(Sized, CPUWorker):
+class SparkCPUWorker(SizedWorker, CPUWorker):
     """vLLM's CPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class SparkCPUWorker(Sized, CPUWorker):
         self._rehearsal = CpuRehearsal(self)
         self._sizing = Sizing(
             self._rehearsal,
-            Settings.parse(os.environ).or_vllms(self.cache_config),
+            CacheSettings.parse(os.environ).or_vllms(self.cache_config),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             lambda: identity_of(self.vllm_config, "cpu", self.rank),
             self.rank,

@@ -19,11 +19,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.engine_identity import folders_of, identity_of
-from workers.kv.memory import Reading, host, taken_by_session
+from workers.kv.memory import MemoryReading, host, taken_by_session
 from workers.kv.rehearsal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, smaller_batches
 from workers.kv.release import forget_files, give_back
-from workers.kv.settings import Settings
-from workers.kv.sized_worker import Sized
+from workers.kv.settings import CacheSettings
+from workers.kv.sized_worker import SizedWorker
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.start_gate import open_gate
 from workers.kv.symbols import Missing, imported, need_of
@@ -83,7 +83,7 @@ class CudaRehearsal:
         device = self._worker.device
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """From any thread: which device is the current one is a thread's own affair, and device 0 where it has not said."""
         device = self._worker.device
         free, total = torch.cuda.mem_get_info(device)
@@ -164,7 +164,7 @@ def _refusals() -> Iterator[None]:
         raise RanOut(str(error).partition(". ")[0]) from None
 
 
-class SparkWorker(Sized, Worker):
+class SparkWorker(SizedWorker, Worker):
     """vLLM's GPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +172,7 @@ class SparkWorker(Sized, Worker):
         self._rehearsal = CudaRehearsal(self)
         self._sizing = Sizing(
             self._rehearsal,
-            Settings.parse(os.environ).or_vllms(self.cache_config),
+            CacheSettings.parse(os.environ).or_vllms(self.cache_config),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             self._identity,
             self.rank,

@@ -21,7 +21,7 @@ EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryReading:
     """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
     CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory; ranks:
     all that are on it, where some have the memory of other nodes (0: nobody else). total, available, free, reclaimable: of the nodes bound.
@@ -73,7 +73,7 @@ class Reading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP, kept: frozenset[int] | None = None, nodes: Path = NODES) -> Reading:
+def host(proc: Path = PROC, cgroup: Path = CGROUP, kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
     """kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
     text = (proc / "meminfo").read_text()
     known = parse_meminfo(text)
@@ -81,13 +81,13 @@ def host(proc: Path = PROC, cgroup: Path = CGROUP, kept: frozenset[int] | None =
     fields = parse_fields(text)
     of_nodes = None if kept is None else memory_of(kept, fields, nodes)
     if of_nodes is not None:
-        return Reading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
+        return MemoryReading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else known["cached_bytes"]
-    return Reading(known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=limited)
+    return MemoryReading(known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=limited)
 
 
-def lowest(read: Callable[[], Reading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Reading:
+def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:
     """Each number's minimum over a window: what is left only for a moment is not left. window_s: 0 for a single look."""
     found = read()
     for _ in range(int(window_s / EVERY_S)):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from workers.kv.memory import EVERY_S, Reading
+from workers.kv.memory import EVERY_S, MemoryReading
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
@@ -31,7 +31,7 @@ class Floor:
     A reading that fails ends nothing: the first is logged, and so is that nobody watches where they go on failing.
     """
 
-    def __init__(self, read: Callable[[], Reading], floor: int, under: Callable[[Reading], None]) -> None:
+    def __init__(self, read: Callable[[], MemoryReading], floor: int, under: Callable[[MemoryReading], None]) -> None:
         self._read = read
         self._floor = floor
         self._under = under

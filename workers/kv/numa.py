@@ -25,7 +25,7 @@ _FILES = ("Active(file)", "Inactive(file)")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class NumaMemory:
     """Bytes, as /proc/meminfo names them; reclaimable: page cache of files."""
 
     total: int
@@ -57,7 +57,7 @@ def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[i
     return kept if kept and kept != there else None
 
 
-def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> Memory | None:
+def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> NumaMemory | None:
     """The readings of these nodes together; None where one does not say. whole: of /proc/meminfo (parse_fields).
 
     A node has no MemAvailable of its own. The kernel's is free memory, page cache and what can be reclaimed of the slabs, less its
@@ -71,7 +71,7 @@ def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODE
     less = max(0, _could_be(whole) - whole.get("MemAvailable", 0))
     share = total / max(1, whole.get("MemTotal", total))
     available = sum(map(_could_be, found)) - int(less * share)
-    return Memory(total, max(0, min(available, whole.get("MemAvailable", available))), free, files)
+    return NumaMemory(total, max(0, min(available, whole.get("MemAvailable", available))), free, files)
 
 
 def _could_be(fields: Mapping[str, int]) -> int:

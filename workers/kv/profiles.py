@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class MeasuredProfile:
     """demand: as it turned out; seconds: how long the rehearsal took; starts: how many have used it; error: by how much the free memory
     differed from what was expected, the last time (bytes, positive: more was free); slack: what was free when the engine was ready;
     warm: what the batch of a compile run took for a moment in a start from the profile, 0 before there was one."""
@@ -56,11 +56,11 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
     return digest.hexdigest()[:24]
 
 
-def profiles_of(folder: str, about: Mapping[str, Any], engine: str, device: str = "") -> list[Learned]:
+def profiles_of(folder: str, about: Mapping[str, Any], engine: str, device: str = "") -> list[MeasuredProfile]:
     """The profiles of engines of this name whose description has all of `about`, the newest first; a file that cannot be read is passed
     over. engine: as whoever starts one names it (settings.engine). device: a word of the device's name."""
     kept = Profiles(folder)
-    found: list[tuple[float, Learned]] = []
+    found: list[tuple[float, MeasuredProfile]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -81,7 +81,7 @@ class Profiles:
         self._folder = folder
         self._engine = engine
 
-    def find(self, key: str) -> Learned | None:
+    def find(self, key: str) -> MeasuredProfile | None:
         if self._folder is None:
             return None
         try:
@@ -93,11 +93,11 @@ class Profiles:
             if min(asdict(demand).values()) < 0:
                 return None
             slack, warm = int(raw.get("slack", 0)), int(raw.get("warm", 0))
-            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), slack, warm)
+            return MeasuredProfile(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), slack, warm)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
-    def keep(self, key: str, learned: Learned, about: Mapping[str, Any]) -> bool:
+    def keep(self, key: str, learned: MeasuredProfile, about: Mapping[str, Any]) -> bool:
         """about: for whoever reads the file. False where it could not be written."""
         if self._folder is None:
             return False

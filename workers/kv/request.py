@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workers.kv.arithmetic import GIB, Demand, Need, Reserved, margin_of
-from workers.kv.memory import Reading
-from workers.kv.settings import BLOCKS_FLAG, SIZES, Settings
+from workers.kv.arithmetic import GIB, CacheCosts, Demand, Reserved, margin_of
+from workers.kv.memory import MemoryReading
+from workers.kv.settings import BLOCKS_FLAG, SIZES, CacheSettings
 
 # The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
 PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
 
 
-class Wish:
+class CacheRequest:
     """taken: bytes that the whole engine holds of the memory that the cache will be in."""
 
-    def __init__(self, settings: Settings, taken: Callable[[], int]) -> None:
+    def __init__(self, settings: CacheSettings, taken: Callable[[], int]) -> None:
         self._settings = settings
         self._taken = taken
 
-    def asked(self, need: Need) -> int | None:
+    def asked(self, need: CacheCosts) -> int | None:
         """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
         settings = self._settings
         block = need.per_block
@@ -46,18 +46,18 @@ class Wish:
         """A limit on what `auto` takes; None for none."""
         return self._settings.at_most_bytes
 
-    def reserved(self, reading: Reading) -> Reserved | None:
+    def reserved(self, reading: MemoryReading) -> Reserved | None:
         """Another one, by what the engine really holds now."""
         whole = self._settings.reserved_bytes
         return None if whole is None else Reserved(whole, self._taken(), reading.ranks_here)
 
-    def limit(self, reading: Reading) -> int | None:
+    def limit(self, reading: MemoryReading) -> int | None:
         """Both, where nobody knows what the engine is going to need beside its cache."""
         kept = self.reserved(reading)
         limits = [one for one in (self.at_most(), None if kept is None else max(0, kept.left(Demand()))) if one is not None]
         return min(limits, default=None)
 
-    def is_plenty(self, need: Need, reading: Reading) -> bool:
+    def is_plenty(self, need: CacheCosts, reading: MemoryReading) -> bool:
         """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
         size, within = self.asked(need), None
         if size is None:
@@ -68,7 +68,7 @@ class Wish:
         left = reading.room - size - self.margin(reading)
         return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
-    def margin(self, reading: Reading) -> int:
+    def margin(self, reading: MemoryReading) -> int:
         """This rank's part of what is to stay free on the machine."""
         asked = self._settings.margin_bytes
         return margin_of(reading.size, None if asked is None else asked // reading.ranks_here)

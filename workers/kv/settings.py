@@ -23,7 +23,7 @@ CPU_KV_CACHE_GIB = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CacheSettings:
     """One of bytes, tokens and sequences, or none of them: all that is left (`auto`).
 
     sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes.
@@ -46,7 +46,7 @@ class Settings:
     blocks: int | None = None
 
     @classmethod
-    def parse(cls, environ: Mapping[str, str]) -> Settings:
+    def parse(cls, environ: Mapping[str, str]) -> CacheSettings:
         """Raises ValueError with the name of what is wrong."""
         text = environ.get(VARIABLE, "").strip()
         given: Any = {}
@@ -73,7 +73,7 @@ class Settings:
             given["margin_bytes"] = int(margin) * 2**20
         return cls(**given)
 
-    def or_vllms(self, cache_config: Any) -> Settings:
+    def or_vllms(self, cache_config: Any) -> CacheSettings:
         """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size; with its
         --num-gpu-blocks-override whatever this says."""
         blocks = getattr(cache_config, "num_gpu_blocks_override", None)

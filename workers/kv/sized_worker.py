@@ -9,7 +9,7 @@ from workers.kv.sizing import Sizing
 from workers.kv.symbols import requests_in
 
 
-class Sized:
+class SizedWorker:
     """Stands before vLLM's worker among the bases."""
 
     _sizing: Sizing

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
-from workers.kv.arithmetic import GIB, PEAK_FACTOR, Demand, DoesNotFit, Need, Pool, pool, too_little
+from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, pool, too_little
 from workers.kv.load_watch import Batches, UnderLoad
-from workers.kv.memory import Reading, lowest
+from workers.kv.memory import MemoryReading, lowest
 from workers.kv.memory_floor import Floor, floor_of
-from workers.kv.profiles import Learned, Profiles, key_of
+from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.report import Report
-from workers.kv.request import Wish
-from workers.kv.settings import Settings
+from workers.kv.request import CacheRequest
+from workers.kv.settings import CacheSettings
 from workers.kv.symbols import Missing
 
 logger = logging.getLogger("vllm.sparkd.kv")
@@ -47,7 +47,7 @@ class Rehearsal(Batches, Protocol):
     def rehearse(self, scale: float) -> Demand:
         """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
 
-    def read(self) -> Reading: ...
+    def read(self) -> MemoryReading: ...
 
     def untouched(self, pool_bytes: int) -> int:
         """The bytes of an allocated cache that the system still counts as free."""
@@ -79,8 +79,8 @@ class Sizing:
     def __init__(
         self,
         rehearsal: Rehearsal,
-        settings: Settings,
-        need: Callable[[], Need | None],
+        settings: CacheSettings,
+        need: Callable[[], CacheCosts | None],
         identity: Callable[[], Mapping[str, Any]],
         rank: int = 0,
         leave: Callable[[int], Any] = os._exit,
@@ -88,7 +88,7 @@ class Sizing:
     ) -> None:
         self._rehearsal = rehearsal
         self._settings = settings
-        self._wish = Wish(settings, rehearsal.taken)
+        self._wish = CacheRequest(settings, rehearsal.taken)
         self._need_of = need
         self._identity = identity
         self._rank = rank
@@ -97,11 +97,11 @@ class Sizing:
         self._report = Report(settings.report, rank)
         self._key = ""
         self._about: Mapping[str, Any] = {}
-        self._learned: Learned | None = None
+        self._learned: MeasuredProfile | None = None
         self._warm_bytes = 0
         self._ranks = 1
-        self._pool: Pool | None = None
-        self._need: Need | None = None
+        self._pool: CachePool | None = None
+        self._need: CacheCosts | None = None
         self._seconds = 0.0
         self._sentence = ""
         self._source = ""
@@ -119,7 +119,7 @@ class Sizing:
                     self._gather("")
                 return size
             return self._together(self._need, course)
-        except DoesNotFit as sentence:
+        except CacheDoesNotFit as sentence:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
         except RanOut as refusal:
@@ -184,14 +184,14 @@ class Sizing:
         starts = 0 if self._learned is None else self._learned.starts + 1
         # The first that was seen: against the last one, a little more with each start would never be noticed.
         warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
-        known = Learned(demand, self._seconds, starts, error, slack, warm)
+        known = MeasuredProfile(demand, self._seconds, starts, error, slack, warm)
         if self._source != "plenty":
             self._profiles.keep(self._key, known, self._about)
             self._watch_load(known)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
-    def _watch_load(self, known: Learned) -> None:
+    def _watch_load(self, known: MeasuredProfile) -> None:
         def beyond(taken: int) -> None:
             why = f"a batch took {taken / GIB:.2f} GiB for a moment where {known.demand.peak / GIB:.2f} GiB were learned"
             self._profiles.keep(self._key, replace(known, demand=replace(known.demand, peak=taken)), self._about)
@@ -202,12 +202,12 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """The way that all ranks take, once each has said what it found. Raises DoesNotFit, Missing, _Stock."""
+        """The way that all ranks take, once each has said what it found. Raises CacheDoesNotFit, Missing, _Stock."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)
         if course.refusal:
-            raise DoesNotFit(course.refusal)
+            raise CacheDoesNotFit(course.refusal)
         if course.missing:
             raise _Stock(course.missing)
         if course.source != "profile":
@@ -237,14 +237,14 @@ class Sizing:
         setbacks = self._profiles.setbacks(self._key)
         return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
 
-    def _together(self, need: Need, course: Course) -> int:
+    def _together(self, need: CacheCosts, course: Course) -> int:
         """As all ranks do; where one does not believe its profile, or has no room by it, all rehearse."""
         if course.source != "profile":
             return self._sized(need, course)
         size, doubt = 0, ""
         try:
             size = self._sized(need, course)
-        except (DoesNotFit, _Wrong) as sentence:
+        except (CacheDoesNotFit, _Wrong) as sentence:
             doubt = str(sentence)
         doubts = [(rank, one) for rank, one in enumerate(self._gather(doubt)) if one]
         if not doubts:
@@ -255,8 +255,8 @@ class Sizing:
         self._learned = None
         return self._sized(need, Course("rehearsal", why=f"{who}{why}"))
 
-    def _sized(self, need: Need, course: Course) -> int:
-        """Raises DoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
+    def _sized(self, need: CacheCosts, course: Course) -> int:
+        """Raises CacheDoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
         demand = Demand()
@@ -302,7 +302,7 @@ class Sizing:
         )
         return made.bytes
 
-    def _believe(self, learned: Learned) -> None:
+    def _believe(self, learned: MeasuredProfile) -> None:
         """A compile run has the whole batch, so a peak that was learned wrong, or of another kernel, shows in its own. Raises _Wrong."""
         now, before = self._warm_bytes, learned.warm
         most = before or int(learned.demand.peak * PEAK_FACTOR)
@@ -356,7 +356,7 @@ class Sizing:
             self._leave(EXIT_CODE)
         return ValueError(told)
 
-    def _ended(self, reading: Reading) -> None:
+    def _ended(self, reading: MemoryReading) -> None:
         """On the watching thread: the process ends at once, whatever fails of telling why, and the system has its memory back."""
         try:
             self._profiles.set_back(self._key)

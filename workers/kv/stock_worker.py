@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from workers.kv.report import Report
-from workers.kv.settings import Settings
+from workers.kv.settings import CacheSettings
 from workers.kv.symbols import Missing, imported
 
 logger = logging.getLogger("vllm.sparkd.kv")
@@ -43,7 +43,7 @@ def in_place_of(error: ImportError) -> type:
 
 def _keep(cache_config: Any, why: str, rank: int) -> None:
     """The wish's size in bytes, if it has one; the rest is said."""
-    settings = Settings.parse(os.environ)
+    settings = CacheSettings.parse(os.environ)
     size = settings.bytes or settings.at_most_bytes
     if size is not None and getattr(cache_config, "kv_cache_memory_bytes", size) is None:
         cache_config.kv_cache_memory_bytes = size

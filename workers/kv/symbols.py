@@ -8,7 +8,7 @@ import importlib
 import math
 from typing import Any
 
-from workers.kv.arithmetic import Need
+from workers.kv.arithmetic import CacheCosts
 
 # vLLM 0.33 moved some of them.
 _MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
@@ -20,7 +20,7 @@ class Missing(Exception):
     """A release without a symbol; its name is the message."""
 
 
-def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
+def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     """The costs of this model's cache, as this release counts it; None for a model without one. Raises Missing.
 
     specs: the worker's get_kv_cache_spec(). All layer types are vLLM's own affair here: full, grouped, latent and sliding attention
@@ -53,7 +53,7 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
     # Without it no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
     chunked = bool(getattr(scheduler, "enable_chunked_prefill", True))
     bits, lookahead = weight_bits(vllm_config), lookahead_of(vllm_config)
-    return Need(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
+    return CacheCosts(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
 
 
 def lookahead_of(vllm_config: Any) -> int:

@@ -27,7 +27,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """The decision about one weight alone. level: between fused siblings the larger holds. named: by a rule that spells it out."""
 
     format: Format
@@ -35,13 +35,13 @@ class Choice:
     named: bool = False
 
 
-def order(choice: Choice) -> tuple[tuple[int, int], int]:
+def order(choice: FormatChoice) -> tuple[tuple[int, int], int]:
     """The largest of fused siblings' choices holds for all."""
     return choice.level, choice.format.precision
 
 
 # The choice of a weight that can have no other: its siblings follow it.
-BARRED = Choice(BF16, (2, 0))
+BARRED = FormatChoice(BF16, (2, 0))
 
 
 class Assignment(dict[str, Format]):
@@ -63,12 +63,12 @@ class _Group:
 
     kind: str
     modules: list[str]
-    choices: dict[Choice, str]
+    choices: dict[FormatChoice, str]
     stored_fp8: bool = False
 
 
-def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assignment:
-    """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
+def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -> Assignment:
+    """choose: (module path, tensor_class) -> FormatChoice. It is asked once for all experts of a layer, with number 0.
 
     A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. A weight that vLLM cannot load in blocks
     of 128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts in a layout that is not known or without
@@ -76,7 +76,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     names it for.
     """
     groups: dict[str, _Group] = {}
-    known: dict[str, tuple[str, Choice, str]] = {}
+    known: dict[str, tuple[str, FormatChoice, str]] = {}
     strange: dict[str, None] = {}
     likeness, towers = Likeness(), towers_of(checkpoint.config)
     for name, tensor in checkpoint.tensors.items():

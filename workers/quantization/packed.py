@@ -36,7 +36,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PackedWeight:
     """One weight of a packed tensor: block number `expert`; of its result [N, K] only `row_count` rows from `row_start` where not all.
 
     transposed: the block holds [K, N]. joint: what stands between `module` and a part's suffix.
@@ -66,7 +66,7 @@ def in_vllm(module: str) -> str:
     return module if found is None else f"{found.experts}.{found.which}"
 
 
-def blocks(ref: TensorRef, found: Packed, checkpoint: Checkpoint) -> list[Block]:
+def blocks(ref: TensorRef, found: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
     """The weights of a packed tensor. found: what its name tells.
 
     The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
@@ -76,12 +76,12 @@ def blocks(ref: TensorRef, found: Packed, checkpoint: Checkpoint) -> list[Block]
     transposed = not found.upright and _transposed(ref, which, checkpoint)
     count, rows, cols = ref.shape
     if is_interleaved(checkpoint, experts):
-        return [Block(f"{experts}.{expert}.{_JOINED_NAMES[which]}", expert, transposed, joint=JOINED) for expert in range(count)]
+        return [PackedWeight(f"{experts}.{expert}.{_JOINED_NAMES[which]}", expert, transposed, joint=JOINED) for expert in range(count)]
     if which == "down_proj":
-        return [Block(f"{experts}.{expert}.down_proj", expert, transposed) for expert in range(count)]
+        return [PackedWeight(f"{experts}.{expert}.down_proj", expert, transposed) for expert in range(count)]
     half = (cols if transposed else rows) // 2
     return [
-        Block(f"{experts}.{expert}.{name}", expert, transposed, start, half)
+        PackedWeight(f"{experts}.{expert}.{name}", expert, transposed, start, half)
         for expert in range(count)
         for name, start in (("gate_proj", 0), ("up_proj", half))
     ]

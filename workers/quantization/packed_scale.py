@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
-from workers.quantization.packed import Block, packed_of
+from workers.quantization.packed import PackedWeight, packed_of
 
 BLOCK = 128
 _WEIGHTS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", ".weight_scale_inv", ".weight_scale", ".scale")
@@ -73,7 +73,7 @@ def packed_module_of(name: str) -> str | None:
     return found[1] if found is not None and packed_of(found[1]) is not None else None
 
 
-def block_scale(packed: TensorRef, block: Block, scale: TensorRef) -> BlockScale:
+def block_scale(packed: TensorRef, block: PackedWeight, scale: TensorRef) -> BlockScale:
     """Raises CheckpointError for a scale of another shape than the three kinds have."""
     experts, rows, cols = packed.shape
     n, k = (cols, rows) if block.transposed else (rows, cols)

@@ -21,7 +21,7 @@ UNCHANGED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainModules:
     """leaves: last components of the modules; why: what is said of them, behind their names."""
 
     leaves: frozenset[str]
@@ -34,9 +34,9 @@ class Plain:
 
 _MAMBA = frozenset({"in_proj", "x_proj", "dt_proj", "out_proj"})
 _NO_METHOD = "vLLM's {} builds them without a quantization method"
-PLAIN: Mapping[str, Plain] = {
-    "mamba": Plain(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
-    "falcon_mamba": Plain(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
-    "jamba": Plain(_MAMBA, _NO_METHOD.format("JambaForCausalLM")),
-    "bloom": Plain(frozenset({"query_key_value"}), "vLLM's BloomForCausalLM rearranges them and cannot do that with a scale"),
+PLAIN: Mapping[str, PlainModules] = {
+    "mamba": PlainModules(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
+    "falcon_mamba": PlainModules(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
+    "jamba": PlainModules(_MAMBA, _NO_METHOD.format("JambaForCausalLM")),
+    "bloom": PlainModules(frozenset({"query_key_value"}), "vLLM's BloomForCausalLM rearranges them and cannot do that with a scale"),
 }

@@ -4,7 +4,7 @@
 
     format: nvfp4              # of every weight that no rule names; bf16 (its own precision) where this is left out
     group_size: 64             # of every int4 that does not say its own
-    layers:                    # rules: a list, or in short {PATTERN: FORMAT}; rules.Rule tells what a pattern is
+    layers:                    # rules: a list, or in short {PATTERN: FORMAT}; rules.FormatRule tells what a pattern is
       - {match: o_proj, format: fp8, priority: 10}
       - {match: [layers.0.*, class:lm_head], format: fp8}
     keep: [shared_expert]      # rules too: what these match keeps its precision
@@ -31,14 +31,14 @@ from typing import Any
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from workers.quantization import variables
-from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
+from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
 from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
 from workers.quantization.formats import Format, refused
 from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
-from workers.quantization.rules import NEVER, Rule, class_of, kept_unless_named
+from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
 
-__all__ = ["Assignment", "Format", "Recipe", "Rule"]
+__all__ = ["Assignment", "Format", "FormatRule", "QuantizationRecipe"]
 
 # Each is held against each weight.
 MAX_RULES = 256
@@ -53,15 +53,15 @@ _RULE_KEYS = ("match", "format", "group_size", "priority")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class QuantizationRecipe:
     """default: the format of a weight that no rule names; notes: what its author should know, one sentence each."""
 
     default: Format
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[FormatRule, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @staticmethod
-    def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> Recipe:
+    def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> QuantizationRecipe:
         """Raises ConfigError, which names the key, what is wrong and what may stand there.
 
         environ: where VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE are looked up. They are rules only where
@@ -69,11 +69,11 @@ class Recipe:
         """
         given = environ or {}
         if value is None or value == "" or value == {}:
-            return Recipe(BF16, variables.rules_of(given), variables.notes_of(given))
+            return QuantizationRecipe(BF16, variables.rules_of(given), variables.notes_of(given))
         unused = variables.set_in(given)
         notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()
         if not isinstance(value, Mapping):
-            return Recipe(Format.parse(value), notes=notes)
+            return QuantizationRecipe(Format.parse(value), notes=notes)
         return _from_mapping(value, notes)
 
     @property
@@ -104,7 +104,7 @@ class Recipe:
         plain, told = PLAIN.get(model_type), dict[str, None]()
         deciding = _Deciding(self)
 
-        def choose(module: str, kind: str) -> Choice:
+        def choose(module: str, kind: str) -> FormatChoice:
             choice = deciding.choice(module, kind)
             if plain is None or module.rpartition(".")[2] not in plain.leaves or choice.format.keeps:
                 return choice
@@ -135,15 +135,15 @@ class _Deciding:
     """The choices of a recipe for one checkpoint's weights. idle: the rules that match none of them so far; barred: those that name one
     that is never quantized, with its class."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: QuantizationRecipe) -> None:
         self._default = recipe.default
         self._rules = recipe.rules
         self._search = Search([rule.expression for rule in recipe.rules])
-        self._choices: dict[tuple[frozenset[int], str, frozenset[str], str], Choice] = {}
+        self._choices: dict[tuple[frozenset[int], str, frozenset[str], str], FormatChoice] = {}
         self.idle = set(recipe.rules)
-        self.barred: dict[Rule, str] = {}
+        self.barred: dict[FormatRule, str] = {}
 
-    def choice(self, module: str, kind: str) -> Choice:
+    def choice(self, module: str, kind: str) -> FormatChoice:
         """module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules take too many steps."""
         try:
             key = self._search.matches(module), kind, kept_unless_named(module, kind), module.rpartition(".")[2]
@@ -153,7 +153,7 @@ class _Deciding:
             raise self._too_costly(error.number) from None
         return self._choices[key]
 
-    def _made(self, matching: frozenset[int], kind: str, kept: frozenset[str], leaf: str) -> Choice:
+    def _made(self, matching: frozenset[int], kind: str, kept: frozenset[str], leaf: str) -> FormatChoice:
         self._search.charge(_RULE_STEPS * len(matching))
         touching = [self._rules[number] for number in sorted(matching) if self._rules[number].kind in (None, kind)]
         self.idle.difference_update(touching)
@@ -163,10 +163,10 @@ class _Deciding:
         if kept:
             touching = [rule for rule in touching if rule.format.keeps or rule.names(kept, kind)]
         if not touching:
-            return Choice(BF16 if kept else self._default, (0, 0))
+            return FormatChoice(BF16 if kept else self._default, (0, 0))
         holds = max(reversed(touching), key=lambda rule: rule.rank)
         parts = (leaf, *(("experts",) if kind == "expert" else ()))
-        return Choice(holds.format, (1, holds.priority), holds.names(parts, kind))
+        return FormatChoice(holds.format, (1, holds.priority), holds.names(parts, kind))
 
     def _too_costly(self, number: int | None) -> CheckpointError:
         if number is None:
@@ -177,7 +177,7 @@ class _Deciding:
         return CheckpointError(why, cure="Write it with fewer repetitions and alternatives")
 
 
-def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str]) -> Iterator[str]:
+def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping[FormatRule, str]) -> Iterator[str]:
     for rule in rules:
         if rule in idle:
             yield f"{rule.source}: {rule.match!r} matches no weight of this checkpoint."
@@ -185,7 +185,7 @@ def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str])
             yield f"{rule.source}: {rule.match!r} names a weight of class {barred[rule]}, which vLLM has in no quantized form: it is kept."
 
 
-def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
+def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> QuantizationRecipe:
     wrong: list[str] = []
     with _told(wrong):
         _no_unknown(value, _KEYS, "quantize")
@@ -197,14 +197,14 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
     if value.get("format") is not None:
         with _told(wrong):
             default = Format.parse(value["format"], where="quantize.format", group_size=size)
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[FormatRule, ...] = ()
     with _told(wrong):
         rules = tuple(_limited(chain(_layers(value.get("layers"), size, wrong), _keep(value.get("keep")))))
     if wrong:
         raise refused("; ".join(wrong))
     if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
-    return Recipe(default, rules, notes)
+    return QuantizationRecipe(default, rules, notes)
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def _told(wrong: list[str]) -> Iterator[None]:
         wrong.append(error.message.rstrip("."))
 
 
-def _limited(rules: Iterable[Rule]) -> Iterator[Rule]:
+def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
     size = 0
     for count, rule in enumerate(rules, 1):
         size += rule.expression.size
@@ -230,7 +230,7 @@ def _limited(rules: Iterable[Rule]) -> Iterator[Rule]:
         yield rule
 
 
-def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[Rule]:
+def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[FormatRule]:
     """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}. wrong: takes the refusals."""
     if value is None:
         return
@@ -245,7 +245,7 @@ def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[Ru
             return
 
 
-def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[Rule]:
+def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[FormatRule]:
     if not isinstance(entry, Mapping):
         raise refused(f"{where}: {{match: PATTERN, format: FORMAT}} is expected")
     _no_unknown(entry, _RULE_KEYS, where)
@@ -254,12 +254,12 @@ def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[Rule]:
     priority = entry.get("priority", 0)
     if type(priority) is not int or abs(priority) > 1_000_000:
         raise refused(f"{where}.priority: {priority!r} is no whole number; the larger holds, and 0 is usual")
-    yield from (Rule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
+    yield from (FormatRule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
 
 
-def _keep(value: Any) -> Iterator[Rule]:
+def _keep(value: Any) -> Iterator[FormatRule]:
     if value is not None:
-        yield from (Rule(match, BF16, source="quantize.keep") for match in _patterns(value, "quantize.keep"))
+        yield from (FormatRule(match, BF16, source="quantize.keep") for match in _patterns(value, "quantize.keep"))
 
 
 def _patterns(value: Any, where: str) -> list[str]:

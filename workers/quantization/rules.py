@@ -28,7 +28,7 @@ _WILD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FormatRule:
     """One choice: the weights that `match` names get `format`. Raises ConfigError for a pattern that cannot be read.
 
     match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path (an Expression);

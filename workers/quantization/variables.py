@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workers.quantization.formats import Format, refused
-from workers.quantization.rules import Rule
+from workers.quantization.rules import FormatRule
 
 # Variable -> format, its priority among the three: FP8 > NF4 > MXFP4.
 LAYERS: Mapping[str, tuple[str, int]] = {"VLLM_FP8_LAYERS": ("fp8", 30), "VLLM_NF4_LAYERS": ("nf4", 20), "VLLM_MXFP4_LAYERS": ("mxfp4", 10)}
@@ -13,16 +13,16 @@ NF4_GROUP_SIZE = "VLLM_NF4_GROUP_SIZE"
 NAMES = (*LAYERS, NF4_GROUP_SIZE)
 
 
-def rules_of(environ: Mapping[str, str]) -> tuple[Rule, ...]:
+def rules_of(environ: Mapping[str, str]) -> tuple[FormatRule, ...]:
     """`all`, or names separated by commas such as `moe,q_proj,o_proj,lm_head`. Raises ConfigError, which names the variable."""
-    found: list[Rule] = []
+    found: list[FormatRule] = []
     for variable, (spelling, priority) in LAYERS.items():
         words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
         if words and spelling == "nf4":
             raise refused(
                 f"{variable}={','.join(words)}: nf4 is not built yet; name these layers in VLLM_MXFP4_LAYERS, or use `quantize: nvfp4`"
             )
-        found += [Rule(word, Format(spelling), priority, source=variable) for word in words]
+        found += [FormatRule(word, Format(spelling), priority, source=variable) for word in words]
     return tuple(found)
 
 

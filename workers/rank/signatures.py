@@ -29,7 +29,7 @@ _WORD = r"[\w.-]{1,64}"
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class LogSignature:
     """pattern: found anywhere in a line. cause and cure are sentences; {0}, {1} .. stand for what the pattern's groups caught."""
 
     name: str
@@ -60,8 +60,8 @@ def diagnose(line: str) -> Diagnosis | None:
     return None
 
 
-def _sign(name: str, weight: int, pattern: str, cause: str, cure: str) -> Signature:
-    return Signature(name, weight, re.compile(pattern), cause, cure)
+def _sign(name: str, weight: int, pattern: str, cause: str, cure: str) -> LogSignature:
+    return LogSignature(name, weight, re.compile(pattern), cause, cure)
 
 
 SIGNATURES = (

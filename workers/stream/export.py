@@ -3,7 +3,7 @@ there only whether a model class known to be choosy takes the formats.
 
     python -m workers.stream.export < REQUEST
 
-A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of Request; stdout
+A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of ExportRequest; stdout
 gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end {"event": "done", "from", "bytes"} or
 {"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of its output that has gone.
 """
@@ -28,7 +28,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.quantization.formats import Format
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.atomic_folder import appearing
 from workers.stream.cache.companions import companions_bytes, write_companions
 from workers.stream.cache.layout import lay_out, neighbours
@@ -53,7 +53,7 @@ Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ExportRequest:
     """source: the checkpoint's folder; quantize: a canonical recipe; target: a new folder, or an empty one; device: cpu, cuda, or auto."""
 
     source: str
@@ -69,7 +69,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        request = Request(**json.load(sys.stdin))
+        request = ExportRequest(**json.load(sys.stdin))
         source, size_bytes = export(request, _Progress())
         _say(event="done", **{"from": source}, bytes=size_bytes)
     except (CheckpointError, ConfigError) as error:
@@ -88,12 +88,12 @@ def main() -> int:
     return 0
 
 
-def export(request: Request, tell: Tell) -> tuple[str, int]:
+def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
     """("cache" or "checkpoint", bytes of the weights). Raises CheckpointError, OSError; then, and if interrupted, nothing stays.
 
     tell: is called with (where from, bytes done, bytes in all).
     """
-    recipe = Recipe.parse(request.quantize)
+    recipe = QuantizationRecipe.parse(request.quantize)
     checkpoint = read_checkpoint(request.source)
     formats = recipe.assign(checkpoint)
     _refuse_unserved(checkpoint, formats)
@@ -113,7 +113,7 @@ def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> N
 
 
 def _copied(
-    request: Request, checkpoint: Checkpoint, recipe: Recipe, formats: Mapping[str, Format], folder: str, tell: Tell
+    request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, formats: Mapping[str, Format], folder: str, tell: Tell
 ) -> tuple[str, int] | None:
     """From the cache; None where it has nothing of this, or not all, or a part of it is damaged: an engine keeps what it takes itself, and
     looks at nothing else."""

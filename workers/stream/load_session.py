@@ -27,7 +27,7 @@ ENDING_S = 10.0
 
 
 @dataclass(slots=True)
-class Source:
+class LoadSession:
     """One load's pipeline and what belongs to it. cut: the cache holds one rank's part of each tensor, which stands where `cut` says."""
 
     pipeline: Pipeline
@@ -52,13 +52,13 @@ class Source:
         progress: ProgressFile,
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
         cached: CachedCheckpoint | None = None,
-    ) -> Source:
+    ) -> LoadSession:
         """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
         cached: the quantized cache that `virtual` is, closed with the source."""
         pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed, trusted=cached is not None)
         return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)
 
-    def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> Source | None:
+    def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> LoadSession | None:
         """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
         stored = cached.checkpoint.tensors
         needed = {name: one for name, one in handed.items() if not name.endswith(f".{SHAPE}")}
@@ -77,7 +77,7 @@ class Source:
         trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
         pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts, trusted=True)
         cut = None if whole else needed
-        return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
+        return LoadSession(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the model's own loader places; the rest is placed on the way. Raises CheckpointError."""

@@ -28,7 +28,7 @@ from workers.stream.passthrough import Passing
 from workers.stream.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
-from workers.stream.virtual import DTYPES, Emitted, Need, VirtualCheckpoint, Weight, cut, dtype_of
+from workers.stream.virtual import DTYPES, Emitted, VirtualCheckpoint, Weight, WeightSlice, cut, dtype_of
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -37,7 +37,7 @@ STAGE_ALIGNMENT = 256  # of matrices in a buffer on the device: what CUDA's own 
 SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 
 
-class Sink(Protocol):
+class CacheSink(Protocol):
     """Takes what was made, for the quantized cache. `add` must return at once and may take a tensor or refuse it."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None: ...
@@ -90,7 +90,7 @@ class Pipeline:
         once: Container[str] = (),
         dtype: torch.dtype = torch.bfloat16,
         only: Container[int] | None = None,
-        sink: Sink | None = None,
+        sink: CacheSink | None = None,
         watcher: Watcher | None = None,
         straight: dict[str, Target] | None = None,
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
@@ -305,7 +305,7 @@ class Pipeline:
             self._finite.look(refs, parts[part])
         return parts
 
-    def _stacked(self, made: Sequence[tuple[Emitted, Weight, Need]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stacked(self, made: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The same part of several weights, [weights, ..]: what goes to places on a line is placed as one."""
         if made[0][0].suffix == SHAPE:
             if self.sink is not None:
@@ -323,7 +323,7 @@ class Pipeline:
             one, weight, need = made[start]
             yield from self._hand_on(one.name, _whole(one, weight, need, stacked[start]))
 
-    def _target(self, one: Emitted, weight: Weight, need: Need, shape: Sequence[int]) -> Target | None:
+    def _target(self, one: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
         """Where a part of a weight goes as it was made, or None."""
         target = self._straight.get(one.name)
         if target is None or tuple(shape) == one.shape:
@@ -384,7 +384,7 @@ class Pipeline:
             self._finite.look(refs, tensor)
 
 
-def _whole(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:
+def _whole(one: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
     """The part in a tensor of the whole shape, for a weight loader that narrows it to this rank by itself."""
     if tuple(part.shape) == one.shape or math.prod(one.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(one.shape)
@@ -394,7 +394,7 @@ def _whole(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torc
     return whole
 
 
-def _place(one: Emitted, weight: Weight, need: Need) -> tuple[int, int]:
+def _place(one: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
     """Row and column of a part of a weight at which what is needed of it begins."""
     n, k = weight.stored.shape
     return need.row_start // -(-n // one.shape[0]), need.col_start // -(-k // one.shape[1])

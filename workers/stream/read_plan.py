@@ -17,7 +17,7 @@ from workers.stream.formats.base import Parts
 from workers.stream.formats.fp8_source import dequantize_fp8, holds_codes, restated_fp8
 from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
-from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces
+from workers.stream.virtual import DTYPES, Box, Emitted, Unit, Weight, WeightSlice, dtype_of, need_of, plain_piece, stored_pieces
 
 BATCH_BYTES = 16 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; twice that is on the device beside what is made of them
 RUN_BYTES = 64 * 2**20  # copied as one: the load tells how far it is, and can be cancelled, after so many
@@ -40,7 +40,7 @@ class WeightPlan:
     """
 
     number: int
-    need: Need
+    need: WeightSlice
     box: Box
     slot: int
     scale_slot: int | None = None
@@ -132,10 +132,10 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
     return plan if plan.weights else None
 
 
-def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> Need | None:
+def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> WeightSlice | None:
     if regions is None:
         n, k = weight.stored.shape
-        return Need(0, n, 0, k)
+        return WeightSlice(0, n, 0, k)
     return need_of(weight, ((one.suffix, regions.get(one.name)) for one in emitted if one.weight == number))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.errors import CheckpointError
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
 BLOCK_BYTES = 8 * 2**20
@@ -17,7 +17,7 @@ CPU_RING_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoaderSettings:
     """The loader's own settings.
 
     cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads
@@ -26,7 +26,7 @@ class Settings:
     that the checkpoint does not fill, as vLLM's own loader does under the same name.
     """
 
-    recipe: Recipe
+    recipe: QuantizationRecipe
     cache_dir: str | None = None
     cache_limit_bytes: int | None = None
     progress: str | None = None
@@ -36,14 +36,14 @@ class Settings:
     enable_weights_track: bool = True
 
     @classmethod
-    def parse(cls, raw: Any, environ: Mapping[str, str]) -> Settings:
+    def parse(cls, raw: Any, environ: Mapping[str, str]) -> LoaderSettings:
         """Raises CheckpointError, naming the key, for one that is unknown or cannot be used."""
         if not isinstance(raw, Mapping):
             raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
         if unknown := sorted(set(raw) - set(KEYS)):
             raise CheckpointError(f"the load format spark_stream has no setting {unknown[0]!r}", cure=f"It has {', '.join(KEYS)}")
         given = {key: value for key, value in raw.items() if value is not None}
-        recipe = Recipe.parse(given.pop("quantize", None), environ)
+        recipe = QuantizationRecipe.parse(given.pop("quantize", None), environ)
         for key, kind, what in (
             ("cache_dir", str, "a folder"),
             ("progress", str, "a file"),

@@ -19,7 +19,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.quantization.fusion import FUSED
-from workers.quantization.packed import Block, Packed, blocks, packed_of
+from workers.quantization.packed import Packed, PackedWeight, blocks, packed_of
 from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
 from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
@@ -104,7 +104,7 @@ class Weight:
         """[N, K] of what `scale` is the scale of."""
         return self.stored.shape if self.scaled is None else self.scaled.shape
 
-    def scale_origin(self, need: Need) -> tuple[int, int]:
+    def scale_origin(self, need: WeightSlice) -> tuple[int, int]:
         """Row and column of that at which what is needed begins."""
         return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
@@ -194,7 +194,7 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
     return dtype
 
 
-class Need(NamedTuple):
+class WeightSlice(NamedTuple):
     """The part of one weight that a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
 
     row_start: int
@@ -206,7 +206,7 @@ class Need(NamedTuple):
         return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
 
 
-def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Need | None:
+def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> WeightSlice | None:
     """The box of a weight that the regions of its parts stand for, widened to whole groups. None where no part is needed.
 
     regions: (suffix, region of that part); a part without rows and columns of its own (a global scale) asks for nothing.
@@ -215,7 +215,7 @@ def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Nee
 
 
 @functools.lru_cache(maxsize=4096)
-def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> Need | None:
+def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> WeightSlice | None:
     """Experts by the thousand are asked for alike."""
     parts = _parts(form, n, k)
     boxes: list[tuple[int, int, int, int]] = []
@@ -231,7 +231,7 @@ def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None]
     row_step, col_step = granularity(form)
     r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
     c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
-    return Need(
+    return WeightSlice(
         r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
     )
 
@@ -262,7 +262,7 @@ class Box:
     cols: int
 
 
-def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece], Box]:
+def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[Piece], Box]:
     """The byte runs that hold the needed part of a weight, as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
     size = DTYPES[stored.ref.dtype].itemsize
     first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
@@ -275,7 +275,7 @@ def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece],
     return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
 
 
-def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: Need) -> torch.Tensor:
+def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: WeightSlice) -> torch.Tensor:
     """[rows needed, columns needed] out of what was read of the file's matrix ([box.rows, box.cols])."""
     if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
         return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
@@ -375,7 +375,7 @@ def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkp
         scale = scale_of(ref, found.module, checkpoint.tensors)
         used.update(scales_beside(found.module, checkpoint.tensors))
 
-    def weight_of(block: Block) -> Weight:
+    def weight_of(block: PackedWeight) -> Weight:
         stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
         if scale is None:
             return Weight(block.module, form, stored, joint=block.joint)

@@ -37,7 +37,7 @@ from workers.door import KEY_FILE, Lock, key_of
 from workers.stub.engine import Behaviour, Request, StubEngine
 from workers.stub.http import StubProtocol
 from workers.stub.load import StubLoad, pause
-from workers.stub.rehearsal import Refused, StubKv
+from workers.stub.rehearsal import CacheRefused, StubKv
 from workers.stub.team import StubTeam
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
@@ -237,7 +237,7 @@ async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop
     _log("Worker", "gpu_model_runner.py:4311", f"Model loading took 0.25 GiB memory and {2 * pause_s:.6f} seconds")
     try:
         size = await kv.size(stop, pause_s)
-    except Refused as sentence:
+    except CacheRefused as sentence:
         _log("EngineCore", "core.py:1512", "EngineCore failed to start.", level="ERROR")
         _log("EngineCore", "core.py:1512", f"ValueError: {sentence}", level="ERROR")
         return life.exit_code

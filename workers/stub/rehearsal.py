@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from workers.kv import sizing
-from workers.kv.arithmetic import GIB, Demand, Need
-from workers.kv.memory import Reading
-from workers.kv.settings import Settings
+from workers.kv.arithmetic import GIB, CacheCosts, Demand
+from workers.kv.memory import MemoryReading
+from workers.kv.settings import CacheSettings
 from workers.stub.load import pause
 
 _FLAG = "worker-cls"
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 4096
 
 
-class Refused(Exception):
+class CacheRefused(Exception):
     """The cache does not fit; the sentence is the worker's."""
 
 
@@ -49,18 +49,18 @@ class StubKv:
         if not (flags.get(_FLAG) or [""])[0].startswith(_OURS):
             return
         try:
-            settings = Settings.parse(environ)
+            settings = CacheSettings.parse(environ)
         except ValueError as wrong:
             raise SystemExit(f"stub: {wrong}") from None
         per_request = self._of * BYTES_PER_TOKEN
-        need = Need(per_request, per_request + BLOCK_TOKENS * BYTES_PER_TOKEN, self._of)
+        need = CacheCosts(per_request, per_request + BLOCK_TOKENS * BYTES_PER_TOKEN, self._of)
         self._need = need
         self._machine = _Machine(room_bytes)
         about = {"stub": flags.get("served-model-name"), "room": room_bytes, "length": self._of}
         self._sizing = sizing.Sizing(self._machine, settings, lambda: need, lambda: about)
 
     async def size(self, stop: asyncio.Event, seconds: float) -> Size:
-        """seconds: how long a rehearsal takes, unless the process is to end. Raises Refused."""
+        """seconds: how long a rehearsal takes, unless the process is to end. Raises CacheRefused."""
         if self._machine is None:
             await pause(stop, seconds)
             return Size(1.0, GIB // BYTES_PER_TOKEN, self._of)
@@ -75,7 +75,7 @@ class StubKv:
         try:
             pool_bytes = await working
         except ValueError as sentence:
-            raise Refused(str(sentence)) from None
+            raise CacheRefused(str(sentence)) from None
         requests = pool_bytes / self._need.per_request
         self._sizing.allocated(requests)
         return Size(pool_bytes / GIB, int(requests * self._of), self._of)
@@ -100,8 +100,8 @@ class _Machine:
         self.ended.wait(self.seconds)
         return Demand(peak=GIB // 16, weights=GIB // 4)
 
-    def read(self) -> Reading:
-        return Reading(self._room_bytes, self._room_bytes, self._room_bytes, 0)
+    def read(self) -> MemoryReading:
+        return MemoryReading(self._room_bytes, self._room_bytes, self._room_bytes, 0)
 
     def untouched(self, pool_bytes: int) -> int:
         return pool_bytes

@@ -53,7 +53,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ModelManifest:
     """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them.
 
     partial: a copy to this node was interrupted, and the rest of a file is still to come; or a download of the hub's was, and shards that
@@ -76,7 +76,7 @@ class Manifest:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Manifest:
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelManifest:
         """Raises RankError for what is no manifest, and for names that would lead out of the model's folder."""
         try:
             made = cls(**{**raw, "files": tuple(File(**one) for one in raw["files"])})
@@ -103,7 +103,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelFolder:
     """Where a model's files belong on this node. files: their folder; blobs: the cache's, None for a plain folder; top: above both."""
 
     files: Path
@@ -115,7 +115,7 @@ class Place:
         return self.blobs / file.blob if self.blobs and file.blob else self.files / file.name
 
 
-def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) -> Manifest | None:
+def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) -> ModelManifest | None:
     """This node's files of a model; None where it has nothing. Raises RankError for what cannot be read."""
     folder = Path(model) if model.startswith("/") else snapshot_of(model, revision, environ)
     if folder is None or not folder.is_dir():
@@ -124,21 +124,21 @@ def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) ->
         files = tuple(_files(folder))
     except OSError as error:
         raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
-    made = Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
+    made = ModelManifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
     top = place_of(made, environ).top if made.commit is not None else folder
     begun = next(top.rglob(f"*{PART}"), None) is not None
     lacks = _lacks_weights(folder, {file.name for file in files})
     return replace(made, partial=begun or (made.commit is not None and lacks), lacks=lacks)
 
 
-def place_of(manifest: Manifest, environ: Mapping[str, str]) -> Place:
+def place_of(manifest: ModelManifest, environ: Mapping[str, str]) -> ModelFolder:
     if manifest.commit is None:
-        return Place(Path(manifest.model), None, Path(manifest.model))
+        return ModelFolder(Path(manifest.model), None, Path(manifest.model))
     folder = hub_cache(environ) / f"models--{manifest.model.replace('/', '--')}"
-    return Place(folder / "snapshots" / manifest.commit, folder / "blobs", folder)
+    return ModelFolder(folder / "snapshots" / manifest.commit, folder / "blobs", folder)
 
 
-def lacking(manifest: Manifest, environ: Mapping[str, str]) -> dict[str, Any]:
+def lacking(manifest: ModelManifest, environ: Mapping[str, str]) -> dict[str, Any]:
     """{"path", "bytes", "free_bytes"}: what this node still has to write for it, and what its disk has.
 
     Parts of an earlier try count as written. A file of a plain folder that has the right size may yet be another one: it counts as there

@@ -14,7 +14,7 @@ from workers.transfer.manifest import JOURNAL, PART, File
 VERIFY, COMPARE, FETCH = "verify", "compare", "fetch"
 
 
-class Part:
+class PartialFile:
     """Begun anew, or gone on with: chunks that an earlier try has in its journal are read again and counted only if their sum is right.
 
     to: where the file belongs. A file that is there with the right size is compared with the other node's, chunk by chunk, and replaced

@@ -31,7 +31,7 @@ class RemoteRefusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TransferRequest:
     what: int
     name: str
     offset: int
@@ -54,7 +54,7 @@ def greet_as_server(link: socket.socket, key: bytes) -> None:
         raise WireError("the other end does not have the key")
 
 
-def ask(link: socket.socket, request: Request, into: memoryview) -> str:
+def ask(link: socket.socket, request: TransferRequest, into: memoryview) -> str:
     """The SHA-256 that the other end worked out, hex; `into` has the bytes where they were asked for. Raises RemoteRefusal, WireError."""
     name = request.name.encode()
     try:
@@ -70,7 +70,7 @@ def ask(link: socket.socket, request: Request, into: memoryview) -> str:
         raise WireError(error.strerror or type(error).__name__) from error
 
 
-def next_request(link: socket.socket) -> Request | None:
+def next_request(link: socket.socket) -> TransferRequest | None:
     """None where the other end has gone. Raises WireError."""
     try:
         first = link.recv(1)
@@ -79,7 +79,7 @@ def next_request(link: socket.socket) -> Request | None:
         what, length, offset, size = _REQUEST.unpack(first + _exactly(link, _REQUEST.size - 1))
         if length > MAX_NAME_BYTES or what not in (DATA, SUMS):
             raise WireError("the request is none")
-        return Request(what, _exactly(link, length).decode("utf-8"), offset, size)
+        return TransferRequest(what, _exactly(link, length).decode("utf-8"), offset, size)
     except (OSError, struct.error, UnicodeDecodeError) as error:
         raise WireError(type(error).__name__) from error
 

@@ -21,9 +21,9 @@ from typing import Any
 from sparkd.errors import RankError
 from workers.host.line_writer import ordered
 from workers.transfer.chunks import Buffer, chunks_of, span
-from workers.transfer.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
-from workers.transfer.partial_file import COMPARE, VERIFY, Part
-from workers.transfer.protocol import DATA, SUMS, TIMEOUT_S, RemoteRefusal, Request, WireError, ask, greet_as_client
+from workers.transfer.manifest import File, ModelFolder, ModelManifest, lacking, place_of, refuse_without_room
+from workers.transfer.partial_file import COMPARE, VERIFY, PartialFile
+from workers.transfer.protocol import DATA, SUMS, TIMEOUT_S, RemoteRefusal, TransferRequest, WireError, ask, greet_as_client
 from workers.transfer.stale_files import clear
 
 ATTEMPTS = 4
@@ -32,13 +32,13 @@ PROGRESS_S = 0.3
 CONFIG = "config.json"
 
 Way = tuple[str, str, int]
-Task = tuple[Part, int, str]
+Task = tuple[PartialFile, int, str]
 
 
-class Sink:
+class TransferSink:
     """`fetch` blocks until all is there. Counters may be read from another thread."""
 
-    def __init__(self, manifest: Manifest, place: Place, ways: Sequence[Way], key: bytes, connections: int) -> None:
+    def __init__(self, manifest: ModelManifest, place: ModelFolder, ways: Sequence[Way], key: bytes, connections: int) -> None:
         self._manifest, self._place = manifest, place
         self._ways, self._key = ways, key
         self._connections = connections
@@ -46,8 +46,8 @@ class Sink:
         self._busy = 0
         self._turn = threading.Condition()
         self._error: BaseException | None = None
-        self._last: list[Part] = []
-        self._parts: list[Part] = []
+        self._last: list[PartialFile] = []
+        self._parts: list[PartialFile] = []
         self.fetched_bytes = 0
         self.removed: list[str] = []
         self.left: list[str] = []
@@ -60,7 +60,7 @@ class Sink:
         """Raises RankError, with the node's own reason where it gave one, and OSError of this node's disk."""
         # Two names of one content are fetched once.
         files = {self._place.of(file): file for file in self._manifest.files}
-        self._parts = [Part(file, path) for path, file in files.items()]
+        self._parts = [PartialFile(file, path) for path, file in files.items()]
         try:
             for part in self._parts:
                 self._begin(part)
@@ -80,7 +80,7 @@ class Sink:
             for part in self._parts:
                 part.close()
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: PartialFile) -> None:
         self._tasks.extend((part, index, how) for index, how in part.begin())
         if not chunks_of(part.file.size) and not part.to.exists():
             # An empty file has no chunk that could be its last.
@@ -137,7 +137,7 @@ class Sink:
         else:
             part.finish(buffer)
 
-    def _again(self, part: Part) -> None:
+    def _again(self, part: PartialFile) -> None:
         """A file that stood there is another one: all of it is fetched."""
         with self._turn:
             self._tasks.extendleft((part, index, how) for index, how in reversed(part.replace()))
@@ -198,7 +198,7 @@ class _Link:
 
     def ask(self, file: File, index: int, what: int, buffer: Buffer) -> str:
         """The sum that the other end tells of a chunk; `buffer` has its bytes where they were asked for. Raises RankError."""
-        request = Request(what, file.name, *span(file.size, index))
+        request = TransferRequest(what, file.name, *span(file.size, index))
         why = "another connection has failed"
         for attempt in range(ATTEMPTS):
             own, other, port = self._ways[self._turn % len(self._ways)]
@@ -230,11 +230,11 @@ class _Link:
 
 def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
     """Tells progress and the end; never raises for what the operator can mend."""
-    manifest = Manifest.from_dict(order["manifest"])
+    manifest = ModelManifest.from_dict(order["manifest"])
     try:
         refuse_without_room(manifest.model, lacking(manifest, order["environ"]))
         ways = [(str(own), str(other), int(port)) for own, other, port in order["ways"]]
-        sink = Sink(manifest, place_of(manifest, order["environ"]), ways, bytes.fromhex(order["key"]), int(order["connections"]))
+        sink = TransferSink(manifest, place_of(manifest, order["environ"]), ways, bytes.fromhex(order["key"]), int(order["connections"]))
         ended = threading.Event()
 
         def report() -> None:

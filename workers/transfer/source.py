@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from workers.transfer.chunks import CHUNK_BYTES, Buffer, ChunkFile
-from workers.transfer.manifest import File, Manifest
-from workers.transfer.protocol import DATA, TIMEOUT_S, Request, WireError, answer, greet_as_server, next_request, refuse
+from workers.transfer.manifest import File, ModelManifest
+from workers.transfer.protocol import DATA, TIMEOUT_S, TransferRequest, WireError, answer, greet_as_server, next_request, refuse
 
 MOST_CONNECTIONS = 64
 IDLE_S = 300.0
 LOOK_S = 5.0
 
 
-class Source:
+class TransferSource:
     """Every connection has a thread and a buffer of one chunk."""
 
-    def __init__(self, manifest: Manifest, key: bytes) -> None:
+    def __init__(self, manifest: ModelManifest, key: bytes) -> None:
         self._root = Path(manifest.root)
         self._files = {file.name: file for file in manifest.files}
         self._key = key
@@ -79,7 +79,7 @@ class Source:
             self._links += change
             self._left_s = time.monotonic()
 
-    def _answer(self, link: socket.socket, request: Request, buffer: Buffer, held: _Held) -> None:
+    def _answer(self, link: socket.socket, request: TransferRequest, buffer: Buffer, held: _Held) -> None:
         file = self._files.get(request.name)
         if file is None or request.size > CHUNK_BYTES or request.offset % CHUNK_BYTES or request.offset + request.size > file.size:
             refuse(link, f"{request.name[:200]} has no such bytes")
@@ -118,7 +118,7 @@ class _Held:
 
 def main() -> None:
     order = json.loads(sys.stdin.readline())
-    source = Source(Manifest.from_dict(order["manifest"]), bytes.fromhex(order["key"]))
+    source = TransferSource(ModelManifest.from_dict(order["manifest"]), bytes.fromhex(order["key"]))
     try:
         told: dict[str, Any] = {"ports": {address: source.listen(address) for address in order["binds"]}}
     except OSError as error:

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from workers.transfer.manifest import JOURNAL, PART, Manifest, is_loaded
+from workers.transfer.manifest import JOURNAL, PART, ModelManifest, is_loaded
 
 NOTE = ".sparkd-pulled.json"
 
 
-def clear(manifest: Manifest, folder: Path) -> tuple[list[str], list[str]]:
+def clear(manifest: ModelManifest, folder: Path) -> tuple[list[str], list[str]]:
     """Names of weights and indexes that the source lacks: (removed, left). To be called once all files of the manifest are there. Nothing
     is touched where the source has no whole set of weights. Raises OSError."""
     if manifest.lacks:

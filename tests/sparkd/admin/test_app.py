@@ -26,9 +26,9 @@ from sparkd.admin.client import model_path
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.fabric.peer_cache import Offers
-from sparkd.gateway import Edge, Keys
+from sparkd.gateway import Edge, KeyDigests
 from sparkd.gateway.protocol import CONNECTION
-from sparkd.recipes.registry import Registries, Registry, Signature
+from sparkd.recipes.registry import CommitSignature, Registries, Registry
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Event, OperationState, Want
 from sparkd.state.rows import Damage
@@ -603,7 +603,7 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
 async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_path: Path) -> None:
     recipe = "description: d\nmodel: o/m\nsources: {s: s}\nsettings: {max_num_seqs: 8, trust_remote_code: true, extra_args: [%s]}\n"
     texts = {"4x/mine": recipe % "", "loads": recipe % "--worker-cls, evil.Worker"}
-    Registries(tmp_path / "state").put(Registry("eugr", "https://host/r", "0" * 40, "2026-09-15", Signature("none"), texts, {}))
+    Registries(tmp_path / "state").put(Registry("eugr", "https://host/r", "0" * 40, "2026-09-15", CommitSignature("none"), texts, {}))
     async with admin_of(tmp_path) as made:
         for name in ("4x/mine@eugr", "mine@eugr", "loads@eugr"):
             assert (await made.ask("GET", f"/recipes/{name}"))["spec"]["max_num_seqs"] == 8
@@ -733,7 +733,7 @@ async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
 
 async def test_only_an_admin_key_opens_it(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        made.edge.keys = Keys.of(inference=["user-key"], admin=["admin-key"])
+        made.edge.keys = KeyDigests.of(inference=["user-key"], admin=["admin-key"])
         for path in ("/models", "/openapi.json", "/docs", "/nope", "/models/m/log"):
             assert (await made.client.get(PREFIX + path)).status_code == 401
             assert (await made.client.get(PREFIX + path, headers={"x-api-key": "user-key"})).status_code == 403

@@ -16,7 +16,7 @@ from tests.bench.footprint_segments import told
 from tests.support import architectures
 from tests.support.architecture_parts import Size
 from tests.support.sketches import dense, known, tensors_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 # The preset h200 of tests/bench/footprint_measured.py.
 SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)
@@ -46,7 +46,7 @@ def of(name: str) -> Inventory:
     ],
 )
 def test_the_total_peak_of_an_h200(name: str, form: str, measured_mib: int) -> None:
-    found = footprint(of(name), Recipe.parse(form), SERVING, H200, requests=16, eager=True)
+    found = footprint(of(name), QuantizationRecipe.parse(form), SERVING, H200, requests=16, eager=True)
     total_mib = sum(found.parts[part] for part in ("weights", "kv", "peak", "graphs")) / MIB
     assert abs(total_mib - measured_mib) <= 0.03 * measured_mib
 

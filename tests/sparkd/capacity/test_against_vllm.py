@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
 from sparkd.capacity.parallelism import refusal
 from sparkd.capacity.plan_report import Site, how_of, to_json
 from sparkd.capacity.speculative import Drafting
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.hardware import Hardware, hardware_of
-from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
@@ -121,7 +121,7 @@ def vllm_config(serving: Serving) -> Any:
     return made
 
 
-def state_spec(one: State, serving: Serving, block: int = -1, padded: int | None = None) -> Any:
+def state_spec(one: RecurrentState, serving: Serving, block: int = -1, padded: int | None = None) -> Any:
     ranks, kept = serving.tensor_parallel, serving.speculative_tokens
     of = MambaStateShapeCalculator
     checkpoints = 0
@@ -146,7 +146,7 @@ def attention_spec(one: Attention, serving: Serving, block: int) -> Any:
     return FullAttentionSpec(num_kv_heads=heads, head_size_v=one.value_dim, **plain)
 
 
-def aligned(config: Any, attention: Attention, state: State, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def aligned(config: Any, attention: Attention, state: RecurrentState, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block and page of a hybrid model, set in the configuration by vLLM's own alignment."""
     spec = state_spec(state, serving)
     model = SimpleNamespace(
@@ -163,7 +163,7 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
     """(bytes of a block, blocks of a request)."""
     config = vllm_config(serving)
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
-    states = [one for one in shape.mixers if isinstance(one, State)]
+    states = [one for one in shape.mixers if isinstance(one, RecurrentState)]
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
     config.cache_config.block_size = sizes[serving.platform]
     if states and attentions:
@@ -176,7 +176,7 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
         workers.append(
             {
                 f"layers.{number}": state_spec(one, serving, block, padded)
-                if isinstance(one, State)
+                if isinstance(one, RecurrentState)
                 else attention_spec(one, serving, block)
                 for number, one in layers
                 if one is not None
@@ -195,9 +195,9 @@ def model(kind: str, draw: random.Random) -> Shape:
     heads, dim, count = draw.choice([1, 2, 4, 8]), draw.choice([64, 128, 256]), draw.randint(3, 24)
     full, window = Attention(heads, dim, dim), Attention(heads, dim, dim, window=draw.choice([17, 128, 1024]))
     key_heads, value_heads, precision = 4, draw.choice([8, 16]), draw.choice([None, "float32"])
-    delta = State((2 * key_heads + value_heads) * 128, 3, value_heads, 128, 128, key_heads=key_heads, matrix_dtype=precision)
+    delta = RecurrentState((2 * key_heads + value_heads) * 128, 3, value_heads, 128, 128, key_heads=key_heads, matrix_dtype=precision)
     width = draw.choice([16, 64])
-    mamba = State(width * 64, 3, width, 64, 128, draw.choice([1, 8]), 128, matrix_dtype=precision)
+    mamba = RecurrentState(width * 64, 3, width, 64, 128, draw.choice([1, 8]), 128, matrix_dtype=precision)
     global_dim = draw.choice([256, 512, 96])
     wild = [full, window, Attention(2 * heads, dim // 2, dim // 2), replace(window, heads=2 * heads, key_dim=dim // 2, value_dim=dim // 2)]
     wild += [replace(full, value_dim=dim // 2), replace(window, window=33)]
@@ -315,7 +315,7 @@ def test_heads_that_do_not_divide_are_refused_where_vllm_refuses_them() -> None:
                 by_vllm = None
             except ValueError as error:
                 by_vllm = str(error)
-            ours = refusal(inventory, Recipe.parse("bf16"), ranks, 1)
+            ours = refusal(inventory, QuantizationRecipe.parse("bf16"), ranks, 1)
             assert (by_vllm is None) == (ours is None or "attention heads" not in ours)
             if by_vllm is not None:
                 assert f"({heads})" in by_vllm and ours == f"{heads} attention heads do not divide by {ranks} ranks"
@@ -345,7 +345,7 @@ def parsed_by(parser: Any, arguments: list[str]) -> Any:
 
 
 def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) -> None:
-    inventory, machine, wish = known(config := mixture(), tensors_of(config)), hardware_of("spark"), Wish(nodes=4)
+    inventory, machine, wish = known(config := mixture(), tensors_of(config)), hardware_of("spark"), FitRequest(nodes=4)
     both = next(one for one in choose(inventory, machine, wish).options if (one.tensor, one.pipeline) == (2, 2))
     told = how_of("/m", both, wish, machine, Site())
 
@@ -358,21 +358,25 @@ def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) ->
 @pytest.mark.parametrize(
     ("hardware", "wish"),
     [
-        ("spark", Wish()),
-        ("spark", Wish(nodes=2, requests=4, quantize="nvfp4", margin_bytes=2 << 30)),
-        ("spark", Wish(nodes=2, max_model_len=4096, eager=True, unlinked={2: "no cable"})),
+        ("spark", FitRequest()),
+        ("spark", FitRequest(nodes=2, requests=4, quantize="nvfp4", margin_bytes=2 << 30)),
+        ("spark", FitRequest(nodes=2, max_model_len=4096, eager=True, unlinked={2: "no cable"})),
         (
             "h200",
-            Wish(quantize={"format": "int4-g32", "keep": ["o_proj"]}, serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048)),
+            FitRequest(
+                quantize={"format": "int4-g32", "keep": ["o_proj"]}, serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048)
+            ),
         ),
         (
             "spark",
-            Wish(nodes=2, drafting=Drafting("ngram", 4, args=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'))),
+            FitRequest(
+                nodes=2, drafting=Drafting("ngram", 4, args=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'))
+            ),
         ),
-        ("cpu", Wish(quantize="mxfp4", serving=Serving(0, platform="cpu"))),
+        ("cpu", FitRequest(quantize="mxfp4", serving=Serving(0, platform="cpu"))),
     ],
 )
-def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: Wish, parser: Any, tmp_path: Path) -> None:
+def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: FitRequest, parser: Any, tmp_path: Path) -> None:
     machine: Hardware = replace(hardware_of("spark"), name="desk", **CPU_LIKE) if hardware == "cpu" else hardware_of(hardware)
     inventory = known(config := mixture(), tensors_of(config))
     found = json.loads(json.dumps(to_json("/m", inventory, machine, wish, choose(inventory, machine, wish))))

@@ -15,9 +15,9 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity.account import Evidence, account, illegal
 from sparkd.capacity.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
 from sparkd.capacity.entry_check import misfits
-from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_request import Question as PlanQuestion
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.plan_request import answer as plan
 from sparkd.capacity.requirement import exceeds, need_of
 from sparkd.capacity.reservation import needed_gib
@@ -27,25 +27,25 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.inquiry.model_answers import OWN, Answer, Question, Refusal, Tensor
+from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal, Tensor
 from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.sketches import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
-FP8 = Recipe.parse("fp8")
-ODD = Refusal("config", "ValueError", "9 heads are odd.", True)
+FP8 = QuantizationRecipe.parse("fp8")
+ODD = ModelRefusal("config", "ValueError", "9 heads are odd.", True)
 
 
 class Vllm:
     """It answers what it was given, and notes what it was asked."""
 
-    def __init__(self, *answers: Answer | None) -> None:
-        self.asked: list[Question] = []
+    def __init__(self, *answers: ModelAnswer | None) -> None:
+        self.asked: list[ModelQuestion] = []
         self._answers = answers
 
-    def __call__(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+    def __call__(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         self.asked += questions
         return [self._answers[min(number, len(self._answers) - 1)] for number in range(len(questions))]
 
@@ -118,7 +118,7 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
         ({"extra_args": ["--kv-offloading-size", "4"]}, answer(FULL, blocks=1), False),
     ],
 )
-def test_vllms_answer_accounts_for_what_no_formula_has(folder: Path, keys: dict[str, Any], reply: Answer, counted: bool) -> None:
+def test_vllms_answer_accounts_for_what_no_formula_has(folder: Path, keys: dict[str, Any], reply: ModelAnswer, counted: bool) -> None:
     """And then no whole machine is reserved."""
     spec = parse_model("m", {"model": str(folder), "kv_cache": {"sequences": 1}, "max_model_len": 4096, **keys}, over_admin=False)
     assert account(spec, SPARK, {}) is None
@@ -169,7 +169,7 @@ def test_what_vllm_refuses_of_a_stored_format_refuses_no_other(folder: Path) -> 
     for checkpoint, refusal in ((plain, "9 heads are odd"), (quantized, None)):
         consultation = Consultation(Vllm(replace(answer(), refusal=ODD)), checkpoint, [], {}, SPARK)
         consultation.ask([(UNCHANGED, 1, 1)])
-        stored, other = consultation.exact(UNCHANGED, Serving(4096)), consultation.exact(Recipe.parse("int4"), Serving(4096))
+        stored, other = consultation.exact(UNCHANGED, Serving(4096)), consultation.exact(QuantizationRecipe.parse("int4"), Serving(4096))
         assert stored is not None and stored.refusal == "9 heads are odd"
         assert (None if other is None else other.refusal) == refusal
 
@@ -187,7 +187,7 @@ def test_a_quantization_that_config_json_is_silent_about_goes_with_the_question(
 def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     checkpoint = read_checkpoint(str(folder))
     known = inventory(checkpoint, shape_of(checkpoint.config))
-    wish = Wish(quantize="bf16", serving=Serving(0))
+    wish = FitRequest(quantize="bf16", serving=Serving(0))
     formula = choose(known, SPARK, wish).options[0].footprint
     vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
     found, informed = Consultation(vllm, checkpoint, [], {}, SPARK).informed(known, wish)
@@ -203,7 +203,7 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
     known = inventory(checkpoint, shape_of(checkpoint.config))
     for reply, reason in ((replace(answer(), refusal=ODD), "9 heads are odd"), (answer(FULL, blocks=1), None)):
         # Three ranks are none of a power of two heads, as far as the formulas know.
-        wish = Wish(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+        wish = FitRequest(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
         _, informed = Consultation(Vllm(reply), checkpoint, [], {}, SPARK).informed(known, wish)
         (option,) = choose(known, SPARK, informed).options
         assert option.reason == reason
@@ -211,10 +211,10 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
 
 def test_an_answer_without_numbers_stands_for_no_refusal_of_the_formulas(folder: Path, tmp_path: Path) -> None:
     """vLLM came to none of the cache's sizes, and its stages are not those of the question."""
-    vllm = Vllm(replace(answer(refusal=Refusal("cache", "KeyError", "page", False)), stages=()))
+    vllm = Vllm(replace(answer(refusal=ModelRefusal("cache", "KeyError", "page", False)), stages=()))
     checkpoint = read_checkpoint(str(folder))
     _, wish = Consultation(vllm, checkpoint, [], {}, SPARK).informed(
-        inventory(checkpoint, shape_of(checkpoint.config)), Wish(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+        inventory(checkpoint, shape_of(checkpoint.config)), FitRequest(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
     )
     (option,) = choose(inventory(checkpoint, shape_of(checkpoint.config)), SPARK, wish).options
     assert option.cause == "split"
@@ -225,15 +225,15 @@ def test_an_answer_without_numbers_stands_for_no_refusal_of_the_formulas(folder:
     config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None)
     path = str(write(tmp_path / "n", config, [("model.embed.weight", (512, 512), "BF16")]))
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), ask=vllm)
+        plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), ask=vllm)
 
 
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
-    stopped = replace(answer(FULL, groups=False), refusal=Refusal("cache", "ValueError", "its pages are odd.", certain))
+    stopped = replace(answer(FULL, groups=False), refusal=ModelRefusal("cache", "ValueError", "its pages are odd.", certain))
     find = lambda _name: (str(folder), read_checkpoint(str(folder)), None)  # noqa: E731
-    found = plan(PlanQuestion(str(folder), quantize="bf16"), SPARK, find, ask=Vllm(stopped))
+    found = plan(PlanRequest(str(folder), quantize="bf16"), SPARK, find, ask=Vllm(stopped))
     (option,) = found["options"]
     assert option["reason"] == reason and (option["footprint"] or {}).get("sureness") == sureness
     assert any("its pages are odd" in note for note in found["notes"]) is (not certain)
@@ -246,7 +246,7 @@ def test_a_format_whose_weights_vllm_did_not_count_is_no_surer_than_its_formula(
         known = inventory(checkpoint, shape_of(config))
         consultation = Consultation(Vllm(answer(FULL, blocks=1)), checkpoint, [], {}, SPARK)
         consultation.ask([(UNCHANGED, 1, 1)])
-        wish = Wish(8192, quantize="fp8", serving=Serving(0), exact=consultation.exact)
+        wish = FitRequest(8192, quantize="fp8", serving=Serving(0), exact=consultation.exact)
         (option,) = choose(known, SPARK, wish).options
         assert option.footprint is not None and option.footprint.kv.per_request == 512 * 1000 and option.footprint.sureness == sureness
 
@@ -261,7 +261,7 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     plain = answer(FULL, blocks=1)
     parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(built))
     vllm = Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),), facts={"layers": built}))
-    question, find = PlanQuestion(path, quantize="bf16"), lambda _name: (path, read_checkpoint(path), None)
+    question, find = PlanRequest(path, quantize="bf16"), lambda _name: (path, read_checkpoint(path), None)
     if error is None:
         assert plan(question, SPARK, find, ask=vllm)["layers"] == 4
         return
@@ -280,7 +280,7 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
 def test_an_answer_that_lacks_a_stage_of_the_pipeline_contradicts_no_file(tmp_path: Path) -> None:
     config = dense(num_hidden_layers=None)
     checkpoint = read_checkpoint(str(write(tmp_path / "m", config, tensors_of(dense()))))
-    plain = answer(refusal=Refusal("model", "ImportError", "no such kernel", False))
+    plain = answer(refusal=ModelRefusal("model", "ImportError", "no such kernel", False))
     parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(2))
     consultation = Consultation(Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),))), checkpoint, [], {}, SPARK)
     consultation.ask([(UNCHANGED, 1, 2)])
@@ -292,7 +292,7 @@ def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(
     shape = dense(architectures=["NobodysForCausalLM"], sliding_window=128, layer_types=kinds)
     checkpoint = read_checkpoint(str(write(tmp_path / "m", shape, tensors_of(shape))))
     known = inventory(checkpoint, shape_of(checkpoint.config))
-    options = choose(known, SPARK, Wish(8192, quantize="bf16", serving=Serving(0, max_num_batched_tokens=512))).options
+    options = choose(known, SPARK, FitRequest(8192, quantize="bf16", serving=Serving(0, max_num_batched_tokens=512))).options
     found = options[0].footprint
     assert found is not None and found.sureness == "guess" and found.upper_bytes > found.parts["kv"]
     spare = found.free_bytes
@@ -306,11 +306,11 @@ def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_pla
     checkpoint = read_checkpoint(path)
     find = lambda _name: (path, checkpoint, None)  # noqa: E731
     with pytest.raises(CheckpointError, match="num_hidden_layers") as caught:
-        plan(PlanQuestion(path, quantize="bf16"), SPARK, find)
+        plan(PlanRequest(path, quantize="bf16"), SPARK, find)
     assert "memory_gib" in (caught.value.cure or "") and path not in (caught.value.cure or "")
     facts = {"max_model_len": 2048, "layers": 3, "hidden": 512, "heads": 8}
     vllm = Vllm(replace(answer(FULL, blocks=1), facts=facts))
-    found = plan(PlanQuestion(path, max_model_len=4096, quantize="bf16"), SPARK, find, ask=vllm)
+    found = plan(PlanRequest(path, max_model_len=4096, quantize="bf16"), SPARK, find, ask=vllm)
     (option,) = found["options"]
     assert (found["layers"], option["footprint"]["sureness"], option["max_model_len"]) == (3, "exact", 4096)
     spec = parse_model("m", {"model": path}, over_admin=False)
@@ -323,7 +323,7 @@ def test_mistrals_own_format_is_planned_and_names_no_architecture(tmp_path: Path
     (folder / "config.json").rename(folder / "params.json")
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     checkpoint = read_checkpoint(str(folder))
-    found = plan(PlanQuestion(str(folder), quantize="bf16"), SPARK, lambda _name: (str(folder), checkpoint, None))
+    found = plan(PlanRequest(str(folder), quantize="bf16"), SPARK, lambda _name: (str(folder), checkpoint, None))
     assert found["options"][0]["footprint"]["kv_bytes_per_token"] == 4 * 2 * 2 * 64 * 2
     assert found["options"][0]["footprint"]["sureness"] == "guess" and not any("architecture" in note for note in found["notes"])
 
@@ -344,7 +344,7 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
 ) -> None:
     path = str(write(tmp_path / "m", dense(head_dim=64, **more), tensors_of(dense())))
     for ask, sureness in (({}, "guess"), ({"ask": Vllm(answer(FULL, blocks=1))}, "exact")):
-        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), **ask)
+        found = plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), **ask)
         assert found["options"][0]["footprint"]["sureness"] == sureness
         assert any(word in note for note in found["notes"]) is (sureness == "guess")
 
@@ -353,7 +353,7 @@ def test_layers_without_a_formula_are_a_guess_of_an_architecture_that_is_known(t
     for gap, more in (("retention", {"layer_types": ["retention"] * 4}), ("per_layer_config", {"per_layer_config": {"1": {}}})):
         config = dense(**more)
         path = str(write(tmp_path / gap, config, tensors_of(config)))
-        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name, path=path: (path, read_checkpoint(path), None))
+        found = plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name, path=path: (path, read_checkpoint(path), None))
         assert found["options"][0]["footprint"]["sureness"] == "guess"
         assert any(gap in note for note in found["notes"])
 
@@ -363,20 +363,20 @@ def test_what_vllm_has_built_is_not_said_to_be_unknown_to_it(tmp_path: Path) -> 
     path = str(write(tmp_path / "m", config, tensors_of(config)))
     find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
     for ask, noted in (({}, True), ({"ask": Vllm(answer(FULL, blocks=1))}, False)):
-        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, find, **ask)
+        found = plan(PlanRequest(path, quantize="bf16"), SPARK, find, **ask)
         assert any("no architecture" in note for note in found["notes"]) is noted
 
 
 def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) -> None:
-    doubt = Refusal("model", "KeyError", "the kernel of\nretention" + " x" * 1000, False)
+    doubt = ModelRefusal("model", "KeyError", "the kernel of\nretention" + " x" * 1000, False)
     vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))
     for gaps in ({"layer_types": ["retention"] * 4}, {"architectures": ["NobodysForCausalLM"]}):
         config = dense(**gaps)
         path = str(write(tmp_path / next(iter(gaps)), config, tensors_of(config)))
         find = lambda _name, path=path: (path, read_checkpoint(path), None)  # noqa: E731
-        quoted = [note for note in plan(PlanQuestion(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
+        quoted = [note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
         assert len(quoted) == 1 and len(quoted[0]) < 500
-        assert not any("asked" in note for note in plan(PlanQuestion(path, quantize="bf16"), SPARK, find)["notes"])
+        assert not any("asked" in note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find)["notes"])
 
 
 def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_lends(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
 
 
 def test_a_plan_says_once_that_it_starts_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def ask(questions: Sequence[Question], _runtime: Any, progress: Callable[[str, int], None]) -> list[Answer]:
+    def ask(questions: Sequence[ModelQuestion], _runtime: Any, progress: Callable[[str, int], None]) -> list[ModelAnswer]:
         for step, number in (("importing", -1), ("ready", -1), ("asking", 0), ("asking", 1)):
             progress(step, number)
         return [answer(FULL, blocks=1) for _ in questions]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sparkd.capacity import container
-from sparkd.capacity.container import Container, containers, shell
+from sparkd.capacity.container import RankContainer, containers, shell
 from sparkd.errors import ConfigError
 from sparkd.models.source import name_of
 from sparkd.vllm.translate import values_of
@@ -48,7 +48,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     return folders
 
 
-def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> Container:
+def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> RankContainer:
     (made,) = containers(found, image)
     return made
 

@@ -10,13 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.capacity.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, FORMATS, Choice, Option, Wish, choose, floor, gib, smallest
-from sparkd.capacity.footprint import Learned
+from sparkd.capacity.fit import (
+    AS_STORED,
+    CONTEXT_STEP,
+    DEFAULT_CONTEXT,
+    FORMATS,
+    FitRequest,
+    FitResult,
+    Option,
+    choose,
+    floor,
+    gib,
+    smallest,
+)
+from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving, kv_cost
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware
 from tests.support.sketches import Tensor, dense, known, mixture, models, tensors_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 ALL = (AS_STORED, *FORMATS)
 # Larger than what a load needs beside the weights, so that serving is what counts.
@@ -28,8 +40,8 @@ def machine(size: int) -> Hardware:
     return replace(SPARK, memory_bytes=SPARK.system_bytes + size)
 
 
-def chosen(inventory: Inventory, hardware: Hardware = SPARK, **wish: Any) -> Choice:
-    return choose(inventory, hardware, Wish(**wish))
+def chosen(inventory: Inventory, hardware: Hardware = SPARK, **wish: Any) -> FitResult:
+    return choose(inventory, hardware, FitRequest(**wish))
 
 
 def plain(**more: Any) -> Inventory:
@@ -37,7 +49,7 @@ def plain(**more: Any) -> Inventory:
     return known(config, tensors_of(config))
 
 
-def names(found: Choice) -> list[str]:
+def names(found: FitResult) -> list[str]:
     return [option.format for option in found.options]
 
 
@@ -187,11 +199,11 @@ def test_all_requests_may_run_at_once() -> None:
 
 
 def test_what_was_learned_is_used_on_one_node() -> None:
-    def learned(recipe: Recipe, serving: Serving) -> Learned | None:
+    def learned(recipe: QuantizationRecipe, serving: Serving) -> MeasuredPeaks | None:
         alone = serving.tensor_parallel == serving.pipeline_parallel == 1
-        return Learned(peak=7 * GIB, graphs=1) if alone and recipe.default.spelling == "nvfp4" else None
+        return MeasuredPeaks(peak=7 * GIB, graphs=1) if alone and recipe.default.spelling == "nvfp4" else None
 
-    found = choose(plain(), SPARK, Wish(nodes=2, learned=learned))
+    found = choose(plain(), SPARK, FitRequest(nodes=2, learned=learned))
     peaks = {(one.format, one.nodes): one.footprint.parts["peak"] for one in found.options if one.footprint is not None}
 
     assert peaks["nvfp4", 1] == 7 * GIB and max(size for way, size in peaks.items() if way != ("nvfp4", 1)) < GIB

@@ -16,16 +16,16 @@ from sparkd.capacity.footprint import (
     NCCL_BYTES,
     PROCESS_BYTES,
     Footprint,
-    Learned,
+    MeasuredPeaks,
     footprint,
 )
 from sparkd.capacity.kv_cache import Serving, kv_cost
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.sketches import Tensor, dense, known, models, tensors_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
-BF16, NVFP4 = Recipe.parse("bf16"), Recipe.parse("nvfp4")
+BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")
 CPU = replace(SPARK, name="desk", platform="cpu")
 
 
@@ -34,7 +34,11 @@ def plain() -> Inventory:
 
 
 def of(
-    recipe: Recipe = BF16, hardware: Any = SPARK, serving: Serving | None = None, inventory: Inventory | None = None, **more: Any
+    recipe: QuantizationRecipe = BF16,
+    hardware: Any = SPARK,
+    serving: Serving | None = None,
+    inventory: Inventory | None = None,
+    **more: Any,
 ) -> Footprint:
     return footprint(inventory or plain(), recipe, serving or Serving(4096), hardware, **more)
 
@@ -76,7 +80,7 @@ def test_graphs_are_captured_for_what_decodes_at_once(more: dict[str, int], size
 
 
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
-    found = of(learned=Learned(peak=123, graphs=45))
+    found = of(learned=MeasuredPeaks(peak=123, graphs=45))
 
     assert (found.parts["peak"], found.parts["graphs"]) == (123, 45)
 
@@ -133,7 +137,7 @@ def test_where_nothing_is_read_there_is_no_bound() -> None:
     models(), st.sampled_from(["bf16", "nvfp4"]), st.lists(st.integers(1, 65536), min_size=2, max_size=2), st.integers(1, 16), st.booleans()
 )
 def test_more_is_never_less(inventory: Inventory, spelling: str, lengths: list[int], requests: int, unified: bool) -> None:
-    recipe, hardware = Recipe.parse(spelling), replace(SPARK, unified=unified)
+    recipe, hardware = QuantizationRecipe.parse(spelling), replace(SPARK, unified=unified)
 
     def total(tokens: int, count: int) -> int:
         return of(recipe, hardware, Serving(tokens), inventory, requests=count).total

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.account import fault
-from sparkd.capacity.plan_request import Question, answer
+from sparkd.capacity.plan_request import PlanRequest, answer
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli.config_check import check
@@ -100,7 +100,7 @@ def test_a_check_a_plan_and_a_load_refuse_it_with_one_sentence(damage: Break, mo
     file.write_text(f"models:\n  m:\n    model: {model}\n")
 
     with pytest.raises(CheckpointError) as planned:
-        answer(Question(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))
+        answer(PlanRequest(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))
     (problem,) = check(file, {})
     assert (problem.severity, problem.line) == ("error", 3)
     assert problem.message == f"models.m.model: {planned.value.message}"
@@ -115,7 +115,7 @@ def test_a_whole_model_is_refused_by_none(model: Path, tmp_path: Path) -> None:
     file.write_text(f"models:\n  m:\n    model: {model}\n")
 
     assert check(file, {}) == []
-    assert answer(Question(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))["choice"] is not None
+    assert answer(PlanRequest(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))["choice"] is not None
 
 
 @pytest.mark.parametrize(

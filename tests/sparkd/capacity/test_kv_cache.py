@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout, stages_of, state_bytes, token_bytes
 from sparkd.hardware import GIB
-from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.sketches import CONFIGS, architecture, dense, shape
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
-STATE = State(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
+STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
 
 
 def of(mixers: list[Mixer | None]) -> Shape:
@@ -116,7 +116,7 @@ def test_a_state_costs_the_same_at_every_length() -> None:
 
 
 def test_mamba_2_keeps_the_end_of_a_block_within_a_long_prompt_too() -> None:
-    mamba, serving = of([State(4096, 3, 64, 64, 128, 8, 128)]), Serving(1000)
+    mamba, serving = of([RecurrentState(4096, 3, 64, 64, 128, 8, 128)]), Serving(1000)
 
     assert kv_cost(mamba, serving).blocks == 3
     assert kv_cost(mamba, replace(serving, speculative_tokens=2)).blocks == 5
@@ -125,7 +125,7 @@ def test_mamba_2_keeps_the_end_of_a_block_within_a_long_prompt_too() -> None:
 
 
 def test_a_group_of_mamba_goes_to_every_rank_that_has_heads_of_it() -> None:
-    one = State(4096, 3, 64, 64, 128, groups=1, group_size=128)
+    one = RecurrentState(4096, 3, 64, 64, 128, groups=1, group_size=128)
     shape_ = of([one])
 
     assert [state_bytes(one, shape_, Serving(1, tensor_parallel=ranks)) for ranks in (1, 2)] == [

@@ -16,7 +16,7 @@ from sparkd.capacity.weights import AHEAD, inventory
 from sparkd.checkpoint import tensor_class
 from sparkd.models.shape import shape_of
 from tests.support.sketches import Tensor, checkpoint, dense, mixture, tensors_of, write
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 SIDES = (256, 256)
 CHANGED, KEPT = "changed", "kept"
@@ -103,7 +103,7 @@ MODELS = {
 @pytest.mark.parametrize("architecture", MODELS)
 def test_a_format_for_all_changes_the_language_model_alone(architecture: str) -> None:
     names = MODELS[architecture]
-    formats = Recipe.parse("nvfp4").assign(checkpoint({}, [(f"{name}.weight", SIDES, "BF16") for name in names]))
+    formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint({}, [(f"{name}.weight", SIDES, "BF16") for name in names]))
     assert {name: unloaded_part(f"{name}.weight", architecture) or (CHANGED if name in formats else KEPT) for name in names} == names
     unchanged = [name for name, what in names.items() if what not in (CHANGED, "moe_gen", "decoder")]
     assert not set(unchanged).intersection(formats)
@@ -119,8 +119,8 @@ def test_a_format_for_all_changes_the_language_model_alone(architecture: str) ->
 )
 def test_a_rule_that_names_a_part_changes_it(rule: str, module: str) -> None:
     found = checkpoint({}, [(f"{module}.weight", SIDES, "BF16")])
-    assert module in Recipe.parse({"layers": {rule: "fp8"}}).assign(found)
-    assert module not in Recipe.parse({"layers": {"*_proj": "fp8", "speech": "fp8"}}).assign(found)
+    assert module in QuantizationRecipe.parse({"layers": {rule: "fp8"}}).assign(found)
+    assert module not in QuantizationRecipe.parse({"layers": {"*_proj": "fp8", "speech": "fp8"}}).assign(found)
 
 
 def test_a_model_that_answers_in_text_is_no_other_modality() -> None:
@@ -136,7 +136,9 @@ def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Pa
     ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", SIDES, "BF16")]
     config, tensors = dense(), tensors_of(dense())
     whole, text = (inventory(checkpoint(config, each), shape_of(config)) for each in ([*tensors, *speech], tensors))
-    assert whole.stored_bytes == text.stored_bytes and whole.weights(Recipe.parse("nvfp4")) == text.weights(Recipe.parse("nvfp4"))
+    assert whole.stored_bytes == text.stored_bytes and whole.weights(QuantizationRecipe.parse("nvfp4")) == text.weights(
+        QuantizationRecipe.parse("nvfp4")
+    )
     folder = str(write(tmp_path / "m", config, [*tensors, *speech, *ahead]))
     assert exit_code(["--json", "plan", "--quick", folder]) == 0
     assert json.loads(capsys.readouterr().out)["unloaded"] == {"talker": (1 << 30) + 2 * 256 * 256, AHEAD: 2 * 256 * 256}

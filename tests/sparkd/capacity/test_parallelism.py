@@ -10,7 +10,7 @@ import pytest
 from sparkd.capacity.parallelism import refusal, unfit
 from sparkd.errors import CheckpointError
 from tests.support.sketches import Tensor, dense, known, mixture, published, tensors_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
@@ -36,7 +36,7 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
     """As for an architecture whose every key a formula reads."""
     model = known(config, tensors)
     checked = replace(model, shape=replace(model.shape, gaps=(), unread=()))
-    return refusal(checked, Recipe.parse(quantize), ranks, stages)
+    return refusal(checked, QuantizationRecipe.parse(quantize), ranks, stages)
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,20 @@ def test_heads_and_layers(more: dict[str, Any], ranks: int, stages: int, told: s
 
 def test_blocks_that_end_within_a_row_are_for_a_cpu_alone() -> None:
     odd: list[Tensor] = [(f"{MLP}.down_proj.weight", (512, 2112), "BF16"), (f"{MLP}.norm.scale", (), "F32")]
-    model, recipe = known(dense(), odd), Recipe.parse("fp8-block")
+    model, recipe = known(dense(), odd), QuantizationRecipe.parse("fp8-block")
     assert refusal(model, recipe, 1, 1) == f"2112 columns of {MLP}.down_proj.weight are no whole blocks of 128: fp8 would fit"
-    assert refusal(model, recipe, 1, 1, "cpu") is None and refusal(model, Recipe.parse("fp8"), 1, 1) is None
+    assert refusal(model, recipe, 1, 1, "cpu") is None and refusal(model, QuantizationRecipe.parse("fp8"), 1, 1) is None
 
 
 def test_a_format_that_ranks_would_tear_is_refused_whatever_vllm_makes_room_for() -> None:
     model = known(dense(), [(f"{MLP}.down_proj.weight", (512, 2112), "BF16")])
-    assert unfit(model, Recipe.parse("mxfp4"), 2) is None
-    assert unfit(model, Recipe.parse("mxfp4"), 4) == f"2112 columns of {MLP}.down_proj.weight over 4 ranks are no whole groups of 32"
+    assert unfit(model, QuantizationRecipe.parse("mxfp4"), 2) is None
+    assert (
+        unfit(model, QuantizationRecipe.parse("mxfp4"), 4)
+        == f"2112 columns of {MLP}.down_proj.weight over 4 ranks are no whole groups of 32"
+    )
     # The split itself is vLLM's to judge.
-    assert unfit(model, Recipe.parse("bf16"), 3) is None
+    assert unfit(model, QuantizationRecipe.parse("bf16"), 3) is None
 
 
 @pytest.mark.parametrize(

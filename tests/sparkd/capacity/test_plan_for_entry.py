@@ -23,9 +23,9 @@ from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
 from sparkd.capacity import container, plan_for_entry, plan_for_node, requirement
 from sparkd.capacity.account import machine
-from sparkd.capacity.plan_for_entry import Entry
+from sparkd.capacity.plan_for_entry import PlannedEntry
 from sparkd.capacity.plan_report import OWN
-from sparkd.capacity.plan_request import Question
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import need_of
 from sparkd.capacity.reservation import Placement
 from sparkd.checkpoint import read_checkpoint
@@ -35,8 +35,8 @@ from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
-from sparkd.inquiry.model_answers import Refusal
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.inquiry.model_answers import ModelRefusal
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import values_of
 from tests.sparkd.capacity.test_consultation import Vllm
@@ -648,12 +648,12 @@ def test_a_flag_that_no_formula_has_leaves_a_guess_and_is_named(
 
 def test_a_plan_says_what_kept_vllm_from_an_answer(folder: Path, tmp_path: Path) -> None:
     spec = parse_model("m", {"model": str(folder), "kv_cache_dtype": "nvfp4"}, over_admin=False)
-    doubt = Refusal("model", "ValueError", "No valid attention backend found." + " x" * 1000, False)
+    doubt = ModelRefusal("model", "ValueError", "No valid attention backend found." + " x" * 1000, False)
     for refusal, quoted in ((doubt, True), (replace(doubt, certain=True), False), (None, False)):
         reply = replace(model_answer(FULL, blocks=1), refusal=refusal)
-        entry = Entry(spec, Config.model_validate({"state_dir": tmp_path}), None, API_SERVER)
+        entry = PlannedEntry(spec, Config.model_validate({"state_dir": tmp_path}), None, API_SERVER)
         checkpoint, ask = read_checkpoint(str(folder)), Vllm(reply)
-        found = plan_for_entry.answer(entry, Question("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
+        found = plan_for_entry.answer(entry, PlanRequest("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
         assert any("No valid attention" in note and len(note) < 600 for note in found["notes"]) is quoted
 
 
@@ -724,10 +724,10 @@ def no_draft(name: str) -> Any:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
     """Counted with the real headers of its model, on as many nodes as it says."""
-    book = Book(None, AsWritten())
+    book = RecipeLibrary(None, AsWritten())
     spec = parse_model("m", {"recipe": name}, over_admin=False, book=book)
     found = plan_for_entry.answer(
-        Entry(spec, Config(), "0.32.0", API_SERVER), Question("m"), checkpoint_of(*PUBLISHED[name]), SPARK, no_draft, {}
+        PlannedEntry(spec, Config(), "0.32.0", API_SERVER), PlanRequest("m"), checkpoint_of(*PUBLISHED[name]), SPARK, no_draft, {}
     )
     choice = found["choice"]
     assert choice is not None, [one["reason"] for one in found["options"]]

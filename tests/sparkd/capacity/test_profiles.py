@@ -20,8 +20,8 @@ from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 from tests.support.sketches import dense, tensors_of, write
 from workers.kv.arithmetic import Demand
-from workers.kv.profiles import Learned, Profiles, checkpoint_of, key_of
-from workers.kv.settings import Settings
+from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of
+from workers.kv.settings import CacheSettings
 
 SPARK = machine("cuda", 121 * GIB, 0)
 KEYS: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 8, "quantize": "nvfp4", "env": {"VLLM_ATTENTION": "a", "HF_TOKEN": "secret"}}
@@ -42,11 +42,11 @@ def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: in
     """As a worker keeps what it has found, which the daemon has started so."""
     config = Config(state_dir=state)
     fields = rank_fields(config, spec, "cuda", "vllm.entrypoints.openai.api_server", said_to(spec, config, vllm), vllm)
-    settings = Settings(**fields["kv_cache"])
+    settings = CacheSettings(**fields["kv_cache"])
     held = folder_of(spec.model, spec.revision, spec.environment(config.engine))
     about = {"checkpoint": checkpoint_of(str(held)), "world": [*ways, rank], "config": settings.engine, "device": device}
     kept = Profiles(settings.profiles, settings.engine)
-    assert kept.keep(key_of(about), Learned(Demand(graphs=GRAPHS, peak=PEAK), 3.0), about)
+    assert kept.keep(key_of(about), MeasuredProfile(Demand(graphs=GRAPHS, peak=PEAK), 3.0), about)
     assert "secret" not in "".join(path.read_text() for path in Path(str(settings.profiles)).iterdir())
     return config
 

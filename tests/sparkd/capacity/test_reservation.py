@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Need
+from sparkd.capacity.requirement import Requirement
 from sparkd.capacity.reservation import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, parse_model
@@ -130,7 +130,9 @@ async def test_what_the_release_of_the_runtime_does_not_understand_is_not_starte
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
-    monkeypatch.setattr("sparkd.cluster.placer.need_of", lambda *_: Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0"))
+    monkeypatch.setattr(
+        "sparkd.cluster.placer.need_of", lambda *_: Requirement(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0")
+    )
 
     with pytest.raises(RankError, match="by the vLLM of its runtime: VLLM_USE_V1: vLLM 0"):
         await cluster.place(spec)

@@ -10,9 +10,9 @@ import pytest
 
 from sparkd.capacity import account as admission
 from sparkd.capacity.account import account
-from sparkd.capacity.fit import Wish, choose
+from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving, kv_cost
-from sparkd.capacity.plan_request import Question, _counted, answer
+from sparkd.capacity.plan_request import PlanRequest, _counted, answer
 from sparkd.capacity.speculative import METHODS, drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
@@ -26,7 +26,7 @@ from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support.published_headers import checkpoint_of
 from tests.support.sketches import Tensor, dense, tensors_of, write
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 PREDICTS = dense(num_nextn_predict_layers=1)
 AHEAD: list[Tensor] = [("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ("model.layers.4.mlp.down_proj.weight", (512, 1024), "BF16")]
@@ -49,7 +49,7 @@ def planned(model: Path, **asked: Any) -> dict[str, Any]:
         return name, read_checkpoint(name), None
 
     given = {"max_model_len": 4096, "quantize": "bf16", "max_num_seqs": 8, **asked}
-    return json.loads(json.dumps(answer(Question(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(answer(PlanRequest(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
 
 
 def test_the_methods_are_those_of_the_recipes() -> None:
@@ -87,14 +87,14 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     checkpoint = read_checkpoint(folder)
     both = counted.inventory(checkpoint, shape_of(checkpoint.config))
     own, draft = inventory(checkpoint, shape_of(PREDICTS)), inventory(read_checkpoint(place), shape_of(DRAFT))
-    bf16 = Recipe.parse("bf16")
+    bf16 = QuantizationRecipe.parse("bf16")
     for ranks in (1, 2):
         # A vocabulary of the draft is not padded.
         assert 0 <= own.weights(bf16, ranks).bytes + draft.weights(bf16, ranks).bytes - both.weights(bf16, ranks).bytes < 1 << 18
     assert both.stored_bytes == own.stored_bytes + draft.stored_bytes
-    assert both.weights(Recipe.parse("nvfp4")).bytes > own.weights(Recipe.parse("nvfp4")).bytes
+    assert both.weights(QuantizationRecipe.parse("nvfp4")).bytes > own.weights(QuantizationRecipe.parse("nvfp4")).bytes
     assert counted.serving(Serving(4096)).draft_layers == 2 and counted.serving(Serving(4096)).speculative_tokens == 15
-    assert choose(both, SPARK, Wish(serving=counted.serving(Serving(0)), drafting=counted)).best is not None
+    assert choose(both, SPARK, FitRequest(serving=counted.serving(Serving(0)), drafting=counted)).best is not None
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,24 @@ from sparkd.capacity.sureness import of_cache, of_weights, worst
 from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN, Exact, exact_of
 from sparkd.capacity.weights import Weights
 from sparkd.checkpoint.quantization import SourceQuantization
-from sparkd.inquiry.model_answers import Answer, Layer, Refusal, Stage
+from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.models.shape import shape_of
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 from tests.support.sketches import dense
 
-FULL = Layer("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
-WINDOW = Layer("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)
-STATE = Layer("state", "MambaSpec", "MambaMixer2", 400, 1000, state_bytes=900)
+FULL = LayerCache("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
+WINDOW = LayerCache("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)
+STATE = LayerCache("state", "MambaSpec", "MambaMixer2", 400, 1000, state_bytes=900)
 SERVING = Serving(4096, max_num_batched_tokens=64)
 LAYOUT = KvLayout(0, (), SERVING)
 LLAMA = shape_of(dense())
 
 
-def answer(*layers: Layer, blocks: int = 0, refusal: Refusal | None = None, groups: bool = True) -> Answer:
+def answer(*layers: LayerCache, blocks: int = 0, refusal: ModelRefusal | None = None, groups: bool = True) -> ModelAnswer:
     """blocks: that a request of one token takes."""
     stage = Stage(layers, {}, (), (), 900, 100, 1000, ((1, 1000 * blocks),))
     pool = tuple({"spec": layer.spec, "block": layer.block, "page_bytes": 1000, "layers": [layer.name]} for layer in layers)
-    return Answer("0.32.0", "cuda:12.1", True, 1.0, refusal, (stage,), {}, pool if groups else ())
+    return ModelAnswer("0.32.0", "cuda:12.1", True, 1.0, refusal, (stage,), {}, pool if groups else ())
 
 
 def test_the_layout_is_that_of_its_groups() -> None:
@@ -98,13 +98,13 @@ def test_a_cache_whose_blocks_take_nothing_is_none() -> None:
 @pytest.mark.parametrize(("certain", "refusal"), [(True, "9 heads are odd"), (False, None)])
 def test_only_vllms_own_word_refuses(step: str, certain: bool, refusal: str | None) -> None:
     """At whatever step: an engine takes each of them before it serves."""
-    exact = exact_of(answer(refusal=Refusal(step, "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
+    exact = exact_of(answer(refusal=ModelRefusal(step, "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
     assert (exact.refusal if exact is not None else None) == refusal
 
 
 @pytest.mark.parametrize("step", ["cache", "sizes"])
 def test_a_cache_that_vllm_could_not_count_leaves_the_weights_and_makes_a_formula_a_guess(step: str) -> None:
-    stopped = answer(FULL, refusal=Refusal(step, "KeyError", "page", False), groups=False)
+    stopped = answer(FULL, refusal=ModelRefusal(step, "KeyError", "page", False), groups=False)
     exact = exact_of(stopped, SERVING, same_format=True)
     assert exact == Exact(weight_bytes=1000, doubtful=True)
     assert exact_of(replace(stopped, stages=()), SERVING, same_format=True) == Exact(doubtful=True)
@@ -148,6 +148,6 @@ def test_weights_keep_their_classes() -> None:
 
 
 def test_a_refusal_of_several_lines_is_told_in_one() -> None:
-    refused = replace(answer(FULL, blocks=1), refusal=Refusal("config", "ValueError", "no model type `foo`.\n\n  Update it.\n", True))
+    refused = replace(answer(FULL, blocks=1), refusal=ModelRefusal("config", "ValueError", "no model type `foo`.\n\n  Update it.\n", True))
     exact = exact_of(refused, Serving(1), same_format=True)
     assert exact is not None and exact.refusal == "no model type `foo`. Update it"

@@ -14,13 +14,15 @@ from sparkd.capacity.weights import AHEAD, Inventory, Weights
 from sparkd.errors import CheckpointError
 from tests.support.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
 from workers.quantization.formats import Format
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
-BF16 = Recipe.parse("bf16")
+BF16 = QuantizationRecipe.parse("bf16")
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4")
 
 
-def held(tensors: list[Tensor], ranks: int, recipe: Recipe = BF16, config: dict[str, Any] | None = None, stages: int = 1) -> int:
+def held(
+    tensors: list[Tensor], ranks: int, recipe: QuantizationRecipe = BF16, config: dict[str, Any] | None = None, stages: int = 1
+) -> int:
     """Bytes on the fullest rank."""
     return known(config or dense(), tensors).weights(recipe, ranks, stages).bytes
 
@@ -110,7 +112,7 @@ def test_a_vocabulary_is_padded_before_it_is_cut() -> None:
 
 @pytest.mark.parametrize(("spelling", "bytes_of"), [(name, Format.parse(name).nbytes) for name in (*FORMATS, "fp8-block", "int4-g128")])
 def test_a_format_is_counted_as_it_lies_on_a_rank(spelling: str, bytes_of: Any) -> None:
-    recipe = Recipe.parse(spelling)
+    recipe = QuantizationRecipe.parse(spelling)
     column, row = ("model.layers.0.mlp.gate_proj.weight", (1024, 512), "BF16"), ("model.layers.0.mlp.down_proj.weight", (512, 1024), "BF16")
 
     assert [held([column], ranks, recipe) for ranks in (1, 2)] == [bytes_of(1024, 512), bytes_of(512, 512)]
@@ -119,7 +121,7 @@ def test_a_format_is_counted_as_it_lies_on_a_rank(spelling: str, bytes_of: Any) 
 
 def test_packed_experts_may_lie_either_way_round() -> None:
     """[experts, 2 inner, hidden] and [experts, hidden, inner], or both transposed."""
-    config, recipe = mixture(), Recipe.parse("fp8")
+    config, recipe = mixture(), QuantizationRecipe.parse("fp8")
     stem = "model.layers.0.mlp.experts"
     linear = [(f"{stem}.gate_up_proj", (8, 768, 512), "BF16"), (f"{stem}.down_proj", (8, 512, 384), "BF16")]
     turned = [(name, (sides[0], sides[2], sides[1]), dtype) for name, sides, dtype in linear]
@@ -131,7 +133,7 @@ def test_packed_experts_may_lie_either_way_round() -> None:
 
 
 def test_granites_experts_are_experts_under_other_names() -> None:
-    config, recipe = mixture(), Recipe.parse("nvfp4")
+    config, recipe = mixture(), QuantizationRecipe.parse("nvfp4")
     shapes, moe = ((8, 768, 512), (8, 512, 384)), "model.layers.0.block_sparse_moe"
     usual, granites = (
         known(config, [(name, shape, "BF16") for name, shape in zip(names, shapes, strict=True)])
@@ -152,7 +154,10 @@ def test_experts_one_by_one_are_experts_packed() -> None:
     assert len(single.parts) == len(packed.parts) + config["num_hidden_layers"]
     for ranks in (1, 2, 4):
         assert single.weights(BF16, ranks) == packed.weights(BF16, ranks)
-        assert single.weights(Recipe.parse("mxfp4"), ranks).by_kind == packed.weights(Recipe.parse("mxfp4"), ranks).by_kind
+        assert (
+            single.weights(QuantizationRecipe.parse("mxfp4"), ranks).by_kind
+            == packed.weights(QuantizationRecipe.parse("mxfp4"), ranks).by_kind
+        )
 
 
 def test_an_expert_that_is_stored_otherwise_is_counted_for_itself() -> None:
@@ -236,7 +241,7 @@ def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     config = dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     stem = "model.layers.0.mlp.gate_proj"
     tensors: list[Tensor] = [(f"{stem}.weight", (1024, 512), "F8_E4M3"), (f"{stem}.weight_scale_inv", (8, 4), "F32")]
-    nvfp4 = known(config, tensors).weights(Recipe.parse("nvfp4"))
+    nvfp4 = known(config, tensors).weights(QuantizationRecipe.parse("nvfp4"))
 
     assert known(config, tensors).weights(BF16) == Weights({"mlp": 1024 * 512, "scale": 128}, 1024 * 512 + 128, 1024 * 512 + 128, False)
     assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
@@ -249,13 +254,13 @@ def test_so_do_packed_experts_in_fp8() -> None:
     plain: list[Tensor] = [(stem, (8, 512, 256), "BF16")]
 
     quantized = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    for recipe in (Recipe.parse("mxfp4"), Recipe.parse("int4-g64")):
+    for recipe in (QuantizationRecipe.parse("mxfp4"), QuantizationRecipe.parse("int4-g64")):
         assert held(tensors, 1, recipe, quantized) == held(plain, 1, recipe, config)
 
 
 def test_what_is_quantized_already_stays() -> None:
     config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    found = known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).weights(Recipe.parse("nvfp4"))
+    found = known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).weights(QuantizationRecipe.parse("nvfp4"))
 
     assert (found.bytes, found.changed) == (512 * 128 * 4, False)
     assert "quantized already (awq)" in found.notes[0]
@@ -265,7 +270,7 @@ def test_fp8_that_no_rule_quantizes_takes_its_bf16_beside_what_is_quantized() ->
     kept, other = "model.layers.0.self_attn.indexer.wq_b", "model.layers.0.self_attn.o_proj"
     tensors: list[Tensor] = [(f"{kept}.weight", (1024, 512), "F8_E4M3"), (f"{kept}.weight_scale_inv", (8, 4), "F32")]
     more: list[Tensor] = [(f"{other}.weight", (512, 512), "F8_E4M3"), (f"{other}.weight_scale_inv", (4, 4), "F32")]
-    nvfp4 = Recipe.parse("nvfp4")
+    nvfp4 = QuantizationRecipe.parse("nvfp4")
 
     assert held([*tensors, *more], 1, nvfp4) - held(more, 1, nvfp4) == 2 * 1024 * 512
     assert held([*tensors, *more], 1) - held(more, 1) == 1024 * 512 + 4 * 8 * 4
@@ -273,10 +278,10 @@ def test_fp8_that_no_rule_quantizes_takes_its_bf16_beside_what_is_quantized() ->
 
 def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
     found = known(dense(), tensors_of(dense()))
-    assert "matches no weight" in found.weights(Recipe.parse({"keep": ["nowhere"], "format": "fp8"})).notes[0]
+    assert "matches no weight" in found.weights(QuantizationRecipe.parse({"keep": ["nowhere"], "format": "fp8"})).notes[0]
     packed = known(mixture(), [("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")])
     with pytest.raises(CheckpointError):
-        packed.weights(Recipe.parse("nvfp4"))
+        packed.weights(QuantizationRecipe.parse("nvfp4"))
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
@@ -310,7 +315,7 @@ SOME = settings(max_examples=40, deadline=None, derandomize=True)
 @SOME
 @given(models(), st.sampled_from([2, 4]), st.sampled_from(["bf16", *FORMATS]))
 def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ranks: int, spelling: str) -> None:
-    recipe = Recipe.parse(spelling)
+    recipe = QuantizationRecipe.parse(spelling)
     one, split = inventory.weights(recipe), inventory.weights(recipe, ranks)
 
     assert one.bytes / ranks <= split.bytes <= one.bytes
@@ -321,8 +326,14 @@ def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ra
 @SOME
 @given(models(), st.sampled_from([1, 2]))
 def test_a_smaller_format_is_never_larger(inventory: Inventory, ranks: int) -> None:
-    sizes = [inventory.weights(Recipe.parse(name), ranks).bytes for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")]
+    sizes = [
+        inventory.weights(QuantizationRecipe.parse(name), ranks).bytes for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")
+    ]
 
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] <= inventory.weights(Recipe.parse("mxfp4"), ranks).bytes * 1.01
-    assert inventory.weights(Recipe.parse("mxfp4"), ranks).bytes <= inventory.weights(Recipe.parse("nvfp4"), ranks).bytes <= sizes[1]
+    assert sizes[-1] <= inventory.weights(QuantizationRecipe.parse("mxfp4"), ranks).bytes * 1.01
+    assert (
+        inventory.weights(QuantizationRecipe.parse("mxfp4"), ranks).bytes
+        <= inventory.weights(QuantizationRecipe.parse("nvfp4"), ranks).bytes
+        <= sizes[1]
+    )

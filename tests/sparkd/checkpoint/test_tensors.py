@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import header as safetensors
 from sparkd.checkpoint import index, read_checkpoint
 from sparkd.checkpoint.header import parse_header
-from sparkd.checkpoint.tensors import Alike, FileTensors, Kind, TensorRef, Tensors, alike, any_twice
+from sparkd.checkpoint.tensors import FileTensors, TensorGroup, TensorKind, TensorRef, Tensors, alike, any_twice
 from sparkd.errors import CheckpointError
 from tests.support.shards import header_of, write_folder, write_shard
 
-BF16 = Kind("BF16", (2, 2), 8)
-F32 = Kind("F32", (3,), 12)
+BF16 = TensorKind("BF16", (2, 2), 8)
+F32 = TensorKind("F32", (3,), 12)
 EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
 
 
-def file_of(path: str, *members: tuple[str, Kind], left_out: Sequence[str] = ()) -> FileTensors:
+def file_of(path: str, *members: tuple[str, TensorKind], left_out: Sequence[str] = ()) -> FileTensors:
     names = "\n".join(name for name, _ in members).encode()
     return FileTensors(path, 100, names, tuple(kind for _, kind in members), frozenset(left_out))
 
@@ -54,7 +54,7 @@ def test_it_is_a_mapping(looked_up: bool) -> None:
     assert not Tensors([]) and not Tensors([file_of("/m/empty")])
 
 
-def experts(path: str, layer: int, *numbers: int, kind: Kind = BF16) -> FileTensors:
+def experts(path: str, layer: int, *numbers: int, kind: TensorKind = BF16) -> FileTensors:
     return file_of(path, *((f"l.{layer}.experts.{number}.{which}", kind) for number in numbers for which in ("up", "down")))
 
 
@@ -62,17 +62,17 @@ def test_alike_tensors_are_counted() -> None:
     files = [experts("/m/a", 0, 0, 1), experts("/m/b", 0, 2), experts("/m/c", 0, 3, kind=F32), file_of("/m/d", ("l.experts.7.", BF16))]
     table = Tensors(files)
     want = [
-        Alike("l.0.experts.0.up", TensorRef("l.0.experts.0.up", "BF16", (2, 2), "/m/a", 100, 8), 3),
-        Alike("l.0.experts.0.down", TensorRef("l.0.experts.0.down", "BF16", (2, 2), "/m/a", 108, 8), 3),
-        Alike("l.0.experts.0.up", TensorRef("l.0.experts.3.up", "F32", (3,), "/m/c", 100, 12), 1),
-        Alike("l.0.experts.0.down", TensorRef("l.0.experts.3.down", "F32", (3,), "/m/c", 112, 12), 1),
-        Alike("l.experts.7.", TensorRef("l.experts.7.", "BF16", (2, 2), "/m/d", 100, 8), 1),
+        TensorGroup("l.0.experts.0.up", TensorRef("l.0.experts.0.up", "BF16", (2, 2), "/m/a", 100, 8), 3),
+        TensorGroup("l.0.experts.0.down", TensorRef("l.0.experts.0.down", "BF16", (2, 2), "/m/a", 108, 8), 3),
+        TensorGroup("l.0.experts.0.up", TensorRef("l.0.experts.3.up", "F32", (3,), "/m/c", 100, 12), 1),
+        TensorGroup("l.0.experts.0.down", TensorRef("l.0.experts.3.down", "F32", (3,), "/m/c", 112, 12), 1),
+        TensorGroup("l.experts.7.", TensorRef("l.experts.7.", "BF16", (2, 2), "/m/d", 100, 8), 1),
     ]
 
     assert list(alike(table, EXPERT, ".experts.0.")) == want
     assert list(alike(dict(table), EXPERT, ".experts.0.")) == want
     assert list(alike(Tensors([A, B]), re.compile(r"\.\d"), ".0")) == [
-        Alike("x.0.w", REFS[0], 1), Alike("x.0.w", REFS[1], 1), Alike("né", REFS[2], 1), Alike("y", REFS[3], 1),
+        TensorGroup("x.0.w", REFS[0], 1), TensorGroup("x.0.w", REFS[1], 1), TensorGroup("né", REFS[2], 1), TensorGroup("y", REFS[3], 1),
     ]  # fmt: skip
 
 

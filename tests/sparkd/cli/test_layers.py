@@ -15,14 +15,14 @@ from sparkd.checkpoint import SourceQuantization
 from sparkd.cli import layers
 from sparkd.cli.layers import listing, listing_of
 from sparkd.errors import ConfigError, Unavailable
-from sparkd.inquiry.model_answers import Answer, Question
+from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from sparkd.models.source import snapshot_of
 from sparkd.render import models as show
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.daemon_process import free_port
 from tests.support.shards import checkpoint_of, layered, write_folder
 from tests.support.sketches import Tensor, dense, tensors_of, write
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 W = (256, 384)
 DENSE = {
@@ -32,7 +32,7 @@ DENSE = {
 COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "result_bytes", "refused")
 
 
-def rows(found: layers.Listing) -> list[tuple[Any, ...]]:
+def rows(found: layers.LayerListing) -> list[tuple[Any, ...]]:
     return [tuple(layer[column] for column in COLUMNS[:-1]) for layer in found.to_json()["layers"]]
 
 
@@ -44,7 +44,7 @@ def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_alike_tensors_are_one_row() -> None:
-    found = listing(checkpoint_of(DENSE), Recipe.parse({"format": "nvfp4", "layers": {"layers.1.mlp": "fp8"}}))
+    found = listing(checkpoint_of(DENSE), QuantizationRecipe.parse({"format": "nvfp4", "layers": {"layers.1.mlp": "fp8"}}))
 
     count, norm, half = 256 * 384, 384 * 2, 256 * 384 * 2
     assert rows(found) == [
@@ -61,7 +61,7 @@ def test_alike_tensors_are_one_row() -> None:
 
 def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:
     single = layered(2, {f"mlp.experts.{e}.{name}_proj.weight": W for e in range(3) for name in ("gate", "up")})
-    assert [row[:3] for row in rows(listing(checkpoint_of(single), Recipe.parse("mxfp4")))] == [
+    assert [row[:3] for row in rows(listing(checkpoint_of(single), QuantizationRecipe.parse("mxfp4")))] == [
         ("model.layers.*.mlp.experts.*.gate_proj.weight", "expert", 6),
         ("model.layers.*.mlp.experts.*.up_proj.weight", "expert", 6),
     ]
@@ -70,7 +70,7 @@ def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:
     for config in ({"hidden_size": 384}, {"text_config": {"hidden_size": 384}}):
         for shapes in (((3, 512, 384), (3, 384, 256)), ((3, 384, 512), (3, 256, 384))):
             packed = layered(1, dict(zip(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), shapes, strict=True)))
-            assert [row[-1] for row in rows(listing(checkpoint_of(packed, config), Recipe.parse("fp8")))] == [gate, down]
+            assert [row[-1] for row in rows(listing(checkpoint_of(packed, config), QuantizationRecipe.parse("fp8")))] == [gate, down]
 
 
 def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
@@ -78,7 +78,7 @@ def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
         2, {"self_attn.o_proj.weight_scale_inv": (2, 3)}, dtype="F32"
     )
     source = checkpoint_of(tensors, quantization=SourceQuantization("fp8_block"))
-    found, plain = listing(source, Recipe.parse("int4")), listing(source, Recipe.parse("bf16"))
+    found, plain = listing(source, QuantizationRecipe.parse("int4")), listing(source, QuantizationRecipe.parse("bf16"))
 
     assert [(row[0].rpartition(".")[2], row[-2], row[-1]) for row in rows(found)] == [
         ("weight", "int4-g128", 2 * (256 * 192 + 2 * 256 * 3 + 16)),
@@ -92,14 +92,16 @@ def test_so_do_those_of_packed_experts() -> None:
     tensors = layered(1, {"mlp.experts.down_proj": (8, 384, 256)}, dtype="F8_E4M3") | layered(
         1, {"mlp.experts.down_proj_scale_inv": (8, 1, 1), "mlp.experts.down_proj_activation_scale": (8,)}, dtype="F32"
     )
-    found = listing(checkpoint_of(tensors, {"hidden_size": 384}, quantization=SourceQuantization("fp8_tensor")), Recipe.parse("mxfp4"))
+    found = listing(
+        checkpoint_of(tensors, {"hidden_size": 384}, quantization=SourceQuantization("fp8_tensor")), QuantizationRecipe.parse("mxfp4")
+    )
 
     assert [row[-2:] for row in rows(found)] == [("mxfp4", 8 * (384 * 128 + 384 * 8)), ("mxfp4", 0), ("mxfp4", 0)]
 
 
 def test_columns_that_do_not_divide_are_told() -> None:
     made = checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576), "mlp.up_proj.weight": (64, 512)}))
-    found = listing(made, Recipe.parse("int4"))
+    found = listing(made, QuantizationRecipe.parse("int4"))
 
     told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
     assert found.notes == (f"{told}loading them would fail, so keep them or give them int4-g64 or int4-g32.",)
@@ -107,7 +109,7 @@ def test_columns_that_do_not_divide_are_told() -> None:
     assert [(layer.format, layer.refused, layer.result_bytes is None) for layer in found.layers] == [
         (None, "int4-g128", True), ("int4-g128", None, False)
     ]  # fmt: skip
-    assert found.result_bytes is None and listing(made, Recipe.parse("int4-g64")).result_bytes is not None
+    assert found.result_bytes is None and listing(made, QuantizationRecipe.parse("int4-g64")).result_bytes is not None
     console = Console(width=200, force_terminal=False, highlight=False)
     with console.capture() as captured:
         show.layers(found.to_json(), console)
@@ -118,7 +120,7 @@ def test_columns_that_do_not_divide_are_told() -> None:
 def test_nor_do_the_scales_of_a_weight_that_cannot_be() -> None:
     tensors = layered(1, {"self_attn.o_proj.weight": (64, 192)}, dtype="F8_E4M3")
     tensors |= layered(1, {"self_attn.o_proj.weight_scale_inv": (1, 2)}, dtype="F32")
-    found = listing(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")), Recipe.parse("int4"))
+    found = listing(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")), QuantizationRecipe.parse("int4"))
 
     assert [(layer.refused, layer.result_bytes) for layer in found.layers] == [("int4-g128", None)] * 2
     assert "192 in 1 weights" in found.notes[0]
@@ -128,7 +130,7 @@ def test_the_table() -> None:
     console = Console(width=200, force_terminal=False, highlight=False)
     made = checkpoint_of({**DENSE, "scale": ("F32", ())}, quantization=SourceQuantization("awq"))
     with console.capture() as captured:
-        show.layers(listing(made, Recipe.parse("nvfp4")).to_json(), console)
+        show.layers(listing(made, QuantizationRecipe.parse("nvfp4")).to_json(), console)
     lines = [line.split() for line in captured.get().splitlines()]
 
     assert lines[0] == ["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"]
@@ -161,11 +163,11 @@ def asked(*views: dict[str, Any]) -> Any:
 
 def find(
     model: str, quantize: str | None = None, config: Path | None = None, environ: dict[str, str] | None = None, ask: Any = nobody
-) -> layers.Listing:
+) -> layers.LayerListing:
     return listing_of(model, quantize, config, environ or {}, ask)
 
 
-def formats(found: layers.Listing) -> set[str | None]:
+def formats(found: layers.LayerListing) -> set[str | None]:
     return {layer.format for layer in found.layers if layer.kind in ("attention", "mlp")}
 
 
@@ -267,9 +269,9 @@ def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
 ) -> None:
     speech: list[Tensor] = [("talker.model.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
     folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *speech]))
-    questions: list[Question] = []
+    questions: list[ModelQuestion] = []
 
-    def ask(asked: Sequence[Question], *_: Any, **__: Any) -> list[Answer]:
+    def ask(asked: Sequence[ModelQuestion], *_: Any, **__: Any) -> list[ModelAnswer]:
         questions.extend(asked)
         return [answer(FULL, blocks=1) for _ in asked]
 

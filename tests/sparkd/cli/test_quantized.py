@@ -19,13 +19,13 @@ from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.cli.export import how_far
 from tests.support.checkpoints import Entry, normal, write_checkpoint
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache import store
 from workers.stream.cache.writer import CacheWriter
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256}
-NVFP4 = Recipe.parse("nvfp4").canonical()
+NVFP4 = QuantizationRecipe.parse("nvfp4").canonical()
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_nothing_is_kept_yet(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_what_is_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     configure(here, monkeypatch, quantized_cache={"limit_gib": 3})
     first = kept(here, checkpoint(here / "Tiny-A"))
-    second = kept(here, checkpoint(here / "Tiny-B"), Recipe.parse("mxfp4").canonical(), (1, 2))
+    second = kept(here, checkpoint(here / "Tiny-B"), QuantizationRecipe.parse("mxfp4").canonical(), (1, 2))
     shutil.rmtree(here / "Tiny-B")
 
     assert exit_code(["ls", "--cached"]) == 0
@@ -174,7 +174,7 @@ def test_a_hub_ids_entries_are_its_owners_only(here: Path, capsys: pytest.Captur
 def test_every_format_of_a_model_goes(here: Path) -> None:
     source = checkpoint(here / "Tiny-A")
     kept(here, source)
-    kept(here, source, Recipe.parse("int4-g32").canonical())
+    kept(here, source, QuantizationRecipe.parse("int4-g32").canonical())
 
     assert exit_code(["rm", "--cached", "tiny-a"]) == 0
     assert there(here) == []
@@ -182,7 +182,7 @@ def test_every_format_of_a_model_goes(here: Path) -> None:
 
 def test_what_an_engine_reads_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(here / "Tiny-A")
-    read, other = kept(here, source), kept(here, source, Recipe.parse("fp8").canonical())
+    read, other = kept(here, source), kept(here, source, QuantizationRecipe.parse("fp8").canonical())
     found = store.find(str(here / "state" / "quantized"), source, NVFP4)
     assert found is not None
 

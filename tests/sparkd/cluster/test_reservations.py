@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.cluster.reservations import Places
 from sparkd.errors import RayUnavailable
-from sparkd.state.memory_book import Book, Lack
+from sparkd.state.memory_book import Lack, MemoryBook
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
@@ -173,7 +173,7 @@ def test_a_model_goes_where_there_is_room(
 
 
 def test_whose_end_would_make_room() -> None:
-    book = Book({"a": 100.0, "b": 40.0}, {"big": (("a", 60),), "small": (("a", 20),), "other": (("b", 30),)})
+    book = MemoryBook({"a": 100.0, "b": 40.0}, {"big": (("a", 60),), "small": (("a", 20),), "other": (("b", 30),)})
     assert book.free_gib() == {"a": 20.0, "b": 10.0}
     message = book.no_room("m", Lack(50))
     assert "free GiB: a 20 of 100, b 10 of 40" in message

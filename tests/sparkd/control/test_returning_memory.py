@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from sparkd.control.returning_memory import GIB, Held, Look, Returning, last_held
-from workers.guard.policy import Limits
+from sparkd.control.returning_memory import GIB, NodeSample, RankMemory, Returning, last_held
+from workers.guard.policy import MemoryLimits
 
-LIMITS = Limits.of(121 * GIB)
+LIMITS = MemoryLimits.of(121 * GIB)
 # By a second since the end: GiB available, and GiB that living engines hold.
 Course = Callable[[float], tuple[float, float]]
 # 50 GiB are available while it serves with 58.
-BEFORE = Held(Look(0.0, 50 * GIB, 58 * GIB), 58 * GIB)
+BEFORE = RankMemory(NodeSample(0.0, 50 * GIB, 58 * GIB), 58 * GIB)
 
 
 def returning(
-    course: Course, before: Held = BEFORE, until_s: float = 90.0, step_s: float = 0.25, need_gib: float = 0
+    course: Course, before: RankMemory = BEFORE, until_s: float = 90.0, step_s: float = 0.25, need_gib: float = 0
 ) -> tuple[Returning, float]:
     """The end of a course, and seconds until a load that needs so much may begin."""
     memory = Returning(before.bytes, before.look.available + before.look.living, 0.0)
@@ -25,7 +25,7 @@ def returning(
     for step in range(int(until_s / step_s) + 1):
         at_s = step * step_s
         available, living = course(at_s)
-        memory.look(Look(at_s, int(available * GIB), int(living * GIB)))
+        memory.look(NodeSample(at_s, int(available * GIB), int(living * GIB)))
         if memory.is_back or memory.room(LIMITS) >= need_gib * GIB:
             begins_s = min(begins_s, at_s)
     return memory, begins_s
@@ -85,7 +85,7 @@ def test_another_engine_that_loads_meanwhile_is_not_missing_either() -> None:
 
 def test_another_engine_that_ends_meanwhile_brings_back_only_its_own() -> None:
     """40 GiB of it are back at once, and none of the first."""
-    before = Held(Look(0.0, 10 * GIB, 98 * GIB), 58 * GIB)
+    before = RankMemory(NodeSample(0.0, 10 * GIB, 98 * GIB), 58 * GIB)
     memory, _ = returning(lambda at_s: (10, 40) if at_s < 5 else (50, 0), before)
     assert memory.missing == 58 * GIB
 
@@ -95,9 +95,12 @@ def test_what_was_back_once_is_not_missing_where_something_else_takes_it() -> No
     assert memory.is_back
 
 
-def looks(*held: tuple[float, float]) -> list[Held]:
+def looks(*held: tuple[float, float]) -> list[RankMemory]:
     """GiB that it held, and GiB available then."""
-    return [Held(Look(float(at_s), int(available * GIB), int(gib * GIB)), int(gib * GIB)) for at_s, (gib, available) in enumerate(held)]
+    return [
+        RankMemory(NodeSample(float(at_s), int(available * GIB), int(gib * GIB)), int(gib * GIB))
+        for at_s, (gib, available) in enumerate(held)
+    ]
 
 
 @pytest.mark.parametrize(

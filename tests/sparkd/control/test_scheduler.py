@@ -12,7 +12,7 @@ import pytest
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import load_config
-from sparkd.config.groups import Groups, Ties
+from sparkd.config.groups import GroupSettings, Ties
 from sparkd.control.facts import ENDS_S, ModelFacts
 from sparkd.control.load_gate import Gate
 from sparkd.control.residency import EARNED_S, PROMISE_S, Budget, Stay
@@ -34,7 +34,7 @@ from sparkd.control.wait_reasons import (
     Wait,
 )
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
-from sparkd.state.memory_book import Book, Lack
+from sparkd.state.memory_book import Lack, MemoryBook
 from sparkd.state.nouns import ModelState, OperationState, Want
 from sparkd.state.snapshot import NodeView
 from tests.support.fakes import READING, Scene, stage
@@ -56,7 +56,7 @@ def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **chang
 
 
 def decided(*models: ModelFacts, ties: Ties | None = None, budget: Budget = WHOLE, offered: float = 20, **held: int) -> Turn:
-    book = Book({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
+    book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
     return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S, budget=budget)
 
 
@@ -127,9 +127,9 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
-    found = turn(models, Book({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    found = turn(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
-    elsewhere = turn(models, Book({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    elsewhere = turn(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert elsewhere.first == "c"
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
 
 
 def test_over_several_nodes() -> None:
-    book = Book({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
+    book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
     assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
@@ -169,7 +169,7 @@ def test_over_several_nodes() -> None:
 
 
 def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
-    ties = Groups(exclude=(("a", "c"),), accompany=(("a", "b"), ("c", "d"))).ties(NAMES)
+    ties = GroupSettings(exclude=(("a", "c"),), accompany=(("a", "b"), ("c", "d"))).ties(NAMES)
     found = decided(waits("c", gib=None), there("a"), there("b"), there("d"), there("e"), ties=ties, a=1, b=1, d=1, e=1)
     assert dict(found.leave) == {"a": "c", "b": "c"}
     assert reason(found, "c") == (LEAVE, ("a", "b"), None)
@@ -178,7 +178,7 @@ def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
 
 
 def test_a_companion_makes_no_room_for_its_own() -> None:
-    ties = Groups(accompany=(("c", "a"),)).ties(NAMES)
+    ties = GroupSettings(accompany=(("c", "a"),)).ties(NAMES)
     assert dict(decided(waits("c"), there("a"), there("b"), ties=ties, a=10, b=10).leave) == {"b": "c"}
 
 

@@ -42,7 +42,7 @@ from sparkd.errors import (
 )
 from sparkd.models.folder import unusable
 from sparkd.schema.model import ModelConfig
-from sparkd.state.abilities import GENERATE, POOL, Abilities, Need
+from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
@@ -218,7 +218,7 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
 
 
 async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:
-    async with made.supervisor.lease("m", wait_s=0.0, need=Need("/v1/chat/completions", GENERATE, tools)):
+    async with made.supervisor.lease("m", wait_s=0.0, need=RequestNeeds("/v1/chat/completions", GENERATE, tools)):
         pass
 
 
@@ -601,7 +601,7 @@ async def test_a_question_takes_nobodys_place_and_no_unload_waits_for_it(tmp_pat
             assert made.state() == "STOPPED", "it may never be answered"
 
 
-CHAT, EMBED = Need("/v1/chat/completions", GENERATE), Need("/v1/embeddings", POOL)
+CHAT, EMBED = RequestNeeds("/v1/chat/completions", GENERATE), RequestNeeds("/v1/embeddings", POOL)
 
 
 async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> None:
@@ -999,7 +999,7 @@ async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Pat
         made.supervisor.record("m").abilities = None
 
         async def ask() -> None:
-            async with made.supervisor.lease("m", need=Need("/v1/embeddings", POOL)):
+            async with made.supervisor.lease("m", need=RequestNeeds("/v1/embeddings", POOL)):
                 pass
 
         asking = [asyncio.create_task(ask()) for _ in range(10)]

@@ -18,7 +18,7 @@ from sparkd.daemon import foresight
 from sparkd.daemon.foresight import AGAIN_S, NO_ROOM_S, QUIET_S, Foresight, answers_about
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import AgentLost, EngineError
-from sparkd.inquiry.model_answers import Answer, Question, Runtime
+from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
 from tests.support.sketches import dense, tensors_of, write
@@ -86,7 +86,7 @@ async def looked(
     config: Config,
     now: Snapshot,
     monkeypatch: pytest.MonkeyPatch,
-    answer: Exception | Sequence[Answer | None],
+    answer: Exception | Sequence[ModelAnswer | None],
     then: Snapshot | None = None,
     able: str = HERE,
     seconds: float = QUIET_S + NO_ROOM_S - 1,
@@ -97,7 +97,9 @@ async def looked(
     shown = [now]
     cancelled: list[bool] = []
 
-    def ask(spec: Any, _config: Config, runtime: Runtime, _platform: str, _nodes: int, cancel: threading.Event) -> Sequence[Answer | None]:
+    def ask(
+        spec: Any, _config: Config, runtime: InquiryRuntime, _platform: str, _nodes: int, cancel: threading.Event
+    ) -> Sequence[ModelAnswer | None]:
         names.append(spec.name)
         assert (runtime.away.node if runtime.away is not None else HERE) in able
         if then is not None:
@@ -190,12 +192,12 @@ async def test_a_question_that_cannot_begin_is_not_shown_as_open(config: Config,
 
 
 def test_an_entry_is_asked_about_in_its_own_format_and_split(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions: list[Question] = []
+    questions: list[ModelQuestion] = []
 
-    def ask(asked: Sequence[Question], *_: Any, **__: Any) -> Sequence[None]:
+    def ask(asked: Sequence[ModelQuestion], *_: Any, **__: Any) -> Sequence[None]:
         questions.extend(asked)
         return [None] * len(asked)
 
     monkeypatch.setattr(foresight, "ask", ask)
-    answers_about(config.models["b"], config, Runtime(None, []), "cpu", 4, threading.Event())
+    answers_about(config.models["b"], config, InquiryRuntime(None, []), "cpu", 4, threading.Event())
     assert [(each.tensor_parallel, "spark_stream" in each.args) for each in questions] == [(2, False), (2, True)]

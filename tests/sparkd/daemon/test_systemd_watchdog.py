@@ -14,7 +14,7 @@ import pytest
 from sparkd.config.config import Config
 from sparkd.daemon.daemon import LOOP_DEAD_S, Daemon, Options
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import GatewayServer, Limits, gateway_server
+from sparkd.gateway import ClientLimits, GatewayServer, gateway_server
 from sparkd.gateway.server import bind
 from sparkd.state.nouns import Store
 from sparkd.state.snapshot import Snapshot
@@ -93,7 +93,7 @@ async def test_a_gateway_is_as_old_as_its_last_turn_and_one_that_ends_is_not_dea
     async def app(scope: object, receive: object, send: object) -> None: ...
 
     monkeypatch.setattr(GatewayServer, "startup", fails_until_it_may)
-    server = gateway_server(app, Limits(), drain_s=1.0, boundary=Boundary(clock), clock=clock)
+    server = gateway_server(app, ClientLimits(), drain_s=1.0, boundary=Boundary(clock), clock=clock)
     with bind("127.0.0.1", 0) as listening:
         serving = asyncio.create_task(server.run_until_told([listening]))
         await soon(lambda: len(starts) > 2)

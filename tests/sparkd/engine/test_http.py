@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparkd.engine import http as wire
-from sparkd.engine.http import Connection, Pool, RawHeaders
+from sparkd.engine.http import Connection, ConnectionPool, RawHeaders
 from sparkd.errors import EngineError, EngineGone
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -79,7 +79,7 @@ class Transport:
 
 async def hear(*reads: bytes, then_lost: bool = False, passing: bool = True) -> tuple[Taker, Transport]:
     """What a sink gets of an answer that comes in `reads`."""
-    pool = Pool("/nowhere", "http://engine", None)
+    pool = ConnectionPool("/nowhere", "http://engine", None)
     connection, transport = Connection(pool), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
     taker = Taker(connection if passing else None)
@@ -278,8 +278,8 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def pool(server: Server) -> AsyncIterator[Pool]:
-    pool = Pool(server.path, "http://engine", "k")
+async def pool(server: Server) -> AsyncIterator[ConnectionPool]:
+    pool = ConnectionPool(server.path, "http://engine", "k")
     yield pool
     pool.close()
     await soon(lambda: server.lost == server.connections)
@@ -291,7 +291,7 @@ async def soon(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def ask(pool: Pool, body: bytes = b"") -> Taker:
+async def ask(pool: ConnectionPool, body: bytes = b"") -> Taker:
     taker = Taker()
     connection = await pool.connection()
     length = b"content-length: %d\r\n" % len(body) if body else b""
@@ -301,7 +301,7 @@ async def ask(pool: Pool, body: bytes = b"") -> Taker:
     return taker
 
 
-async def test_connections_are_kept_and_let_go(server: Server, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_kept_and_let_go(server: Server, pool: ConnectionPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "IDLE_S", 0.1)
     for _ in range(3):
         assert (await ask(pool)).got == b"hi"
@@ -314,7 +314,7 @@ async def test_connections_are_kept_and_let_go(server: Server, pool: Pool, monke
     assert server.connections == opened + 1
 
 
-async def test_a_connection_that_the_engine_closed_is_not_used_again(server: Server, pool: Pool) -> None:
+async def test_a_connection_that_the_engine_closed_is_not_used_again(server: Server, pool: ConnectionPool) -> None:
     assert (await ask(pool)).got == b"hi"
     kept = await pool.connection()
     pool.keep(kept)
@@ -324,7 +324,7 @@ async def test_a_connection_that_the_engine_closed_is_not_used_again(server: Ser
     assert server.connections == 2
 
 
-async def test_bytes_that_nobody_asked_for_end_an_idle_connection(server: Server, pool: Pool) -> None:
+async def test_bytes_that_nobody_asked_for_end_an_idle_connection(server: Server, pool: ConnectionPool) -> None:
     assert (await ask(pool)).got == b"hi"
     server.writers[0].write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
     await soon(lambda: server.lost == 1)
@@ -332,7 +332,7 @@ async def test_bytes_that_nobody_asked_for_end_an_idle_connection(server: Server
     assert server.connections == 2
 
 
-async def test_a_large_body_goes_in_slices_and_whole(server: Server, pool: Pool) -> None:
+async def test_a_large_body_goes_in_slices_and_whole(server: Server, pool: ConnectionPool) -> None:
     body = b"0123456789abcdef" * 300_000
     assert (await ask(pool, body)).got == b"hi"
     assert server.heard == [body]
@@ -340,7 +340,7 @@ async def test_a_large_body_goes_in_slices_and_whole(server: Server, pool: Pool)
     assert server.connections == 1
 
 
-async def test_an_answer_before_the_bodys_end_ends_the_writing(server: Server, pool: Pool) -> None:
+async def test_an_answer_before_the_bodys_end_ends_the_writing(server: Server, pool: ConnectionPool) -> None:
     read: list[int] = []
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -352,7 +352,7 @@ async def test_an_answer_before_the_bodys_end_ends_the_writing(server: Server, p
 
     path = server.path + "2"
     listener = await asyncio.start_unix_server(refuse, path)
-    narrow = Pool(path, "http://engine", None)
+    narrow = ConnectionPool(path, "http://engine", None)
     taker = await ask(narrow, b"x" * 20_000_000)
     assert (taker.status, taker.got) == (413, b"no")
     narrow.close()
@@ -360,7 +360,7 @@ async def test_an_answer_before_the_bodys_end_ends_the_writing(server: Server, p
     listener.close()
 
 
-async def test_closing_tells_those_who_wait(server: Server, pool: Pool) -> None:
+async def test_closing_tells_those_who_wait(server: Server, pool: ConnectionPool) -> None:
     server.reply = b""
     asking = asyncio.create_task(ask(pool))
     await soon(lambda: server.heard)
@@ -370,7 +370,7 @@ async def test_closing_tells_those_who_wait(server: Server, pool: Pool) -> None:
         await pool.connection()
 
 
-async def test_hanging_up_is_silent(server: Server, pool: Pool) -> None:
+async def test_hanging_up_is_silent(server: Server, pool: ConnectionPool) -> None:
     server.reply = CHUNKED
     taker = Taker()
     connection = await pool.connection()
@@ -384,7 +384,7 @@ async def test_hanging_up_is_silent(server: Server, pool: Pool) -> None:
 async def test_tcp(server: Server) -> None:
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    pool = Pool(None, f"http://127.0.0.1:{port}", None)
+    pool = ConnectionPool(None, f"http://127.0.0.1:{port}", None)
     assert (await ask(pool)).got == b"hi"
     assert b"host: 127.0.0.1:%d\r\n" % port in server.heard[0]
     pool.close()

@@ -10,7 +10,7 @@ import pytest
 
 from sparkd.entry.tasks import abilities_of, tasks_of
 from sparkd.schema.model import ModelConfig
-from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, Need
+from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, RequestNeeds
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,7 +82,11 @@ def test_no_files_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_known_everything_may_be_asked() -> None:
-    chat, embed, tokens = Need("/v1/chat/completions", GENERATE), Need("/v1/embeddings", POOL), Need("/tokenize", None)
+    chat, embed, tokens = (
+        RequestNeeds("/v1/chat/completions", GENERATE),
+        RequestNeeds("/v1/embeddings", POOL),
+        RequestNeeds("/tokenize", None),
+    )
     assert all(Abilities().has(need) for need in (chat, embed, tokens))
     text = Abilities(frozenset((GENERATE,)))
     assert [text.has(need) for need in (chat, embed, tokens)] == [True, False, True]

@@ -17,7 +17,7 @@ import pytest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.fabric.checks import findings, worst
-from sparkd.fabric.interfaces import Fabric, Interface, fabric_of, rdma_mtu, traffic
+from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabric_of, rdma_mtu, traffic
 from sparkd.fabric.links import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric.report import report
 from tests.support.fabric_tree import expected_of, readings, scenarios, write_nodes
@@ -101,7 +101,7 @@ def test_the_address_that_both_ends_have_is_the_one_that_is_told(tmp_path: Path)
     assert {rail.problem for cable in cables_of(nodes) for rail in cable.rails} == {"both ends have 192.168.100.7"}
 
 
-def _with(twin: Interface, *addresses: str) -> Interface:
+def _with(twin: NetworkInterface, *addresses: str) -> NetworkInterface:
     return replace(twin, addresses=tuple(map(IPv4Interface, addresses)))
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
-from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
+from sparkd.gateway import ClientLimits, Edge, GatewayServer, KeyDigests, gateway_server
 from sparkd.gateway.proxy import Waits
 from sparkd.gateway.responses import Receive, Scope, Send
-from sparkd.state.abilities import Abilities, Need
+from sparkd.state.abilities import Abilities, RequestNeeds
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.vllm.parsers import Parsers
@@ -87,12 +87,12 @@ class FakeSupervisor:
         self.held = 0
         self.abilities: dict[str, Abilities] = {}
         self.leased: list[tuple[str, bool]] = []
-        self.needs: list[Need | None] = []
+        self.needs: list[RequestNeeds | None] = []
         self.answered: list[bool | None] = []
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
     ) -> AsyncIterator[FakeLease]:
         found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
         if found is None:
@@ -319,10 +319,10 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: RawEngine, *, limits: Limits | None = None, keys: Keys | None = None, drain_s: float = 0.2, **options: Any
+    engine: RawEngine, *, limits: ClientLimits | None = None, keys: KeyDigests | None = None, drain_s: float = 0.2, **options: Any
 ) -> AsyncIterator[Running]:
     """The real server, on a real port, in front of `engine`."""
-    limits = limits or Limits(linger_s=0.3)
+    limits = limits or ClientLimits(linger_s=0.3)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
     supervisor = FakeSupervisor(upstream)
     calls: list[Scope] = []

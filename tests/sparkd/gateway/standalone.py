@@ -9,12 +9,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sparkd.gateway import Limits
+from sparkd.gateway import ClientLimits
 from tests.sparkd.gateway.fakes import RawEngine, serving
 
 
 async def main(engine_socket: str) -> None:
-    limits = Limits(body_bytes=8 << 20, client_write_s=2.0, linger_s=0.2)
+    limits = ClientLimits(body_bytes=8 << 20, client_write_s=2.0, linger_s=0.2)
     async with serving(RawEngine(Path(engine_socket)), limits=limits) as gateway:
         print(gateway.port, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from sparkd.gateway import Keys
+from sparkd.gateway import KeyDigests
 from sparkd.gateway.keys import Role
 from sparkd.gateway.routes import EXACT
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, request, serving
@@ -155,8 +155,8 @@ def form() -> bytes:
     return b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
 
 
-def keys() -> Keys:
-    return Keys.of(inference=["another", INFERENCE], admin=[ADMIN, "a-second"])
+def keys() -> KeyDigests:
+    return KeyDigests.of(inference=["another", INFERENCE], admin=[ADMIN, "a-second"])
 
 
 async def test_the_table_is_the_golden_one(engine: RawEngine) -> None:
@@ -226,7 +226,7 @@ async def test_keys_may_change_while_it_runs(engine: RawEngine) -> None:
         assert (await gateway.get("/v1/models")).status == 200
         gateway.edge.keys = keys()
         assert (await gateway.get("/v1/models")).status == 401
-        gateway.edge.keys = Keys.of(inference=["new"])
+        gateway.edge.keys = KeyDigests.of(inference=["new"])
         assert (await gateway.get("/v1/models", "X-Api-Key: new")).status == 200
         assert (await gateway.get("/admin/v1/models", "X-Api-Key: new")).status == 403
 
@@ -286,7 +286,7 @@ def test_every_digest_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPa
         return found == known
 
     monkeypatch.setattr("sparkd.gateway.keys.compare_digest", counting)
-    many = Keys.of(inference=["0", "1", "2"], admin=["3", "4"])
+    many = KeyDigests.of(inference=["0", "1", "2"], admin=["3", "4"])
     for key, role in ((b"0", Role.INFERENCE), (b"2", Role.INFERENCE), (b"3", Role.ADMIN), (b"4", Role.ADMIN), (b"x", Role.NOBODY)):
         compared.clear()
         assert many.role({b"x-api-key": key}) is role

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.errors import ModelLoading, Unavailable
-from sparkd.gateway import Limits, heartbeat
+from sparkd.gateway import ClientLimits, heartbeat
 from sparkd.gateway.heartbeat import how_far
 from sparkd.state.nouns import ModelState, Progress
 from tests.sparkd.gateway.fakes import (
@@ -38,7 +38,7 @@ LOADING = {"model": "tiny", "state": "LOADING", "progress": 0.35, "bytes_done": 
 @pytest.fixture
 async def loading(engine: RawEngine) -> AsyncIterator[Running]:
     """A gateway whose one model loads until its gate is opened."""
-    async with serving(engine, limits=Limits(linger_s=0.3, heartbeat_s=0.02)) as running:
+    async with serving(engine, limits=ClientLimits(linger_s=0.3, heartbeat_s=0.02)) as running:
         running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
         running.supervisor.gate.clear()
         yield running
@@ -104,7 +104,7 @@ async def test_who_asked_for_no_stream_hears_nothing(loading: Running, body: byt
 
 
 async def test_a_short_wait_is_silent_and_its_refusal_a_status(engine: RawEngine) -> None:
-    for limits in (Limits(linger_s=0.3, heartbeat_s=5.0), Limits(linger_s=0.3, heartbeat_s=0)):
+    for limits in (ClientLimits(linger_s=0.3, heartbeat_s=5.0), ClientLimits(linger_s=0.3, heartbeat_s=0)):
         async with serving(engine, limits=limits) as running:
             running.supervisor.gate.clear()
             client = await running.open()

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from sparkd.gateway import Limits
+from sparkd.gateway import ClientLimits
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
 
@@ -82,7 +82,7 @@ async def test_no_interim_answer(gateway: Running) -> None:
 
 async def test_beats_of_a_model_that_loads(engine: RawEngine) -> None:
     engine.replies(STREAM_HEAD, chunked(EVENT, DONE))
-    async with serving(engine, limits=Limits(linger_s=0.3, heartbeat_s=0.02)) as gateway:
+    async with serving(engine, limits=ClientLimits(linger_s=0.3, heartbeat_s=0.02)) as gateway:
         gateway.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING)}
         gateway.supervisor.gate.clear()
         client = await gateway.open()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sparkd.gateway import Limits
+from sparkd.gateway import ClientLimits
 from tests.sparkd.gateway.fakes import (
     DONE,
     EVENT,
@@ -28,7 +28,7 @@ from tests.sparkd.gateway.fakes import (
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny","messages":[]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-QUICK = Limits(
+QUICK = ClientLimits(
     header_bytes=8192,
     header_count=50,
     header_s=0.4,
@@ -133,7 +133,7 @@ async def test_bodies_that_stall_or_trickle(quick: Running) -> None:
 
 
 async def test_a_large_body_that_comes_steadily_has_more_time(engine: RawEngine) -> None:
-    limits = Limits(body_grace_s=0.3, body_rate=100_000, linger_s=0.2)
+    limits = ClientLimits(body_grace_s=0.3, body_rate=100_000, linger_s=0.2)
     body = b'{"model":"tiny","x":"' + b"y" * 200_000 + b'"}'
     async with serving(engine, limits=limits) as running:
         client = await running.open()
@@ -233,7 +233,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off(quick: Running) -> None:
 
 async def test_more_requests_than_allowed(engine: RawEngine) -> None:
     engine.script = until_gone
-    async with serving(engine, limits=Limits(requests=2, linger_s=0.2)) as running:
+    async with serving(engine, limits=ClientLimits(requests=2, linger_s=0.2)) as running:
         clients = [await running.open() for _ in range(2)]
         for client in clients:
             client.send(post(CHAT, BODY))
@@ -249,5 +249,5 @@ async def test_limits_may_change_while_it_runs(gateway: Running) -> None:
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 200
     gateway.server.set_limits(QUICK)
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 431
-    gateway.edge.limits = Limits(body_bytes=10)
+    gateway.edge.limits = ClientLimits(body_bytes=10)
     assert (await gateway.post(CHAT, BODY)).status == 413

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.gateway import Keys
+from sparkd.gateway import KeyDigests
 from tests.sparkd.gateway.fakes import DONE, EVENT, STREAM_HEAD, RawEngine, Running, chunked, post, serving, soon, until_gone
 
 CHAT = "/v1/chat/completions"
@@ -33,7 +33,7 @@ async def test_the_canary_is_nowhere(engine: RawEngine, caplog: pytest.LogCaptur
     caplog.set_level(logging.DEBUG, "sparkd")
     caplog.set_level(logging.DEBUG, "uvicorn")
     answers = []
-    async with serving(engine, keys=Keys.of(inference=[CANARY + "-key"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=[CANARY + "-key"])) as gateway:
         key = f"X-Api-Key: {CANARY}-key"
         prompt = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": CANARY}]}).encode()
         assert (await gateway.post(CHAT, prompt, key)).status == 200

@@ -8,7 +8,7 @@ import logging
 import pytest
 import uvicorn
 
-from sparkd.gateway.keys import Keys
+from sparkd.gateway.keys import KeyDigests
 from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
@@ -104,8 +104,8 @@ async def test_what_may_hide_a_second_request_is_refused(gateway: Running) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime?model=m", "/v1/realtime", CHAT, "/", "/metrics", "/admin/v1/live", "/ui/", "/nothing"])
-@pytest.mark.parametrize("keys", [Keys(), Keys.of(["inference"], ["admin"])], ids=["open", "with keys"])
-async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str, keys: Keys) -> None:
+@pytest.mark.parametrize("keys", [KeyDigests(), KeyDigests.of(["inference"], ["admin"])], ids=["open", "with keys"])
+async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str, keys: KeyDigests) -> None:
     """It has a code of its own, in the error body that every other refusal has; the engine and the admin API never see it."""
     gateway.edge.keys = keys
     client = await gateway.open()

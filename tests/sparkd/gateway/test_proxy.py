@@ -10,8 +10,8 @@ from email.utils import parsedate_to_datetime
 import pytest
 
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
-from sparkd.gateway import Keys, Limits
-from sparkd.gateway.routes import EXACT, Kind
+from sparkd.gateway import ClientLimits, KeyDigests
+from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.state.nouns import ModelState
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.gateway.fakes import (
@@ -51,10 +51,10 @@ async def test_the_same_bytes_reach_the_engine_and_come_back(gateway: Running) -
 
 
 async def test_every_forwarded_route_reaches_the_engine_under_its_own_path(gateway: Running) -> None:
-    paths = [path for path, route in EXACT.items() if route.kind in (Kind.JSON, Kind.FORM)]
+    paths = [path for path, route in EXACT.items() if route.kind in (RouteKind.JSON, RouteKind.FORM)]
     assert len(paths) == 31
     for path in paths:
-        form = EXACT[path].kind is Kind.FORM
+        form = EXACT[path].kind is RouteKind.FORM
         headers = ["Content-Type: multipart/form-data; boundary=XX", "X-Api-Key: any"] if form else []
         answer = await gateway.post(path, FORM if form else BODY, *headers)
         assert answer.status == 200
@@ -127,7 +127,7 @@ async def test_request_headers_reach_the_engine_but_credentials_and_what_is_ours
         "Keep-Alive: timeout=5",
         "Connection: tracestate, Keep-Alive, openai-beta",
     )
-    async with serving(engine, keys=Keys.of(inference=["secret-key"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["secret-key"])) as gateway:
         lines = [f"{name}: {value}" for name, value in passed.items()]
         assert (await gateway.post(CHAT, BODY, *lines, *kept, "X-Request-Id: my.id-1")).status == 200
     assert engine.heard[0].headers == passed | {
@@ -308,7 +308,7 @@ async def test_errors_of_the_supervisor(gateway: Running) -> None:
 
 
 async def test_errors_of_the_messages_api_have_its_shape(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["k"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["k"])) as gateway:
         cases = (
             (await gateway.post("/v1/messages", BODY), 401, "authentication_error"),
             (await gateway.post("/v1/messages", b"[]", "X-Api-Key: k"), 400, "invalid_request_error"),
@@ -323,7 +323,7 @@ async def test_errors_of_the_messages_api_have_its_shape(engine: RawEngine) -> N
 
 
 async def test_all_bodies_together_are_bounded(engine: RawEngine) -> None:
-    limits = Limits(buffered_bytes=3_000_000, linger_s=0.2)
+    limits = ClientLimits(buffered_bytes=3_000_000, linger_s=0.2)
     engine.script = until_gone
     part = b'{"model":"tiny","x":"' + b"y" * 2_000_000
     async with serving(engine, limits=limits) as gateway:

@@ -11,7 +11,7 @@ import pytest
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import ModelLoading
-from sparkd.gateway import Keys
+from sparkd.gateway import KeyDigests
 from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
 from workers.stub.__main__ import start_stub
 
@@ -24,7 +24,7 @@ ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 @pytest.fixture
 async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
     path = engine.path.with_name("stub.sock")
-    async with serving(engine, keys=Keys.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
+    async with serving(engine, keys=KeyDigests.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
         await gateway.supervisor.upstream.close()
         gateway.supervisor.upstream = Upstream(socket_path=str(path))
         yield gateway

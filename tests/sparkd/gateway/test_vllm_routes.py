@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.gateway import Keys
-from sparkd.gateway.routes import EXACT, Kind, nearest
+from sparkd.gateway import KeyDigests
+from sparkd.gateway.routes import EXACT, RouteKind, nearest
 from sparkd.state.abilities import GENERATE, POOL, Abilities
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import RawEngine, Running, serving, view
@@ -42,7 +42,7 @@ async def test_a_request_without_a_model_hears_which_there_are(gateway: Running)
 
 
 async def test_the_model_list_is_vllms(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["inference"], admin=["admin"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["inference"], admin=["admin"])) as gateway:
         gateway.supervisor.models = {
             "folder": view("folder", source="/models/Some-Model"),
             "hub": view("hub", source="owner/Some-Model", max_model_len=None),
@@ -61,7 +61,7 @@ async def test_the_model_list_is_vllms(engine: RawEngine) -> None:
 
 
 async def test_ping_is_a_probe(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["inference"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["inference"])) as gateway:
         assert (await gateway.get("/ping")).status == 200
         assert (await gateway.post("/ping", b"")).status == 200
     async with serving(engine, live=lambda: (False, {})) as gateway:
@@ -70,7 +70,7 @@ async def test_ping_is_a_probe(engine: RawEngine) -> None:
 
 
 async def test_questions_about_an_engine_load_nothing(gateway: Running) -> None:
-    paths = [path for path, route in EXACT.items() if route.kind is Kind.ENGINE]
+    paths = [path for path, route in EXACT.items() if route.kind is RouteKind.ENGINE]
     assert paths == ["/version", "/load", "/tokenizer_info"]
     for path in paths:
         assert (await gateway.get(path)).status == 200
@@ -141,7 +141,7 @@ def test_the_nearest_path() -> None:
 
 
 async def test_only_who_may_ask_hears_the_nearest_path(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["inference"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["inference"])) as gateway:
         assert CHAT in (await gateway.post("/v1/chat/completion", b"{}", INFERENCE)).error["message"]
         refusal = await gateway.post("/v1/chat/completion", b"{}")
         assert (refusal.status, refusal.error["code"]) == (404, "route_not_found")
@@ -155,15 +155,15 @@ ALLOW = "access-control-allow-origin"
 
 
 async def test_no_page_is_let_in_by_default(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["inference"])) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["inference"])) as gateway:
         answer = await gateway.get("/v1/models", INFERENCE, f"Origin: {PAGE}")
         assert (answer.status, ALLOW in answer.headers) == (200, False)
         preflight = ("Access-Control-Request-Method: POST", f"Origin: {PAGE}")
         assert (await gateway.get(CHAT, *preflight, method="OPTIONS")).status == 405
 
 
-@pytest.mark.parametrize("keys", [Keys(), Keys.of(inference=["inference"], admin=["admin"])], ids=["open", "keys"])
-async def test_an_allowed_page_may_use_v1_and_nothing_else(engine: RawEngine, keys: Keys) -> None:
+@pytest.mark.parametrize("keys", [KeyDigests(), KeyDigests.of(inference=["inference"], admin=["admin"])], ids=["open", "keys"])
+async def test_an_allowed_page_may_use_v1_and_nothing_else(engine: RawEngine, keys: KeyDigests) -> None:
     async with serving(engine, keys=keys, page_origins=frozenset((PAGE.encode(),))) as gateway:
         asks = (f"Origin: {PAGE}", "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization, content-type")
         preflight = await gateway.get(CHAT, *asks, method="OPTIONS")
@@ -192,7 +192,7 @@ async def test_an_allowed_page_may_use_v1_and_nothing_else(engine: RawEngine, ke
 
 
 async def test_every_page(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["inference"]), page_origins=frozenset((b"*",))) as gateway:
+    async with serving(engine, keys=KeyDigests.of(inference=["inference"]), page_origins=frozenset((b"*",))) as gateway:
         answer = await gateway.get("/v1/models", INFERENCE, f"Origin: {PAGE}")
         assert (answer.status, answer.headers[ALLOW]) == (200, PAGE)
         refusal = await gateway.get("/v1/models", f"Origin: {PAGE}")

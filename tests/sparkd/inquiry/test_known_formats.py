@@ -24,13 +24,13 @@ from sparkd.checkpoint.header import DTYPE_BITS
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.hardware import SPARK
-from sparkd.inquiry.model_answers import Answer, Question, Runtime, ask
+from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask
 from sparkd.models.shape import shape_of
 from tests.support.published_headers import config_of
 from tests.support.published_stored import stored
 from tests.support.published_tensors import tensors_of
 from workers.quantization.formats import SPELLINGS
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 VOCABULARY = 4096
 RANKS = (1, 2, 4)
@@ -112,8 +112,8 @@ def formats_of(model: Model, ranks: int) -> dict[int, str]:
     return {layer: "fp8" if reason(model, layer, ranks) else model.format_of(layer) for layer in range(model.layers)}
 
 
-def recipe(formats: Mapping[int, str]) -> Recipe:
-    return Recipe.parse({"layers": {f"layers.{layer}": each for layer, each in formats.items()}})
+def recipe(formats: Mapping[int, str]) -> QuantizationRecipe:
+    return QuantizationRecipe.parse({"layers": {f"layers.{layer}": each for layer, each in formats.items()}})
 
 
 def refused() -> list[tuple[Model, str, int]]:
@@ -131,25 +131,25 @@ REFUSED = refused()
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Answer | None]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[object, ModelAnswer | None]:
     """One child for all of them."""
-    questions: list[Question] = []
+    questions: list[ModelQuestion] = []
 
-    def note(asked: Sequence[Question]) -> Sequence[Answer | None]:
+    def note(asked: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         questions.extend(asked)
         return [None] * len(asked)
 
     for model, ranks in CASES:
         Consultation(note, INVENTORIES[model].checkpoint, [], {}, SPARK).ask([(recipe(formats_of(model, ranks)), ranks, 1)])
     for model, spelling, ranks in REFUSED:
-        Consultation(note, INVENTORIES[model].checkpoint, [], {}, SPARK).ask([(Recipe.parse(spelling), ranks, 1)])
-    runtime = Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])
+        Consultation(note, INVENTORIES[model].checkpoint, [], {}, SPARK).ask([(QuantizationRecipe.parse(spelling), ranks, 1)])
+    runtime = InquiryRuntime(None, [Path(tmp_path_factory.mktemp("answers"))])
     return dict(zip([*CASES, *REFUSED], ask(questions, runtime), strict=True))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "ranks"), CASES, ids=lambda value: getattr(value, "fixture", value))
-def test_the_weights_of_a_rank_are_vllms(answers: dict[object, Answer | None], model: Model, ranks: int) -> None:
+def test_the_weights_of_a_rank_are_vllms(answers: dict[object, ModelAnswer | None], model: Model, ranks: int) -> None:
     answer, formats = answers[model, ranks], formats_of(model, ranks)
     assert answer is not None and answer.refusal is None, answer
     (stage,) = answer.stages
@@ -164,7 +164,7 @@ def test_the_weights_of_a_rank_are_vllms(answers: dict[object, Answer | None], m
 
 
 @pytest.mark.parametrize(("model", "spelling", "ranks"), REFUSED, ids=lambda value: getattr(value, "fixture", value))
-def test_what_sparkd_refuses_vllm_does_not_take(answers: dict[object, Answer | None], model: Model, spelling: str, ranks: int) -> None:
+def test_what_sparkd_refuses_vllm_does_not_take(answers: dict[object, ModelAnswer | None], model: Model, spelling: str, ranks: int) -> None:
     answer = answers[model, spelling, ranks]
     # vLLM makes room for groups of MXFP4 that a rank has in part, and finds no scales for them when it loads.
     assert answer is not None and (answer.refusal is not None or spelling == "mxfp4"), answer

@@ -14,7 +14,7 @@ import pytest
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
-from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept
 from tests.support.sketches import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
 from workers.host.runtime import cpu_abilities
@@ -44,7 +44,7 @@ def answer(**fields: Any) -> dict[str, Any]:
     return {**whole, "stages": [STAGE], "cache": pool, **fields}
 
 
-class Engine(Runtime):
+class Engine(InquiryRuntime):
     """An interpreter with a vLLM beside it, whose program says what it is given here and writes down what it was asked. It puts the places
     of the first question's model and draft for THE FOLDER and THE DRAFT."""
 
@@ -99,11 +99,11 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(tmp_path)
 
 
-def one(**fields: Any) -> Question:
-    return Question(**{"files": {"config.json": LLAMA}, **fields})
+def one(**fields: Any) -> ModelQuestion:
+    return ModelQuestion(**{"files": {"config.json": LLAMA}, **fields})
 
 
-def answered(engine: Engine, question: Question) -> Answer:
+def answered(engine: Engine, question: ModelQuestion) -> ModelAnswer:
     (found,) = ask([question], engine)
     assert found is not None
     return found
@@ -170,7 +170,7 @@ def test_a_draft_that_is_on_no_disk_comes_with_the_question(engine: Engine, tmp_
     draft = read_checkpoint(str(write(tmp_path / "draft", shape, tensors_of(shape))))
     args = ("--speculative-config", json.dumps({"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}))
     model = str(write(tmp_path / "m", shape, tensors_of(shape)))
-    for number, question in enumerate((one(args=args), Question(folder=Path(model), args=args))):
+    for number, question in enumerate((one(args=args), ModelQuestion(folder=Path(model), args=args))):
         engine.says(own=[{"question": 0, "answer": answer()}])
         moved = replace(question, draft=replace(draft, folder="hf://o/draft@0"))
         answered(engine, moved)
@@ -183,7 +183,7 @@ def test_a_draft_that_is_on_no_disk_comes_with_the_question(engine: Engine, tmp_
 def test_a_checkpoint_of_its_own_folder_is_read_there(engine: Engine, tmp_path: Path) -> None:
     engine.says(own=[{"question": 0, "answer": answer()}])
     (tmp_path / "config.json").write_bytes(LLAMA)
-    question = Question(folder=tmp_path)
+    question = ModelQuestion(folder=tmp_path)
     ask([question], engine)
     assert engine.asked()[0]["questions"][0]["folder"] == str(tmp_path) and kept(question, engine)
     (tmp_path / "config.json").write_bytes(LLAMA + b" ")
@@ -245,7 +245,7 @@ def test_a_kept_refusal_names_no_place_that_is_gone(engine: Engine, tmp_path: Pa
     draft = replace(read_checkpoint(str(write(tmp_path / "draft", shape, tensors_of(shape)))), folder="hf://o/draft@0")
     args = ("--speculative-config", json.dumps({"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}))
     own = write(tmp_path / "m", shape, tensors_of(shape))
-    for question, place in ((one(args=args, draft=draft), "its folder"), (Question(folder=own, args=args, draft=draft), str(own))):
+    for question, place in ((one(args=args, draft=draft), "its folder"), (ModelQuestion(folder=own, args=args, draft=draft), str(own))):
         refusal = {**REFUSAL, "message": "THE DRAFT is not for THE FOLDER"}
         engine.says(own=[{"question": 0, "answer": answer(refusal=refusal, stages=[], cache=None)}])
         refused = answered(engine, question).refusal
@@ -288,7 +288,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_not_kept(engine: Engine) 
 
 
 def test_without_vllm_there_is_nobody_to_ask(tmp_path: Path) -> None:
-    nobody = Runtime(tmp_path / "bin/python", [tmp_path / "kept"])
+    nobody = InquiryRuntime(tmp_path / "bin/python", [tmp_path / "kept"])
     assert kept(one(), nobody) is None
     with pytest.raises(EngineError, match="no vLLM"):
         ask([one()], nobody)

@@ -18,7 +18,7 @@ from sparkd.entry.node_runtime import NodeRuntime, runtime_in_sight, runtimes_in
 from sparkd.errors import AgentLost, ClusterError, EngineError, RankError
 from sparkd.inquiry import other_node
 from sparkd.inquiry.answer_schema import checked
-from sparkd.inquiry.model_answers import Answer, Away, Question, Runtime, ask, kept, places
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept, places
 from sparkd.inquiry.other_node import NodeInquiry
 from tests.sparkd.inquiry.test_model_answers import GROUPS, LAYER, REFUSAL, STAGE, Engine, answer, one
 from tests.support.daemon_process import until
@@ -68,10 +68,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 async def asked(
-    engine: Engine, agents: Agents, questions: Sequence[Question], vllm: str = "0.32.0", cancel: threading.Event | None = None
-) -> tuple[Runtime, list[Answer | None]]:
+    engine: Engine, agents: Agents, questions: Sequence[ModelQuestion], vllm: str = "0.32.0", cancel: threading.Event | None = None
+) -> tuple[InquiryRuntime, list[ModelAnswer | None]]:
     conversation = NodeInquiry(agents, THERE, str(engine.python), asyncio.get_running_loop())
-    runtime = Runtime(engine.interpreter, engine.folders, Away(THERE, vllm, "p", conversation))
+    runtime = InquiryRuntime(engine.interpreter, engine.folders, Away(THERE, vllm, "p", conversation))
     return runtime, await asyncio.to_thread(ask, questions, runtime, cancel=cancel)
 
 
@@ -80,7 +80,7 @@ async def test_an_answer_of_another_node_is_kept_for_its_release_and_packages(en
     runtime, (found,) = await asked(engine, Agents(), [one()])
     assert found is not None and found == kept(one(), runtime) and found.stages[0].layers[0].token_bytes == 4096.0
     read = [Away(THERE, "0.32.0", "p"), Away("10.0.0.3", "0.32.0", "p"), Away(THERE, "0.33.0", "p"), Away(THERE, "0.32.0", "q")]
-    assert [kept(one(), Runtime(engine.interpreter, engine.folders, away)) is None for away in read] == [False, False, True, True]
+    assert [kept(one(), InquiryRuntime(engine.interpreter, engine.folders, away)) is None for away in read] == [False, False, True, True]
     assert kept(one(), engine) is None, "this node's own vLLM was not asked"
 
 
@@ -92,7 +92,7 @@ async def test_a_load_counts_by_the_answer_for_the_release_that_will_run_it(engi
     file.write_text(json.dumps({"state_dir": str(engine.root), "models": {"m": entry}}))
     config = load_config(file, environ={})
     conversation = NodeInquiry(Agents(), THERE, str(engine.python), asyncio.get_running_loop())
-    runtime = Runtime(config.models["m"].runtime_of(config.engine), places(engine.root), Away(THERE, "0.32.0", "p", conversation))
+    runtime = InquiryRuntime(config.models["m"].runtime_of(config.engine), places(engine.root), Away(THERE, "0.32.0", "p", conversation))
     (found,) = await asyncio.to_thread(ask, [one()], runtime)
     facts = {"platform": "cpu", "entrypoint": "e", "vllm": "0.32.0", "packages": "p"}
     for more, known in (({}, [found]), ({"vllm": "0.33.0"}, [None]), ({"packages": "q"}, [None])):
@@ -105,7 +105,7 @@ async def test_the_question_goes_as_data_and_no_code_with_it(engine: Engine, tmp
     (folder / "modeling_own.py").write_text("raise SystemExit")
     engine.says(own=[{"question": 0, "answer": answer()}])
     agents = Agents()
-    _, (found,) = await asked(engine, agents, [Question(folder=folder, args=("--api-key", "sk-1234"))])
+    _, (found,) = await asked(engine, agents, [ModelQuestion(folder=folder, args=("--api-key", "sk-1234"))])
     (sent,), (there,) = agents.sent, engine.asked()
     assert found is not None and str(folder) not in sent and "SystemExit" not in sent and "sk-1234" not in sent
     assert json.loads(sent)["questions"][0]["folder"] is None

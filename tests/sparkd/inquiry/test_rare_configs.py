@@ -12,24 +12,24 @@ import pytest
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import exact_of
-from sparkd.inquiry.model_answers import Answer, Question
+from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
 from tests.conftest import VllmAnswers
 from tests.support.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
 
-def questions(_folder: Path) -> dict[str, Question]:
+def questions(_folder: Path) -> dict[str, ModelQuestion]:
     return {name: question_of(name) for name in RARE}
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_answers: VllmAnswers) -> Mapping[str, Answer | None]:
+def answers(vllm_answers: VllmAnswers) -> Mapping[str, ModelAnswer | None]:
     return vllm_answers.answers[__name__]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RARE)
-def test_a_plan_is_vllms_or_says_that_it_is_not(answers: Mapping[str, Answer | None], name: str) -> None:
+def test_a_plan_is_vllms_or_says_that_it_is_not(answers: Mapping[str, ModelAnswer | None], name: str) -> None:
     answer = answers[name]
     assert answer is not None
     if name in UNANSWERED + REFUSED:

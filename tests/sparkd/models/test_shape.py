@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.models.shape import Attention, Shape, State, shape_of, text_config, widest
+from sparkd.models.shape import Attention, RecurrentState, Shape, shape_of, text_config, widest
 from tests.support.sketches import CONFIGS, dense, mixture, published, shape
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
@@ -49,14 +49,14 @@ MIXED = {
 
 def kinds(found: Shape) -> tuple[int, int, int, int]:
     whole = sum(isinstance(one, Attention) and one.window is None for one in found.mixers)
-    states = sum(isinstance(one, State) for one in found.mixers)
+    states = sum(isinstance(one, RecurrentState) for one in found.mixers)
     nothing = sum(one is None for one in found.mixers)
     return whole, len(found.mixers) - whole - states - nothing, states, nothing
 
 
 def pattern(found: Shape) -> str:
     """A letter for each layer: all tokens, a window, a state, nothing."""
-    letters = {Attention: "A", State: "S", type(None): "-"}
+    letters = {Attention: "A", RecurrentState: "S", type(None): "-"}
     return "".join("w" if isinstance(one, Attention) and one.window else letters[type(one)] for one in found.mixers)
 
 
@@ -77,9 +77,9 @@ def test_what_layers_keep_of_a_token() -> None:
     assert of("llama-3.1-8b") == {Attention(8, 128, 128): 32}
     assert of("gpt-oss-20b") == {Attention(8, 64, 64): 12, Attention(8, 64, 64, window=128): 12}
     assert of("gemma-4-31b-it-nvfp4") == {Attention(4, 512, 512): 10, Attention(16, 256, 256, window=1024): 50}
-    delta = State(2 * 16 * 128 + 48 * 128, 3, 48, 128, 128, key_heads=16, matrix_dtype="float32")
+    delta = RecurrentState(2 * 16 * 128 + 48 * 128, 3, 48, 128, 128, key_heads=16, matrix_dtype="float32")
     assert of("qwen3.5-27b") == {Attention(4, 256, 256): 16, delta: 48}
-    mamba = State(64 * 64, 3, 64, 64, 128, groups=8, group_size=128, matrix_dtype="float32")
+    mamba = RecurrentState(64 * 64, 3, 64, 64, 128, groups=8, group_size=128, matrix_dtype="float32")
     assert of("nemotron-3-nano-30b-a3b-bf16") == {Attention(2, 128, 128): 6, mamba: 23, None: 23}
 
 
@@ -137,7 +137,7 @@ def test_the_widest_that_a_configuration_may_mean() -> None:
 
     mamba = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "conv_kernel": 4}
     beside = dense(num_hidden_layers=2, **mamba)
-    assert [type(one) for one in widest(shape_of(beside), beside, 1).mixers] == [Attention, State] * 2
+    assert [type(one) for one in widest(shape_of(beside), beside, 1).mixers] == [Attention, RecurrentState] * 2
 
 
 def test_positions_of_frames_have_room_in_the_table_of_sines_but_of_qwen_3() -> None:

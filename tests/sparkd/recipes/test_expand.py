@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from sparkd.cli.config_check import check
-from sparkd.config.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.recipe_check import checked, choices
 from sparkd.errors import ConfigError
 from sparkd.recipes.expand import METHODS, PROFILES, offered
 from sparkd.recipes.file import parse_recipe
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.translate import values_of
 from workers.engine import parse_args
 
-BOOK = Book(None, AsWritten())
+BOOK = RecipeLibrary(None, AsWritten())
 OURS = sorted(BOOK.names())
 # Every model of the sources, by its hub id.
 MODELS = {
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def model(folder: Path, over_admin: bool = False, **keys: Any) -> ModelConfig:
-    return parse_model("m", keys, over_admin=over_admin, book=Book(folder / "recipes", {}))
+    return parse_model("m", keys, over_admin=over_admin, book=RecipeLibrary(folder / "recipes", {}))
 
 
 def refused(folder: Path, over_admin: bool = False, **keys: Any) -> str:
@@ -161,14 +161,14 @@ def test_profile_and_speculation_need_no_recipe(folder: Path) -> None:
 
 
 def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
-    before = config_hash(model(folder, recipe="r"), Engine())
+    before = config_hash(model(folder, recipe="r"), EngineSettings())
 
-    assert before != config_hash(model(folder, model="owner/model"), Engine())
-    assert before == config_hash(model(folder, recipe="r", ttl=5, preload=True), Engine())
-    hashes = {config_hash(model(folder, recipe="r", speculative=how), Engine()) for how in METHODS}
+    assert before != config_hash(model(folder, model="owner/model"), EngineSettings())
+    assert before == config_hash(model(folder, recipe="r", ttl=5, preload=True), EngineSettings())
+    hashes = {config_hash(model(folder, recipe="r", speculative=how), EngineSettings()) for how in METHODS}
     assert len(hashes) == len(METHODS) == 5
     (folder / "recipes" / "r.yaml").write_text(RECIPE.replace("8192", "16384"))
-    assert before != config_hash(model(folder, recipe="r"), Engine())
+    assert before != config_hash(model(folder, recipe="r"), EngineSettings())
 
 
 # Speculation
@@ -390,7 +390,7 @@ def test_a_recipe_that_is_wrong_says_where_and_why(old: str, new: str, words: st
 
 def test_the_operators_recipe_counts_before_ours(folder: Path) -> None:
     (folder / "recipes" / "gpt-oss-120b.yaml").write_text(RECIPE)
-    book = Book(folder / "recipes", {})
+    book = RecipeLibrary(folder / "recipes", {})
 
     assert set(book.names()) == {*OURS, "r"}
     assert book.find("gpt-oss-120b").recipe.model == "owner/model"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.recipe_check import Choice, checked, described, load, resolve, summary, unusable
+from sparkd.config.recipe_check import RecipeUse, checked, described, load, resolve, summary, unusable
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.arg_check import Flag, FlagTable
 from sparkd.vllm.translate import draft_method
 
@@ -140,7 +140,7 @@ def test_what_is_imported_is_a_recipe_of_ours_and_can_be_used(text: str, tmp_pat
     recipe, problems = load(file, AsWritten())
     assert recipe is not None and [problem for problem in problems if problem.severity == "error"] == []
 
-    book = Book(None, AsWritten())
+    book = RecipeLibrary(None, AsWritten())
     book.keep(recipe)
     assert [problem for problem in checked(recipe, book).problems if problem.severity == "error"] == []
     again, problems = parse_recipe("their", taken(text).text.encode(), "their.yaml", {})
@@ -329,16 +329,16 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     (tmp_path / "their.yaml").write_text(text)
     file, _ = load(tmp_path / "their.yaml", AsWritten())
     assert file is not None
-    book = Book(None, AsWritten())
+    book = RecipeLibrary(None, AsWritten())
     book.keep(file)
-    found = resolve(Choice("their"), book)
+    found = resolve(RecipeUse("their"), book)
     assert found.args[-2:] == ("--speculative-config", config) and found.model.kv_cache_dtype == "fp8"
     assert found.args.count("--attention-backend") == 1 and found.env == {}
-    assert not {"--speculative-config"} & {*resolve(Choice("their", speculative="off"), book).args}
+    assert not {"--speculative-config"} & {*resolve(RecipeUse("their", speculative="off"), book).args}
     method = draft_method(json.loads(config))
     assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
     if method == "mtp":
-        assert resolve(Choice("their", speculative="mtp"), book).args == found.args
+        assert resolve(RecipeUse("their", speculative="mtp"), book).args == found.args
 
 
 def test_drafts_in_parts_become_one_flag() -> None:

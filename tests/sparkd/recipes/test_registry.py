@@ -16,7 +16,7 @@ from sparkd.cli import registry_fetch
 from sparkd.cli.registry_fetch import fetched, source_of
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, SparkdError, StateError
-from sparkd.recipes.library import AsWritten, Book
+from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.recipes.registry import Registries, Registry
 from tests.sparkd.recipes.test_expand import RECIPE
 from tests.sparkd.recipes.test_importer import ONE, TWO
@@ -179,7 +179,7 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
     text, _ = run(capsys, "import", "plain@eugr")
     assert commit in text.splitlines()[0] and "trust_remote_code: true" in text and "max_model_len: 4096" in text
     run(capsys, "import", "plain@eugr", "--to", str(tmp_path / "own.yaml"))
-    assert Book(tmp_path, {}).find("own").recipe.model == "owner/plain"
+    assert RecipeLibrary(tmp_path, {}).find("own").recipe.model == "owner/plain"
 
     run(capsys, "remove-registry", "eugr")
     assert [row["name"] for row in as_json(capsys, "ls", "--registry")["registries"]] == ["spark-vllm-docker"]
@@ -268,7 +268,7 @@ def test_a_damaged_registry_is_told_with_its_file(eugr: Repository, state: Path,
         (state / "registries" / "eugr.json").write_text(text)
         assert "eugr.json is damaged" in run(capsys, "ls", "--registry", "eugr", code=3)[1]
         with pytest.raises(ConfigError, match="is damaged"):
-            Book(None, {}, state).find("plain@eugr")
+            RecipeLibrary(None, {}, state).find("plain@eugr")
     run(capsys, "remove-registry", "eugr")
 
 
@@ -298,8 +298,8 @@ def test_a_state_folder_that_cannot_be_looked_into_has_no_registry(tmp_path: Pat
     beyond = tmp_path / ("x" * 300)  # an error of the system for any user, as a closed folder is for some
 
     assert "eugr" not in Registries(beyond)
-    assert Book(None, {}, beyond).split("qwen@long") == ("qwen", "long")
-    assert not Book(None, {}, beyond).has("qwen@eugr")
+    assert RecipeLibrary(None, {}, beyond).split("qwen@long") == ("qwen", "long")
+    assert not RecipeLibrary(None, {}, beyond).has("qwen@eugr")
 
 
 # Its recipes by name
@@ -320,7 +320,7 @@ def test_an_entry_may_name_a_recipe_of_a_registry(
     added = parse_model("c", {"recipe": "plain@eugr"}, over_admin=True, book=config.book())
     assert added.model == "owner/plain"
     assert run(capsys, "import", "ours@eugr")[0].partition("\n")[2] == RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")
-    long = parse_model("d", {"recipe": "4x/big@eugr"}, over_admin=False, book=Book(None, AsWritten(), state))
+    long = parse_model("d", {"recipe": "4x/big@eugr"}, over_admin=False, book=RecipeLibrary(None, AsWritten(), state))
     assert long.model == "owner/model"
 
 
@@ -345,7 +345,7 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
     run(capsys, "import", "more@eugr", "--to", str(tmp_path / "more.yaml"))
 
     with pytest.raises(ConfigError) as caught:
-        parse_model("m", {"recipe": "more@eugr"}, over_admin=False, book=Book(None, {"SECRET": "s"}, state))
+        parse_model("m", {"recipe": "more@eugr"}, over_admin=False, book=RecipeLibrary(None, {"SECRET": "s"}, state))
     assert param in caught.value.message and "recipes import more@eugr" in caught.value.message
 
 

@@ -10,7 +10,7 @@ from sparkd.cli import recipes
 from sparkd.cli.config_check import check
 from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError
-from sparkd.recipes.library import Book
+from sparkd.recipes.library import RecipeLibrary
 from tests.sparkd.recipes.test_importer import ONE
 from tests.sparkd.recipes.test_registry import PLAIN, Repository, as_json, eugr, run, state
 
@@ -45,11 +45,11 @@ def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_impor
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
 
     with pytest.raises(ConfigError) as caught:
-        parse_model("m", {"recipe": "local@eugr"}, over_admin=False, book=Book(None, {}, state))
+        parse_model("m", {"recipe": "local@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state))
     assert "is a folder of this machine" in caught.value.message and "recipes import local@eugr" in caught.value.message
     assert len(as_json(capsys, "import", "local@eugr")["risks"]) == (2 if "trust-remote-code" in text else 1)
     assert as_json(capsys, "import", "inside@eugr")["risks"] == []
-    assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=Book(None, {}, state)).model == "owner/plain"
+    assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state)).model == "owner/plain"
 
 
 @pytest.mark.parametrize("settings", ["env: true", "env: 5", "env: x", "extra_args: 5", "extra_args: --x", "load_format: []"])

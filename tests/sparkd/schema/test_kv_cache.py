@@ -11,10 +11,10 @@ import pytest
 from sparkd.capacity.account import machine
 from sparkd.capacity.auto_resolve import room_of
 from sparkd.cli.config_check import check
-from sparkd.config.config import Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
 from workers.host.runtime import API_SERVER, COMMAND_LINE
-from workers.kv.settings import VARIABLE, Settings
+from workers.kv.settings import VARIABLE, CacheSettings
 
 GIB = 1 << 30
 OURS = ("cuda", COMMAND_LINE)
@@ -148,7 +148,7 @@ def test_what_the_worker_is_told(keys: dict[str, Any], platform: str, kv_cache: 
         "worker_cls": "workers.kv.SparkWorker" if platform == "cuda" else "workers.kv.SparkCPUWorker",
         "kv_cache": NOTHING | kv_cache,
     }
-    Settings.parse({VARIABLE: json.dumps(fields["kv_cache"])})
+    CacheSettings.parse({VARIABLE: json.dumps(fields["kv_cache"])})
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
     spark = machine("cuda", 100 * GIB, 0)
     assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
     kept = 3 * GIB if margin is None else margin
-    assert room_of(spec, spark, spec.environment(Engine()), 100 * GIB).engine == 100 * GIB - kept
+    assert room_of(spec, spark, spec.environment(EngineSettings()), 100 * GIB).engine == 100 * GIB - kept
 
 
 @pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])
@@ -225,10 +225,14 @@ def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path
 
 
 def test_a_size_changes_the_engine_and_its_spelling_does_not() -> None:
-    hashes = [config_hash(model(kv_cache=value), Engine()) for value in (None, "auto", {"bytes": "1GiB"}, {"bytes": GIB}, {"bytes": 1})]
+    hashes = [
+        config_hash(model(kv_cache=value), EngineSettings()) for value in (None, "auto", {"bytes": "1GiB"}, {"bytes": GIB}, {"bytes": 1})
+    ]
 
     assert len(set(hashes)) == 4
-    assert config_hash(model(kv_cache={"utilization": 0.5}), Engine()) == config_hash(model(gpu_memory_utilization=0.5), Engine())
+    assert config_hash(model(kv_cache={"utilization": 0.5}), EngineSettings()) == config_hash(
+        model(gpu_memory_utilization=0.5), EngineSettings()
+    )
 
 
 def test_a_secret_in_the_wrong_place_is_not_repeated(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sparkd.cli.config_check import check
-from sparkd.config.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 
 
 def from_text(folder: Path, text: str) -> Config:
@@ -84,23 +84,30 @@ CHANGES_NOTHING = {
 
 
 def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
-    plain = config_hash(model(), Engine())
-    hashes = {key: config_hash(model(**{key: value}), Engine()) for key, value in CHANGES_ENGINE.items()}
+    plain = config_hash(model(), EngineSettings())
+    hashes = {key: config_hash(model(**{key: value}), EngineSettings()) for key, value in CHANGES_ENGINE.items()}
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
     # Of a recipe, only what it brings: tests/sparkd/recipes/test_expand.py.
     assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields)
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():
-        assert config_hash(model(**{key: value}), Engine()) == plain
-    assert config_hash(model(), Engine(stop_timeout_s=1, log_backups=0)) == plain
-    for engine in (Engine(runtime="/p"), Engine(entrypoint="e"), Engine(platform="cpu"), Engine(env={"A": "b"})):
+        assert config_hash(model(**{key: value}), EngineSettings()) == plain
+    assert config_hash(model(), EngineSettings(stop_timeout_s=1, log_backups=0)) == plain
+    for engine in (
+        EngineSettings(runtime="/p"),
+        EngineSettings(entrypoint="e"),
+        EngineSettings(platform="cpu"),
+        EngineSettings(env={"A": "b"}),
+    ):
         assert config_hash(model(), engine) != plain
-    assert config_hash(model(runtime="/p", entrypoint="e"), Engine()) == config_hash(model(), Engine(runtime="/p", entrypoint="e"))
+    assert config_hash(model(runtime="/p", entrypoint="e"), EngineSettings()) == config_hash(
+        model(), EngineSettings(runtime="/p", entrypoint="e")
+    )
 
 
 def test_a_model_says_more_than_the_engine_section() -> None:
-    engine = Engine(runtime="/e", entrypoint="e", env={"A": "1", "B": "1"})
+    engine = EngineSettings(runtime="/e", entrypoint="e", env={"A": "1", "B": "1"})
 
     assert (model().runtime_of(engine), model().entrypoint_of(engine)) == (Path("/e"), "e")
     assert (model(runtime="/m").runtime_of(engine), model(entrypoint="m").entrypoint_of(engine)) == (Path("/m"), "m")
@@ -143,14 +150,14 @@ def test_waits_and_deadlines_have_one_default_and_one_per_model(tmp_path: Path) 
 def test_spellings_of_one_recipe_are_one() -> None:
     same = ["int4-g64", "INT4-G64", {"format": "int4", "group_size": 64}, {"format": "int4-g64", "layers": [], "keep": []}]
 
-    assert len({config_hash(model(quantize=each), Engine()) for each in same}) == 1
-    assert config_hash(model(quantize="int4"), Engine()) != config_hash(model(quantize="int4-g64"), Engine())
+    assert len({config_hash(model(quantize=each), EngineSettings()) for each in same}) == 1
+    assert config_hash(model(quantize="int4"), EngineSettings()) != config_hash(model(quantize="int4-g64"), EngineSettings())
     assert model(quantize=model(quantize="nvfp4").quantize) == model(quantize="nvfp4")
 
 
 def test_the_hash_of_a_model_without_the_key_is_that_of_the_release_before_it() -> None:
     """Else an upgrade would restart every engine."""
-    assert config_hash(model(), Engine()) == "2486ff538c5559d1"
+    assert config_hash(model(), EngineSettings()) == "2486ff538c5559d1"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +183,7 @@ def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: s
         assert fields == {}
         return
     assert fields["load_format"] == "spark_stream"
-    assert fields["loader_extra_config"] == {"quantize": Recipe.parse(keys["quantize"]).canonical(), **loader}
+    assert fields["loader_extra_config"] == {"quantize": QuantizationRecipe.parse(keys["quantize"]).canonical(), **loader}
     json.dumps(fields, allow_nan=False)
 
 
@@ -185,7 +192,7 @@ def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> 
     told = [config.loader_of(model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
 
     assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0], "{} says that all stays as it is"
-    assert config_hash(model(quantize=""), Engine()) != config_hash(model(), Engine())
+    assert config_hash(model(quantize=""), EngineSettings()) != config_hash(model(), EngineSettings())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.schema.yaml_file import MAX_BYTES, Items, Place, Problem, Table, masked, parse
+from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, Items, Location, Table, masked, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:
@@ -54,9 +54,9 @@ def test_every_value_knows_its_line() -> None:
 
     assert isinstance(table["a"], Table)
     assert isinstance(table["a"]["b"], Items)
-    assert table.places == {"a": Place("f.yaml", 2), "7": Place("f.yaml", 5)}
-    assert table["a"].places == {"b": Place("f.yaml", 3)}
-    assert table["a"]["b"].places == [Place("f.yaml", 3), Place("f.yaml", 4)]
+    assert table.places == {"a": Location("f.yaml", 2), "7": Location("f.yaml", 5)}
+    assert table["a"].places == {"b": Location("f.yaml", 3)}
+    assert table["a"]["b"].places == [Location("f.yaml", 3), Location("f.yaml", 4)]
 
 
 def test_anchors_and_merges() -> None:
@@ -155,6 +155,6 @@ def test_a_value_that_is_cut_short_twice_is_hidden_twice() -> None:
     value = "Canary-4f1c9e77d2" * 8
     quoted = f"{value[:20]}... is no recipe, and {value[:64]!r} no registry"
 
-    (hidden,) = masked([Problem("f", 1, quoted)], ["S"], {"S": value})
+    (hidden,) = masked([ConfigProblem("f", 1, quoted)], ["S"], {"S": value})
 
     assert hidden.message == "${env.S} is no recipe, and '${env.S}' no registry"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Need, said_to
+from sparkd.capacity.requirement import Requirement, said_to
 from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Attempt
@@ -465,7 +465,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: Fl
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
-    need = Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
+    need = Requirement(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
     monkeypatch.setattr("sparkd.cluster.placer.need_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.place(spec)

@@ -11,14 +11,14 @@ import torch
 
 from workers.engine import cuda_stand_in
 from workers.engine.cuda_stand_in import AbsentPackage
-from workers.engine.meta_model import Refused, _meta
+from workers.engine.meta_model import ModelNotBuilt, _meta
 
 
 def refusal(raised: Callable[[], object], step: str = "model") -> dict[str, object]:
     try:
         raised()
     except Exception as error:  # noqa: BLE001 - whichever it is
-        return Refused(step, error).refusal
+        return ModelNotBuilt(step, error).refusal
     raise AssertionError("nothing was raised")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.inquiry.model_answers import OWN, SPARK, Answer, Question, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, kept
 from tests.conftest import VllmAnswers
 from tests.support.sketches import write
 from workers.engine.model_question import DRAFT as MOVED
@@ -27,8 +27,8 @@ EAGLE = {
 }  # fmt: skip
 
 
-def published(name: str, **fields: object) -> Question:
-    return Question(files={"config.json": (CONFIGS / f"{name}.json").read_bytes()}, **{"platform": SPARK, **fields})  # type: ignore[arg-type]
+def published(name: str, **fields: object) -> ModelQuestion:
+    return ModelQuestion(files={"config.json": (CONFIGS / f"{name}.json").read_bytes()}, **{"platform": SPARK, **fields})  # type: ignore[arg-type]
 
 
 QUESTIONS = {
@@ -51,11 +51,11 @@ QUESTIONS = {
     "images": published("gemma-4-26b-a4b"),
     "FP8 cache of its own": published("nemotron-3-super-120b-a12b-nvfp4"),
     "flag": published("llama-3.1-8b", args=("--max-model-len", "many")),
-    "unknown": Question(files={"config.json": b'{"model_type": "llama", "architectures": ["NoSuchModel"]}'}, platform=SPARK),
+    "unknown": ModelQuestion(files={"config.json": b'{"model_type": "llama", "architectures": ["NoSuchModel"]}'}, platform=SPARK),
 }
 
 
-def questions(folder: Path) -> dict[str, Question]:
+def questions(folder: Path) -> dict[str, ModelQuestion]:
     names = ("lm_head.weight", "midlayer.self_attn.q_proj.weight")
     eagle = write(folder / "eagle", EAGLE, [(name, (8, 8), "BF16") for name in names])
     llama = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
@@ -76,7 +76,7 @@ def questions(folder: Path) -> dict[str, Question]:
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_answers: VllmAnswers) -> dict[str, Answer]:
+def answers(vllm_answers: VllmAnswers) -> dict[str, ModelAnswer]:
     return {name: answer for name, answer in vllm_answers.answers[__name__].items() if answer is not None}
 
 
@@ -86,7 +86,7 @@ def test_an_answer_is_kept(vllm_answers: VllmAnswers) -> None:
         assert kept(question, vllm_answers.runtime) == vllm_answers.answers[__name__][name]
 
 
-def bytes_of(answer: Answer) -> tuple[int, float, int]:
+def bytes_of(answer: ModelAnswer) -> tuple[int, float, int]:
     """(of parameters, of a token, of a request's states), over all stages."""
     assert answer.refusal is None, answer.refusal
     layers = [layer for stage in answer.stages for layer in stage.layers]
@@ -98,7 +98,7 @@ def bytes_of(answer: Answer) -> tuple[int, float, int]:
 
 
 @pytest.mark.timeout(600)
-def test_a_dense_model(answers: dict[str, Answer]) -> None:
+def test_a_dense_model(answers: dict[str, ModelAnswer]) -> None:
     dense = answers["dense"]
     assert (dense.platform, dense.stand_in) == ("cuda:12.1", True)
     assert bytes_of(dense) == (16_060_522_496, 131_072, 0)
@@ -111,7 +111,7 @@ def test_a_dense_model(answers: dict[str, Answer]) -> None:
     assert dense.stages[0].requests[-1] == (8192, 8192 * 131_072) and dense.stages[0].block_bytes == 16 * 131_072
 
 
-def test_each_rank_of_a_split_has_its_share(answers: dict[str, Answer]) -> None:
+def test_each_rank_of_a_split_has_its_share(answers: dict[str, ModelAnswer]) -> None:
     split = answers["dense, four ranks"]
     assert [len(stage.layers) for stage in split.stages] == [16, 16]
     assert {layer.kv_heads for stage in split.stages for layer in stage.layers} == {4}
@@ -121,28 +121,28 @@ def test_each_rank_of_a_split_has_its_share(answers: dict[str, Answer]) -> None:
     assert shape == (3072, 4096)
 
 
-def test_a_split_that_does_not_work_is_refused_in_vllms_words(answers: dict[str, Answer]) -> None:
+def test_a_split_that_does_not_work_is_refused_in_vllms_words(answers: dict[str, ModelAnswer]) -> None:
     refusal = answers["three ranks"].refusal
     assert refusal is not None and (refusal.step, refusal.certain) == ("config", True) and "divisible" in refusal.message
 
 
-def test_an_fp8_cache_takes_half(answers: dict[str, Answer]) -> None:
+def test_an_fp8_cache_takes_half(answers: dict[str, ModelAnswer]) -> None:
     answer = answers["dense, FP8 cache"]
     assert bytes_of(answer)[1] == 65_536 and answer.facts["cache_dtype"] == "fp8" and answer.stages[0].layers[0].block == 32
 
 
-def test_an_override_of_the_configuration_is_followed(answers: dict[str, Answer]) -> None:
+def test_an_override_of_the_configuration_is_followed(answers: dict[str, ModelAnswer]) -> None:
     for two in (answers["two layers"], answers["two layers, by keys"]):
         assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
 
 
-def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(answers: dict[str, Answer]) -> None:
+def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(answers: dict[str, ModelAnswer]) -> None:
     answer = answers["FP8 of vLLM's own"]
     linear = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336)
     assert answer.facts["quantization"] is not None and bytes_of(answer)[0] == 16_060_522_496 - linear
 
 
-def test_a_draft_of_its_own_has_its_layers_and_weights(answers: dict[str, Answer]) -> None:
+def test_a_draft_of_its_own_has_its_layers_and_weights(answers: dict[str, ModelAnswer]) -> None:
     eagle = answers["EAGLE"]
     assert [answers["EAGLE on a hub"].stages, answers["EAGLE on a hub"].refusal] == [eagle.stages, None]
     attention = 2 * 4096 * 6144 + 4096 * 4096
@@ -155,20 +155,20 @@ def test_a_draft_of_its_own_has_its_layers_and_weights(answers: dict[str, Answer
     assert bytes_of(whole) == (16_060_522_496 + SMALL_BYTES, (32 + 2) * 4096, 0)
 
 
-def test_a_draft_that_reads_the_models_cache_has_none(answers: dict[str, Answer]) -> None:
+def test_a_draft_that_reads_the_models_cache_has_none(answers: dict[str, ModelAnswer]) -> None:
     (stage,) = answers["assistant"].stages
     assert (len(stage.layers), len(stage.shared)) == (48, 4) and set(stage.shared.values()) < {layer.name for layer in stage.layers}
     assert sum(tensor.purpose == "draft" for tensor in stage.parameters) == 40
 
 
-def test_experts_in_fp8_are_counted_with_their_scales(answers: dict[str, Answer]) -> None:
+def test_experts_in_fp8_are_counted_with_their_scales(answers: dict[str, ModelAnswer]) -> None:
     answer = answers["experts in FP8"]
     dtypes = Counter(tensor.dtype for tensor in answer.stages[0].parameters if ".experts." in tensor.name)
     assert answer.facts["quantization"] == "fp8" and dtypes == {"float8_e4m3fn": 96, "float32": 96}
     assert bytes_of(answer)[1] == 98_304
 
 
-def test_windows_states_latents_and_drafts_are_told_apart(answers: dict[str, Answer]) -> None:
+def test_windows_states_latents_and_drafts_are_told_apart(answers: dict[str, ModelAnswer]) -> None:
     assert Counter((layer.spec, layer.window) for layer in answers["windows"].stages[0].layers) == {
         ("FullAttentionSpec", None): 12,
         ("SlidingWindowSpec", 128): 12,
@@ -183,17 +183,17 @@ def test_windows_states_latents_and_drafts_are_told_apart(answers: dict[str, Ans
     assert ahead and not any("embed_tokens" in name or "lm_head" in name for name in ahead)
 
 
-def test_a_model_of_images_is_built_without_torchvision(answers: dict[str, Answer]) -> None:
+def test_a_model_of_images_is_built_without_torchvision(answers: dict[str, ModelAnswer]) -> None:
     answer = answers["images"]
     assert (answer.refusal, answer.facts["multimodal"], bytes_of(answer)[1]) == (None, True, 225_280)
 
 
-def test_a_cache_that_the_checkpoint_has_in_fp8_is_resolved(answers: dict[str, Answer]) -> None:
+def test_a_cache_that_the_checkpoint_has_in_fp8_is_resolved(answers: dict[str, ModelAnswer]) -> None:
     answer = answers["FP8 cache of its own"]
     assert (answer.facts["cache_dtype"], bytes_of(answer)[1:]) == ("fp8_e4m3", (4_096, 170_229_760))
 
 
-def test_flags_and_architectures_that_it_does_not_take_are_refused(answers: dict[str, Answer]) -> None:
+def test_flags_and_architectures_that_it_does_not_take_are_refused(answers: dict[str, ModelAnswer]) -> None:
     flag, unknown = answers["flag"].refusal, answers["unknown"].refusal
     assert flag is not None and (flag.step, flag.certain) == ("arguments", True) and "--max-model-len" in flag.message
     assert unknown is not None and (unknown.step, unknown.certain) == ("config", True) and "NoSuchModel" in unknown.message

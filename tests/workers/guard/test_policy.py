@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.collapses import STILL, TOTAL, Lived, Story, line, live
-from workers.guard.memory_sampler import Look, Trend, Vitals
+from workers.guard.memory_sampler import MemorySample, Trend, Vitals
 from workers.guard.policy import (
     CALM_S,
     CAPTURE,
@@ -20,18 +20,18 @@ from workers.guard.policy import (
     PRESSED,
     SERVE,
     TIGHT,
-    Engine,
-    Limits,
-    State,
+    GuardedEngine,
+    GuardState,
+    MemoryLimits,
     choose,
     decide,
     pace_s,
 )
 
 MEMINFO = Path(__file__).parents[2] / "fixtures" / "meminfo"
-LIMITS = Limits.of(TOTAL)
-SERVING = Engine("a", "a", SERVE, 60 * GIB, in_flight=1)
-LOADING = Engine("b", "b", LOAD, 30 * GIB, in_flight=0)
+LIMITS = MemoryLimits.of(TOTAL)
+SERVING = GuardedEngine("a", "a", SERVE, 60 * GIB, in_flight=1)
+LOADING = GuardedEngine("b", "b", LOAD, 30 * GIB, in_flight=0)
 CAPTURING = replace(LOADING, phase=CAPTURE)
 
 # Real ones: (what happens, the engines, the rank that must go, GiB that must still be available then, seconds from the crossing of hard)
@@ -65,7 +65,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize(("story", "engines", "victim", "left"), COLLAPSES.values(), ids=COLLAPSES)
-def test_every_real_collapse_is_stopped_in_time(story: Story, engines: list[Engine], victim: str, left: float) -> None:
+def test_every_real_collapse_is_stopped_in_time(story: Story, engines: list[GuardedEngine], victim: str, left: float) -> None:
     lived = live(story, engines)
 
     assert lived.victims[0] == victim, lived
@@ -85,7 +85,7 @@ def test_the_collapses_are_met_above_the_floor_at_any_phase_of_the_clock(base_s:
 
 
 @pytest.mark.parametrize(("story", "engines"), HEALTHY.values(), ids=HEALTHY)
-def test_a_healthy_model_is_left_alone(story: Story, engines: list[Engine]) -> None:
+def test_a_healthy_model_is_left_alone(story: Story, engines: list[GuardedEngine]) -> None:
     assert live(story, engines).kills == []
 
 
@@ -98,11 +98,11 @@ def test_a_healthy_model_is_left_alone(story: Story, engines: list[Engine]) -> N
 )  # fmt: skip
 def test_captured_readings_alone_kill_nobody(file: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text((MEMINFO / f"{file}.txt").read_text())
-    vitals, state = Vitals(tmp_path), State()
+    vitals, state = Vitals(tmp_path), GuardState()
     for tenth in range(50):
         look = vitals.look(tenth / 10)
         assert look is not None
-        decision, state = decide(look, vitals.trend(), [SERVING], Limits.of(look.total), state)
+        decision, state = decide(look, vitals.trend(), [SERVING], MemoryLimits.of(look.total), state)
         assert decision.kill is None
     assert decision.level == level
 
@@ -116,7 +116,7 @@ def test_a_flood_while_a_model_loads_is_answered_by_dropping_the_cache_now_and_t
 
 # Who goes
 
-SMALL_IDLE = Engine("s", "s", SERVE, 1 * GIB, in_flight=0)
+SMALL_IDLE = GuardedEngine("s", "s", SERVE, 1 * GIB, in_flight=0)
 WHO = {
     "the idle one": ([SERVING, replace(SERVING, rank_id="i", in_flight=0)], "i"),
     "the one that is starting": ([replace(SERVING, in_flight=0), LOADING], "b"),
@@ -131,7 +131,7 @@ WHO = {
 
 
 @pytest.mark.parametrize(("engines", "expected"), WHO.values(), ids=WHO)
-def test_who_goes(engines: list[Engine], expected: str | None) -> None:
+def test_who_goes(engines: list[GuardedEngine], expected: str | None) -> None:
     found = choose(engines, 8 * GIB)
     assert (found.rank_id if found else None) == expected
 
@@ -146,8 +146,8 @@ def test_one_victim_at_a_time_and_the_next_only_when_the_first_was_not_enough() 
 
 
 def test_a_victim_that_dies_slowly_is_waited_for() -> None:
-    state = State(killed_at_s=10.0)
-    low = Look(12.0, TOTAL, GIB // 4, GIB // 4, 0, 0, 0)
+    state = GuardState(killed_at_s=10.0)
+    low = MemorySample(12.0, TOTAL, GIB // 4, GIB // 4, 0, 0, 0)
     state = replace(state, last_looks=5)
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=True)[0].kill is None
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=False)[0].kill == "a"
@@ -163,9 +163,9 @@ def test_levels_rise_at_once_and_fall_late() -> None:
     assert lived.levels == [OK, TIGHT, PRESSED, TIGHT, OK], "pressure while it goes, none while it is low and still"
     assert not lived.kills
 
-    state = State(level=TIGHT)
+    state = GuardState(level=TIGHT)
     for second in range(int(CALM_S) + 1):
-        decision, state = decide(Look(float(second), TOTAL, 9 * GIB, 9 * GIB, 0, 0, 0), STILL, [], LIMITS, state)
+        decision, state = decide(MemorySample(float(second), TOTAL, 9 * GIB, 9 * GIB, 0, 0, 0), STILL, [], LIMITS, state)
         assert decision.level == (OK if second >= CALM_S else TIGHT)
 
 
@@ -176,14 +176,14 @@ def test_without_an_engine_there_is_nobody_to_kill_and_the_level_says_it() -> No
 
 def test_limits_are_shares_of_a_smaller_machine_and_what_was_configured() -> None:
     assert [value / GIB for value in (LIMITS.soft, LIMITS.hard, LIMITS.floor)] == [6, 4, 2]
-    small = Limits.of(24 * GIB)
+    small = MemoryLimits.of(24 * GIB)
     assert small.floor < small.hard < small.soft < 1.3 * GIB
-    assert Limits.of(TOTAL, 10, 8.5, 1) == Limits(10 * GIB, int(8.5 * GIB), GIB)
+    assert MemoryLimits.of(TOTAL, 10, 8.5, 1) == MemoryLimits(10 * GIB, int(8.5 * GIB), GIB)
     assert LIMITS.floor < LIMITS.hard_in(CAPTURE) < LIMITS.hard_in(SERVE)
     assert set(LOOKS) == {LOAD, CAPTURE, SERVE}
 
 
 def test_it_looks_five_times_as_often_while_memory_goes() -> None:
-    assert pace_s(Look(0, TOTAL, 50 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.5
-    assert pace_s(Look(0, TOTAL, 5 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.1
-    assert pace_s(Look(0, TOTAL, 50 * GIB, 0, 0, 0, 0), Trend(short=-GIB), LIMITS, 0.5) == 0.1
+    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.5
+    assert pace_s(MemorySample(0, TOTAL, 5 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.1
+    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0, 0), Trend(short=-GIB), LIMITS, 0.5) == 0.1

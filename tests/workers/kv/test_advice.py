@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kv.arithmetic import FOUR_BITS, GIB, Demand, DoesNotFit, Need, Reserved, pool
-from workers.kv.request import Wish
-from workers.kv.settings import BLOCKS_FLAG, Settings
+from workers.kv.arithmetic import FOUR_BITS, GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, pool
+from workers.kv.request import CacheRequest
+from workers.kv.settings import BLOCKS_FLAG, CacheSettings
 
 _NUMBER = r"([\d,]+\d|\d)"
 
@@ -24,14 +24,14 @@ class Start:
 
     room: int
     demand: Demand
-    need: Need
-    settings: Settings = field(default_factory=Settings)
+    need: CacheCosts
+    settings: CacheSettings = field(default_factory=CacheSettings)
     reserved: Reserved | None = None
     margin: int = GIB
 
     def tried(self) -> int:
         """Bytes of the cache, or the sentence."""
-        wish = Wish(self.settings, lambda: 0)
+        wish = CacheRequest(self.settings, lambda: 0)
         blocks = self.settings.blocks is not None
         size = wish.asked(self.need)
         # An operator's own size goes before memory_gib; sparkd hands over one or the other.
@@ -40,11 +40,11 @@ class Start:
         return made.bytes
 
 
-def need_of(length: int, per_token: int, state: int, block: int, **more: Any) -> Need:
+def need_of(length: int, per_token: int, state: int, block: int, **more: Any) -> CacheCosts:
     def of(tokens: int) -> int:
         return -(-(state + per_token * tokens) // block) * block
 
-    return Need(of(length), of(length) + block, length, of=of, **more)
+    return CacheCosts(of(length), of(length) + block, length, of=of, **more)
 
 
 def followed(start: Start, cure: str, sentence: str) -> Start | None:
@@ -63,13 +63,13 @@ def followed(start: Start, cure: str, sentence: str) -> Start | None:
     made = start
     size = gib(r"([\d.]+) GiB(?: would fit| would do| and max_model_len)")
     if size and (" cache (" in cure or " with a shorter context" in cure):
-        made = replace(made, settings=Settings(bytes=size))
+        made = replace(made, settings=CacheSettings(bytes=size))
     if cure == "a larger cache (kv_cache)":
         needs = re.search(r"tokens needs ([\d.]+) GiB", sentence)
         assert needs is not None
-        made = replace(made, settings=Settings(bytes=int(float(needs[1]) * GIB)))
+        made = replace(made, settings=CacheSettings(bytes=int(float(needs[1]) * GIB)))
     if (blocks := number(rf"{BLOCKS_FLAG} {_NUMBER}")) is not None:
-        made = replace(made, settings=Settings(blocks=blocks))
+        made = replace(made, settings=CacheSettings(blocks=blocks))
     if (tokens := number(rf"max_model_len {_NUMBER}")) is not None:
         made = replace(made, need=start.need.shortened(tokens))
     if (larger := gib(r"memory_gib \(([\d.]+) would fit")) is not None and start.reserved is not None:
@@ -101,7 +101,7 @@ def check(start: Start) -> list[str]:
     """The advice that was followed."""
     try:
         start.tried()
-    except DoesNotFit as refused:
+    except CacheDoesNotFit as refused:
         sentence = str(refused)
     else:
         return []
@@ -112,7 +112,7 @@ def check(start: Start) -> list[str]:
             continue
         try:
             again.tried()
-        except DoesNotFit as second:
+        except CacheDoesNotFit as second:
             raise AssertionError(f"{cure!r} of\n{sentence}\nends in\n{second}") from None
         found.append(cure)
     return found
@@ -142,19 +142,19 @@ def starts(draw: Callable[..., Any]) -> Start:
     sizes = st.sampled_from(["auto", "bytes", "tokens", "sequences", "at", "blocks", "at_most", "reserved", "both"])
     how = draw(sizes)
     reserved = None
-    asked = Settings()
+    asked = CacheSettings()
     if how == "bytes":
-        asked = Settings(bytes=max(1, draw(_bytes)))
+        asked = CacheSettings(bytes=max(1, draw(_bytes)))
     elif how == "tokens":
-        asked = Settings(tokens=draw(st.integers(1, 4 * length)))
+        asked = CacheSettings(tokens=draw(st.integers(1, 4 * length)))
     elif how == "sequences":
-        asked = Settings(sequences=draw(st.integers(1, 6)))
+        asked = CacheSettings(sequences=draw(st.integers(1, 6)))
     elif how == "at":
-        asked = Settings(sequences=draw(st.integers(1, 6)), at=draw(st.integers(1, 2 * length)))
+        asked = CacheSettings(sequences=draw(st.integers(1, 6)), at=draw(st.integers(1, 2 * length)))
     elif how == "blocks":
-        asked = Settings(blocks=draw(st.integers(1, 4096)))
+        asked = CacheSettings(blocks=draw(st.integers(1, 4096)))
     if how in ("at_most", "both"):
-        asked = Settings(at_most_bytes=max(1, draw(_bytes)))
+        asked = CacheSettings(at_most_bytes=max(1, draw(_bytes)))
     if how in ("reserved", "both"):
         taken = demand.weights + draw(st.integers(0, 4096)) * _MIB
         reserved = Reserved(draw(st.integers(1, 64)) * GIB, taken, draw(st.sampled_from([1, 2])))
@@ -178,34 +178,34 @@ BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
     [
         # 12.48 GiB would be called 12.5, which is more than is left.
         (
-            Start(int(13.48 * GIB), Demand(), LINEAR, Settings(bytes=20 * GIB)),
+            Start(int(13.48 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)),
             "a smaller cache (up to 12.4 GiB would fit, which is 3 of 32,768 tokens)",
         ),
-        (Start(int(1.997 * GIB), Demand(), LINEAR, Settings(bytes=20 * GIB)), "(up to 0.99 GiB and max_model_len 7,936 would fit)"),
-        (Start(20 * GIB, Demand(), LINEAR, Settings(bytes=3 * GIB)), "one request of 32,768 tokens needs 4.02 GiB"),
+        (Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "(up to 0.99 GiB and max_model_len 7,936 would fit)"),
+        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), "one request of 32,768 tokens needs 4.02 GiB"),
         # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
         (
-            Start(int(6.5 * GIB), Demand(), STATE, Settings(tokens=22_000)),
+            Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)),
             "a cache of another size with a shorter context (up to 5.50 GiB and max_model_len 12,032 would fit)",
         ),
         # The machine lacks room, and so does the limit: either alone would not do.
         (
-            Start(7 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB)),
+            Start(7 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB)),
             "4-bit weights (quantize: nvfp4 frees up to 5.75 GiB of 16-bit ones) with a larger cache (kv_cache; 4.02 GiB would do)",
         ),
-        (Start(40 * GIB, Demand(), LINEAR, Settings(bytes=GIB // 64)), "a larger cache (kv_cache)"),
+        (Start(40 * GIB, Demand(), LINEAR, CacheSettings(bytes=GIB // 64)), "a larger cache (kv_cache)"),
         (
-            Start(40 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
+            Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
             "a larger memory_gib (20.1 would fit) with a larger cache (kv_cache; 4.02 GiB would do)",
         ),
         (
-            Start(40 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
+            Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
             "a larger cache (kv_cache; up to 6.00 GiB would fit)",
         ),
     ],
 )
 def test_a_number_satisfies_every_limit_that_is_known(start: Start, says: str) -> None:
-    with pytest.raises(DoesNotFit) as refused:
+    with pytest.raises(CacheDoesNotFit) as refused:
         start.tried()
     assert says in str(refused.value)
     assert check(start)

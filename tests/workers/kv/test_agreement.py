@@ -13,9 +13,9 @@ import pytest
 
 from tests.workers.kv.test_sizing import BLOCK, DEMAND, NEED, STOCK, Machine, at_once
 from workers.kv.agreement import Course, Vote, course_of
-from workers.kv.arithmetic import GIB, Demand, Need
-from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.settings import Settings
+from workers.kv.arithmetic import GIB, CacheCosts, Demand
+from workers.kv.profiles import MeasuredProfile, Profiles, key_of
+from workers.kv.settings import CacheSettings
 from workers.kv.sizing import EXIT_CODE, Sizing
 from workers.kv.symbols import Missing
 
@@ -86,7 +86,7 @@ class Rank:
         self.machine = Machine(room, DEMAND)
         self.settings: dict[str, Any] = {}
         self.codes: list[int] = []
-        self.need: Callable[[], Need] = lambda: NEED
+        self.need: Callable[[], CacheCosts] = lambda: NEED
         self.about = {"model": "m", "world": [2, 1, number]}
 
     @property
@@ -94,10 +94,10 @@ class Rank:
         return Profiles(str(self.folder / "profiles"))
 
     def learn(self, demand: Demand = DEMAND) -> None:
-        self.profiles.keep(key_of(self.about), Learned(demand, 1.0), self.about)
+        self.profiles.keep(key_of(self.about), MeasuredProfile(demand, 1.0), self.about)
 
     def run(self, table: Table) -> Sizing | int | str:
-        known = Settings(margin_bytes=GIB, profiles=str(self.folder / "profiles"), report=str(self.folder / "report"), **self.settings)
+        known = CacheSettings(margin_bytes=GIB, profiles=str(self.folder / "profiles"), report=str(self.folder / "report"), **self.settings)
         gather = table.gather(self.number)
         sizing = Sizing(self.machine, known, self.need, lambda: self.about, self.number, leave=self.codes.append, gather=gather)
         try:
@@ -188,7 +188,7 @@ def test_a_rank_that_runs_out_while_others_wait_for_it_ends_its_process(pair):
 def test_a_symbol_that_one_rank_lacks_leaves_it_to_vllm_on_all(pair):
     one, other = pair
 
-    def need() -> Need:
+    def need() -> CacheCosts:
         raise Missing("get_kv_cache_groups")
 
     other.need = need

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Reserved, longest, margin_of, pool, smaller_batch, too_little
-from workers.kv.memory import Reading, host
+from workers.kv.arithmetic import GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, longest, margin_of, pool, smaller_batch, too_little
+from workers.kv.memory import MemoryReading, host
 
-NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
+NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
 # Weights are in memory already when room is read; they are here for the sentence.
 SPARK = Demand(graphs=2 * GIB, peak=6 * GIB, reusable=2 * GIB, weights=60 * GIB)
 
@@ -19,7 +19,7 @@ DEMAND = Demand(graphs=GIB, peak=4 * GIB, reusable=GIB * 4 // 5)
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 
 
-def spark(folder: Path, capture: str) -> Reading:
+def spark(folder: Path, capture: str) -> MemoryReading:
     """As the worker reads it: on a GB10 the driver's free memory is MemFree."""
     (folder / "self").mkdir()
     (folder / "meminfo").write_text((FIXTURES / f"{capture}.txt").read_text())
@@ -57,7 +57,7 @@ def test_the_margin_is_a_gibibyte_or_three_percent(size, asked, expected):
 
 
 def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, SPARK, GIB, NEED)
     assert str(raised.value) == (
         "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA "
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
 
 def test_the_batch_that_is_said_to_fit_fits():
     need = replace(NEED, batch_tokens=8192)
-    with pytest.raises(DoesNotFit, match=r"a smaller batch \(max_num_batched_tokens (\d,\d{3}) would about fit\)") as raised:
+    with pytest.raises(CacheDoesNotFit, match=r"a smaller batch \(max_num_batched_tokens (\d,\d{3}) would about fit\)") as raised:
         pool(10 * GIB, SPARK, GIB, need)
     tokens = int(re.search(r"tokens (\d,\d{3}) would", str(raised.value))[1].replace(",", ""))
     assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
@@ -91,7 +91,7 @@ def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, sa
     need = replace(NEED, batch_tokens=8192, sequences=sequences)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(prefill * GIB, decoding * GIB)
     assert demand.peak == 6 * GIB
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(8 * GIB, demand, GIB, need)
     would = f"{says} would about fit" if any(word.isdecimal() for word in says.replace(",", "").split()) else says
     assert f"a smaller batch ({would})" in str(raised.value)
@@ -110,7 +110,7 @@ def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, says):
     """Without chunked prefill it refuses a batch that is smaller than the longest prompt."""
     need = replace(NEED, batch_tokens=8192, sequences=16, chunked=chunked)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(6 * GIB, 3 * GIB)
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(8 * GIB, demand, GIB, need)
     assert f"a smaller batch ({says} would about fit)" in str(raised.value)
 
@@ -118,10 +118,10 @@ def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, says):
 def test_the_context_that_is_said_to_fit_fits():
     left = 2 * GIB
     tokens = longest(left, NEED)
-    smaller = Need(int(NEED.per_token * tokens), int(NEED.per_token * tokens) + GIB // 64, tokens)
+    smaller = CacheCosts(int(NEED.per_token * tokens), int(NEED.per_token * tokens) + GIB // 64, tokens)
     assert pool(left, Demand(), 0, smaller).bytes == left
-    with pytest.raises(DoesNotFit):
-        pool(left, Demand(), 0, Need(NEED.per_request, NEED.least, NEED.max_model_len))
+    with pytest.raises(CacheDoesNotFit):
+        pool(left, Demand(), 0, CacheCosts(NEED.per_request, NEED.least, NEED.max_model_len))
 
 
 def test_a_context_that_is_said_to_fit_fits_beside_a_state():
@@ -129,7 +129,7 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     need = replace(NEED, of=lambda tokens: GIB + 3 * GIB * tokens // 32768)
     assert longest(2 * GIB + need.per_block, need) == 10_752
     assert longest(GIB, need) == 0
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(GIB, Demand(), 0, need)
     assert "What helps: ending what else uses the memory." in str(raised.value)
 
@@ -171,7 +171,7 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     ],
 )
 def test_other_sentences(room, asked, at_most, says):
-    with pytest.raises(DoesNotFit, match=r".") as raised:
+    with pytest.raises(CacheDoesNotFit, match=r".") as raised:
         pool(room, SPARK, GIB, NEED, asked, at_most)
     assert says in str(raised.value)
 
@@ -191,7 +191,7 @@ ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 
     ],
 )
 def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(left + demand.ahead + GIB, demand, GIB, NEED, asked)
     assert says in str(raised.value)
 
@@ -206,10 +206,10 @@ def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
     ids=["bytes", "four requests", "one request"],
 )
 def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences, says):
-    def asked(need: Need) -> int:
+    def asked(need: CacheCosts) -> int:
         return 17 * GIB if sequences is None else sequences * need.per_request + need.per_block
 
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(4 * GIB, Demand(), GIB, NEED, asked(NEED), again=asked)
     assert says in str(raised.value)
     if sequences == 1:
@@ -232,7 +232,7 @@ RESERVED = (
     ids=["room for half a request", "room for nothing", "two ranks"],
 )
 def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(40 * GIB, SPARK, GIB, NEED, reserved=reserved)
     said = str(raised.value)
     assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
@@ -255,17 +255,17 @@ def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit
     ],
 )
 def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, says):
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
     assert says in str(raised.value)
     assert ("4-bit" in str(raised.value)) is bool(says)
 
 
 def test_a_start_without_graphs_is_advised_where_it_would_do():
-    with pytest.raises(DoesNotFit, match=r"no CUDA graphs \(enforce_eager: true frees 3\.00 GiB\)"):
+    with pytest.raises(CacheDoesNotFit, match=r"no CUDA graphs \(enforce_eager: true frees 3\.00 GiB\)"):
         pool(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
     assert pool(10 * GIB, replace(SPARK, graphs=0), 0, NEED).bytes >= NEED.least
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, SPARK, GIB, NEED)
     assert "enforce_eager" not in str(raised.value)
 
@@ -299,7 +299,7 @@ def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
     margin = margin_of(reading.size, None)
     assert margin == int(0.03 * reading.total)
     if gib is None:
-        with pytest.raises(DoesNotFit, match=r"7\.13 GiB are there, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
+        with pytest.raises(CacheDoesNotFit, match=r"7\.13 GiB are there, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
             pool(reading.room, DEMAND, margin, NEED)
         return
     made = pool(reading.room, DEMAND, margin, NEED)

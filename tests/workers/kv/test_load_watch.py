@@ -13,8 +13,8 @@ import pytest
 from tests.workers.kv.test_sizing import DEMAND, Machine, at_once, serve, start, told
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.load_watch import EVERY, LOOKS, UnderLoad
-from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.sized_worker import Sized
+from workers.kv.profiles import MeasuredProfile, Profiles, key_of
+from workers.kv.sized_worker import SizedWorker
 from workers.kv.sizing import Sizing
 
 __all__ = ["at_once"]  # a fixture
@@ -50,7 +50,7 @@ def peak(folder: Path) -> int:
 @pytest.mark.parametrize("learned", [False, True], ids=["rehearsed", "from a profile"])
 def test_a_peak_that_a_load_exceeds_is_corrected_and_said(tmp_path, caplog, learned):
     if learned:
-        Profiles(str(tmp_path / "profiles")).keep(KEY, Learned(DEMAND, 1.0), {})
+        Profiles(str(tmp_path / "profiles")).keep(KEY, MeasuredProfile(DEMAND, 1.0), {})
     machine, sizing = ready(tmp_path)
     batch(sizing, machine, 512, GIB)
     assert told(tmp_path)["load_peak_bytes"] == GIB
@@ -98,7 +98,7 @@ def test_a_worker_looks_at_what_its_steps_take():
             machine.batch = scheduled.total_num_scheduled_tokens * GIB
             return "made"
 
-    class Ours(Sized, Worker): ...
+    class Ours(SizedWorker, Worker): ...
 
     machine, seen = Machine(GIB), list[int]()
     worker = Ours()
@@ -123,7 +123,7 @@ def test_a_worker_looks_at_what_its_steps_take():
 )
 def test_a_profile_whose_batch_is_another_one_now_is_rehearsed_again(tmp_path, caplog, stored, batch_bytes, rehearses):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
-    Profiles(str(tmp_path / "profiles")).keep(KEY, Learned(Demand(peak=2 * GIB), 1.0, warm=stored), {})
+    Profiles(str(tmp_path / "profiles")).keep(KEY, MeasuredProfile(Demand(peak=2 * GIB), 1.0, warm=stored), {})
     machine = Machine(40 * GIB, Demand(peak=3 * GIB))
     machine.batch = batch_bytes
     sizing, size = start(machine, tmp_path)

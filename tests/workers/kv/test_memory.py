@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.memory import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.memory import MemoryReading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 GIB = 2**30
@@ -50,21 +50,21 @@ def test_the_room_of_real_sparks(tmp_path, capture, room_gib):
     ],
 )
 def test_both_numbers_hold_on_unified_memory(device_free, integrated, room):
-    reading = Reading(200, 60, 50, 20, device_free=device_free, device_total=200, integrated=integrated)
+    reading = MemoryReading(200, 60, 50, 20, device_free=device_free, device_total=200, integrated=integrated)
     assert reading.room == room
 
 
 def test_ranks_on_one_host_take_equal_parts():
-    reading = Reading(200, 60, 50, 20, cgroup_left=40, sharers=2)
+    reading = MemoryReading(200, 60, 50, 20, cgroup_left=40, sharers=2)
     assert (reading.room, reading.size) == (20, 100)
 
 
 def test_the_least_of_a_window_counts():
     numbers = iter([(60, 50), (40, 55), (70, 20)])
     slept: list[float] = []
-    found = lowest(lambda: Reading(100, *next(numbers), 0), 0.1, sleep=slept.append)
+    found = lowest(lambda: MemoryReading(100, *next(numbers), 0), 0.1, sleep=slept.append)
     assert (found.available, found.free, len(slept)) == (40, 20, 2)
-    assert lowest(lambda: Reading(100, 1, 2, 0), 0.0).free == 2
+    assert lowest(lambda: MemoryReading(100, 1, 2, 0), 0.0).free == 2
 
 
 @pytest.mark.parametrize(

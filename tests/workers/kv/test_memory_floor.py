@@ -9,7 +9,7 @@ import pytest
 
 from workers.kv import memory_floor
 from workers.kv.arithmetic import GIB
-from workers.kv.memory import Reading
+from workers.kv.memory import MemoryReading
 from workers.kv.memory_floor import BLIND, Floor
 
 
@@ -22,13 +22,13 @@ class Memory:
         self.read_times = 0
         self.enough = threading.Event()
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         self.read_times += 1
         if self.read_times > BLIND + 5:
             self.enough.set()
         if self.read_times <= self.failures:
             raise OSError("meminfo is not there")
-        return Reading(8 * GIB, self.room, self.room, 0)
+        return MemoryReading(8 * GIB, self.room, self.room, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("failures", [1, BLIND + 1])
 def test_a_reading_that_fails_does_not_end_the_watch(caplog, failures):
-    memory, seen, ended = Memory(failures, GIB // 8), list[Reading](), threading.Event()
+    memory, seen, ended = Memory(failures, GIB // 8), list[MemoryReading](), threading.Event()
 
-    def under(reading: Reading) -> None:
+    def under(reading: MemoryReading) -> None:
         seen.append(reading)
         ended.set()
 
@@ -65,7 +65,7 @@ def test_where_nothing_can_be_read_it_is_said_once_that_nobody_watches(caplog):
 def test_a_rehearsal_too_short_for_it_says_so_at_its_end(caplog):
     memory, failed = Memory(1 << 30, 8 * GIB), threading.Event()
 
-    def read() -> Reading:
+    def read() -> MemoryReading:
         if memory.read_times == 3:
             failed.set()
             threading.Event().wait(0.01)

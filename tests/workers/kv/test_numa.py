@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from workers.kv.memory import Reading, host
+from workers.kv.memory import MemoryReading, host
 from workers.kv.numa import nodes_bound, policy
-from workers.kv.request import Wish
-from workers.kv.settings import Settings
+from workers.kv.request import CacheRequest
+from workers.kv.settings import CacheSettings
 from workers.kv.symbols import Missing
 
 with warnings.catch_warnings():
@@ -139,11 +139,11 @@ def test_a_thread_that_is_bound_says_so_and_so_do_those_it_starts():
 
 
 def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits(tmp_path):
-    alone = Reading(64 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=1, ranks=2)
-    both = Reading(128 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=2, ranks=2)
+    alone = MemoryReading(64 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=1, ranks=2)
+    both = MemoryReading(128 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=2, ranks=2)
     assert [one.room // GIB for one in (alone, both)] == [50, 30]
     assert [one.size // GIB for one in (alone, both)] == [64, 64]
-    wish = Wish(Settings(margin_bytes=4 * GIB, reserved_bytes=40 * GIB), lambda: 10 * GIB)
+    wish = CacheRequest(CacheSettings(margin_bytes=4 * GIB, reserved_bytes=40 * GIB), lambda: 10 * GIB)
     for one in (alone, both):
         assert wish.margin(one) == 2 * GIB, "4 GiB of the machine"
         kept = wish.reserved(one)
@@ -165,7 +165,7 @@ def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits
 def test_ranks_find_out_with_whom_they_share(monkeypatch, others, ranks, sharers):
     monkeypatch.setattr(cpu, "nodes_bound", lambda _proc: frozenset({1}))
     monkeypatch.setattr(cpu, "boot_id", lambda: "here")
-    monkeypatch.setattr(cpu, "host", lambda kept: Reading(128 * GIB, 60 * GIB, 60 * GIB, 0) if kept == {1} else None)
+    monkeypatch.setattr(cpu, "host", lambda kept: MemoryReading(128 * GIB, 60 * GIB, 60 * GIB, 0) if kept == {1} else None)
     worker: Any = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=1 + len(others)))
     rehearsal = cpu.CpuRehearsal(worker)
     rehearsal.meet(lambda mine: [mine, *others])

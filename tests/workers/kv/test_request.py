@@ -5,26 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.kv.settings import Settings
+from workers.kv.settings import CacheSettings
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, Settings()),
-        ({"bytes": 5}, Settings(bytes=5)),
-        ({"sequences": 2, "at": 4096}, Settings(sequences=2, at=4096)),
-        ({"margin_bytes": 0, "profiles": "/p", "report": "/r", "at_most_bytes": 7}, Settings(None, None, None, None, 7, 0, "/p", "/r")),
+        ({}, CacheSettings()),
+        ({"bytes": 5}, CacheSettings(bytes=5)),
+        ({"sequences": 2, "at": 4096}, CacheSettings(sequences=2, at=4096)),
+        (
+            {"margin_bytes": 0, "profiles": "/p", "report": "/r", "at_most_bytes": 7},
+            CacheSettings(None, None, None, None, 7, 0, "/p", "/r"),
+        ),
     ],
 )
 def test_what_is_said_is_what_holds(given, expected):
-    found = Settings.parse({"SPARKD_KV": json.dumps(given)})
+    found = CacheSettings.parse({"SPARKD_KV": json.dumps(given)})
     assert found == expected
 
 
 def test_the_forerunners_margin_is_understood_and_ours_goes_before():
-    assert Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512"}).margin_bytes == 512 * 2**20
-    assert Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512", "SPARKD_KV": '{"margin_bytes": 1}'}).margin_bytes == 1
+    assert CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512"}).margin_bytes == 512 * 2**20
+    assert CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512", "SPARKD_KV": '{"margin_bytes": 1}'}).margin_bytes == 1
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_the_forerunners_margin_is_understood_and_ours_goes_before():
 )
 def test_what_is_wrong_is_named(text, says):
     with pytest.raises(ValueError, match="SPARKD_KV") as raised:
-        Settings.parse({"SPARKD_KV": text})
+        CacheSettings.parse({"SPARKD_KV": text})
     assert says in str(raised.value)
 
 
@@ -52,18 +55,18 @@ def test_what_is_wrong_is_named(text, says):
     [({}, 5 << 30, 5 << 30), ({}, None, None), ({}, 0, None), ({"bytes": 7}, 5 << 30, 7), ({"tokens": 7}, 5 << 30, None)],
 )
 def test_a_size_that_vllm_was_given_holds_where_nobody_says_another(own, vllms, expected):
-    assert Settings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=vllms)).bytes == expected
-    assert Settings(**own).or_vllms(SimpleNamespace()) == Settings(**own)
+    assert CacheSettings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=vllms)).bytes == expected
+    assert CacheSettings(**own).or_vllms(SimpleNamespace()) == CacheSettings(**own)
 
 
 @pytest.mark.parametrize("own", [{}, {"bytes": 7}, {"sequences": 7, "at": 9}])
 def test_vllms_blocks_go_before_every_other_size(own):
-    found = Settings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=5 << 30, num_gpu_blocks_override=12))
-    assert found == Settings(**own, blocks=12)
+    found = CacheSettings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=5 << 30, num_gpu_blocks_override=12))
+    assert found == CacheSettings(**own, blocks=12)
     with pytest.raises(ValueError, match="has no 'blocks'"):
-        Settings.parse({"SPARKD_KV": '{"blocks": 12}'})
+        CacheSettings.parse({"SPARKD_KV": '{"blocks": 12}'})
 
 
 def test_a_margin_that_is_no_number():
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_MEM_MARGIN must be a whole number of MiB"):
-        Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})
+        CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})

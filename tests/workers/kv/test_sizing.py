@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from workers.kv.arithmetic import GIB, Demand, Need
-from workers.kv.memory import Reading
-from workers.kv.profiles import Learned, Profiles, key_of
-from workers.kv.settings import Settings
+from workers.kv.arithmetic import GIB, CacheCosts, Demand
+from workers.kv.memory import MemoryReading
+from workers.kv.profiles import MeasuredProfile, Profiles, key_of
+from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.symbols import Missing
 
 BLOCK = GIB // 256
-NEED = Need(per_request=GIB, least=GIB + BLOCK, max_model_len=8192)
+NEED = CacheCosts(per_request=GIB, least=GIB + BLOCK, max_model_len=8192)
 DEMAND = Demand(graphs=GIB, peak=2 * GIB, weights=30 * GIB)
 STOCK = 4711
 
@@ -51,8 +51,8 @@ class Machine:
             raise RanOut(self.ran_out)
         return self.demand
 
-    def read(self) -> Reading:
-        return Reading(128 * GIB, self.room, self.room, 0, sharers=self.sharers)
+    def read(self) -> MemoryReading:
+        return MemoryReading(128 * GIB, self.room, self.room, 0, sharers=self.sharers)
 
     def untouched(self, pool_bytes: int) -> int:
         return 0
@@ -77,7 +77,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(machine: Machine, folder: Path, leave: Callable[[int], None] = lambda _code: None, **settings: Any) -> tuple[Sizing, int]:
     (folder / "profiles").mkdir(exist_ok=True)
-    known = Settings(**{"margin_bytes": GIB, "profiles": str(folder / "profiles"), "report": str(folder / "report"), **settings})
+    known = CacheSettings(**{"margin_bytes": GIB, "profiles": str(folder / "profiles"), "report": str(folder / "report"), **settings})
     sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"}, leave=leave)
     return sizing, sizing.determine(lambda _limit: STOCK)
 
@@ -242,18 +242,18 @@ def test_a_context_that_vllm_makes_what_fits_is_not_refused_for_the_longest(tmp_
     """--max-model-len -1 (vllm/v1/core/kv_cache_utils.py, _auto_fit_max_model_len)."""
     need = replace(NEED, shrinks=True)
     machine = Machine(5 * GIB)
-    sizing = Sizing(machine, Settings(margin_bytes=GIB, report=str(tmp_path / "report")), lambda: need, dict)
+    sizing = Sizing(machine, CacheSettings(margin_bytes=GIB, report=str(tmp_path / "report")), lambda: need, dict)
     size = sizing.determine(lambda _limit: STOCK)
     assert size == GIB // 2
     with pytest.raises(ValueError, match="One request of 8,192 tokens"):
-        Sizing(Machine(5 * GIB), Settings(margin_bytes=GIB), lambda: NEED, dict).determine(lambda _limit: STOCK)
+        Sizing(Machine(5 * GIB), CacheSettings(margin_bytes=GIB), lambda: NEED, dict).determine(lambda _limit: STOCK)
     machine.room -= size + GIB
     sizing.allocated(127 / 126, 8192 * 126 // 256)  # of 128 blocks one is vLLM's own; it took 126
     sizing.ready()
     assert (told(tmp_path)["tokens"], told(tmp_path)["bytes_per_token"]) == (4064, GIB / 8192)
     assert told(tmp_path)["pool_bytes"] == 127 * BLOCK
     with pytest.raises(ValueError, match=r"One request of 256 tokens needs a KV cache of 0\.04 GiB and 0\.00 GiB are left"):
-        Sizing(Machine(int(4.5 * GIB)), Settings(margin_bytes=GIB), lambda: need, dict).determine(lambda _limit: STOCK)
+        Sizing(Machine(int(4.5 * GIB)), CacheSettings(margin_bytes=GIB), lambda: need, dict).determine(lambda _limit: STOCK)
 
 
 @pytest.mark.parametrize("settings", [{"tokens": 4096}, {"bytes": GIB // 2}, {"sequences": 1, "at": 4096}])
@@ -267,7 +267,7 @@ def test_a_size_below_one_request_is_refused_where_there_is_plenty(tmp_path, set
 
 
 def test_a_profile_that_would_refuse_is_not_believed(tmp_path):
-    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(graphs=90 * GIB), 1.0), {})
+    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(Demand(graphs=90 * GIB), 1.0), {})
     machine = Machine(40 * GIB)
     _, size = start(machine, tmp_path)
     assert machine.did == ["warm", "rehearse 1.0"]
@@ -284,7 +284,7 @@ def test_a_release_without_a_symbol_sizes_its_cache_itself(tmp_path, caplog):
 
 
 def test_a_model_without_a_cache_is_stocks(tmp_path):
-    sizing = Sizing(Machine(GIB), Settings(), lambda: None, dict)
+    sizing = Sizing(Machine(GIB), CacheSettings(), lambda: None, dict)
     assert sizing.determine(lambda _limit: STOCK) == STOCK
 
 
@@ -330,12 +330,12 @@ def test_a_disk_that_refuses_half_way_leaves_nothing_behind(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(json, "dump", full)
-    assert Profiles(str(tmp_path)).keep("k", Learned(DEMAND, 1.0), {}) is False
+    assert Profiles(str(tmp_path)).keep("k", MeasuredProfile(DEMAND, 1.0), {}) is False
     assert list(tmp_path.iterdir()) == []
 
 
 def test_profiles_of_another_rehearsal_are_not_believed(tmp_path):
-    Profiles(str(tmp_path)).keep("k", Learned(DEMAND, 1.0), {})
+    Profiles(str(tmp_path)).keep("k", MeasuredProfile(DEMAND, 1.0), {})
     raw = json.loads((tmp_path / "k.json").read_text())
     (tmp_path / "k.json").write_text(json.dumps(raw | {"v": raw["v"] - 1}))
     assert Profiles(str(tmp_path)).find("k") is None
@@ -343,11 +343,11 @@ def test_profiles_of_another_rehearsal_are_not_believed(tmp_path):
 
 def test_profiles_that_cannot_be_kept_cost_nothing_else(tmp_path):
     (tmp_path / "file").write_text("")
-    assert Profiles(str(tmp_path / "file" / "x")).keep("k", Learned(DEMAND, 1.0), {}) is False
-    assert Profiles(None).keep("k", Learned(DEMAND, 1.0), {}) is False
+    assert Profiles(str(tmp_path / "file" / "x")).keep("k", MeasuredProfile(DEMAND, 1.0), {}) is False
+    assert Profiles(None).keep("k", MeasuredProfile(DEMAND, 1.0), {}) is False
     kept = Profiles(str(tmp_path / "new"))
-    assert kept.keep("k", Learned(DEMAND, 1.5, 3, -7, 9), {"vllm": "0"})
-    assert kept.find("k") == Learned(DEMAND, 1.5, 3, -7, 9)
+    assert kept.keep("k", MeasuredProfile(DEMAND, 1.5, 3, -7, 9), {"vllm": "0"})
+    assert kept.find("k") == MeasuredProfile(DEMAND, 1.5, 3, -7, 9)
 
 
 class Gone(Exception):
@@ -413,7 +413,7 @@ WITHOUT_REHEARSAL = pytest.mark.parametrize(("learned", "settings"), [(True, {})
 @WITHOUT_REHEARSAL
 def test_a_device_that_refuses_memory_without_a_rehearsal_has_a_smaller_one_next(tmp_path, learned, settings):
     if learned:
-        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(DEMAND, 1.0), {})
+        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(DEMAND, 1.0), {})
     machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.raises(ValueError, match=r"\(CUDA out of memory\. .*the next start tries a smaller batch"):
         start(machine, tmp_path, **settings)
@@ -427,7 +427,7 @@ def test_a_device_that_refuses_memory_without_a_rehearsal_has_a_smaller_one_next
 @WITHOUT_REHEARSAL
 def test_memory_is_watched_without_a_rehearsal_too(tmp_path, learned, settings):
     if learned:
-        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(DEMAND, 1.0), {})
+        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(DEMAND, 1.0), {})
     machine, codes = Greedy(enough=0.25), list[int]()
 
     def leave(code: int) -> None:
@@ -461,7 +461,7 @@ def test_a_profile_tells_how_many_used_it_and_how_the_last_one_went(tmp_path):
 
 @pytest.mark.parametrize("reserve", [0, GIB // 2, 3 * GIB])
 def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, reserve):
-    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(GIB, 2 * GIB, reusable=GIB), 1.0), {})
+    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(Demand(GIB, 2 * GIB, reusable=GIB), 1.0), {})
     machine = Machine(40 * GIB)
     machine.reserve = reserve
     sizing, size = start(machine, tmp_path)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.workers.kv.test_sizing import NEED, Machine, at_once, told
-from workers.kv.arithmetic import GIB, Need
-from workers.kv.settings import Settings
-from workers.kv.sized_worker import Sized
+from workers.kv.arithmetic import GIB, CacheCosts
+from workers.kv.settings import CacheSettings
+from workers.kv.sized_worker import SizedWorker
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing
 
@@ -39,7 +39,7 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
     machine = Machine(40 * GIB, missing="GPUModelRunner._dummy_run")
     asked: list[int | None] = []
 
-    def need() -> Need:
+    def need() -> CacheCosts:
         if not counted:
             raise Missing("vllm.v1.core.kv_cache_utils.get_kv_cache_groups")
         return NEED
@@ -48,7 +48,7 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
         asked.append(within)
         return 36 * GIB
 
-    known = Settings(margin_bytes=8 * GIB, report=str(tmp_path / "report"), **settings)
+    known = CacheSettings(margin_bytes=8 * GIB, report=str(tmp_path / "report"), **settings)
     # A cache of a given size leaves plenty here: nothing would be rehearsed, and nothing be missing.
     machine.warm = lambda: int(bool(machine.rehearse(1.0)))  # type: ignore[method-assign]
     size = Sizing(machine, known, need, lambda: {"model": "m"}).determine(stock)
@@ -63,7 +63,7 @@ def test_blocks_that_vllm_was_told_to_take_do_not_over_commit(tmp_path, blocks, 
     """It takes them whatever it is told that there is."""
     machine = Machine(40 * GIB, missing="GPUModelRunner._dummy_run")
     machine.warm = lambda: int(bool(machine.rehearse(1.0)))  # type: ignore[method-assign]
-    known = Settings(margin_bytes=8 * GIB, report=str(tmp_path / "report"), blocks=blocks)
+    known = CacheSettings(margin_bytes=8 * GIB, report=str(tmp_path / "report"), blocks=blocks)
     sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"})
     if fits:
         assert sizing.determine(lambda _limit: 36 * GIB) == 32 * GIB
@@ -83,14 +83,14 @@ class Worker:
         self.allocated.append(kv_cache_config)
 
 
-class Ours(Sized, Worker): ...
+class Ours(SizedWorker, Worker): ...
 
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(monkeypatch, lacks):
     counts = "vllm.v1.core.kv_cache_utils.get_max_concurrency_for_kv_cache_config"
 
-    def need() -> Need:
+    def need() -> CacheCosts:
         if lacks:
             raise Missing(counts)
         return NEED
@@ -103,7 +103,7 @@ def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(mon
     monkeypatch.setattr("workers.kv.sized_worker.requests_in", requests_in)
     worker, cache = Ours(), SimpleNamespace(kv_cache_groups=["full"])
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8192))
-    worker._sizing = Sizing(Machine(40 * GIB), Settings(), need, lambda: {"model": "m"})
+    worker._sizing = Sizing(Machine(40 * GIB), CacheSettings(), need, lambda: {"model": "m"})
     size = worker._sizing.determine(lambda _limit: 4711)
     assert (size == 4711) is lacks
     worker.initialize_from_config(cache)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sparkd.capacity.kv_cache import KvLayout, Serving, sized
-from workers.kv.arithmetic import Need
-from workers.kv.request import Wish
-from workers.kv.settings import Settings
+from workers.kv.arithmetic import CacheCosts
+from workers.kv.request import CacheRequest
+from workers.kv.settings import CacheSettings
 from workers.kv.symbols import lookahead_of
 
 with warnings.catch_warnings():
@@ -113,8 +113,8 @@ def test_no_request_waits_for_a_block_and_none_is_too_many(config, ahead, writte
         return -(-tokens // BLOCK_TOKENS)
 
     whole = of(MAX_MODEL_LEN)
-    need = Need(whole, whole + 1, MAX_MODEL_LEN, of=of, lookahead=lookahead_of(counted))
-    wanted = Wish(Settings(sequences=SEQUENCES, at=at), lambda: 0).asked(need)
+    need = CacheCosts(whole, whole + 1, MAX_MODEL_LEN, of=of, lookahead=lookahead_of(counted))
+    wanted = CacheRequest(CacheSettings(sequences=SEQUENCES, at=at), lambda: 0).asked(need)
     assert wanted is not None
     serving = Serving(MAX_MODEL_LEN, batches_in_flight=1 + ahead, speculative_tokens=drafts, draft_layers=bool(written))
     layout = KvLayout(1, ((BLOCK_TOKENS, None, False),), serving)
@@ -127,8 +127,8 @@ def test_no_request_waits_for_a_block_and_none_is_too_many(config, ahead, writte
 
 
 def test_no_request_has_slots_beyond_the_longest():
-    need = Need(32, 33, 512, of=lambda tokens: -(-tokens // 16), lookahead=9)
-    assert [Wish(Settings(sequences=2, at=at), lambda: 0).asked(need) for at in (496, 504, 512, None)] == [65, 65, 65, 65]
+    need = CacheCosts(32, 33, 512, of=lambda tokens: -(-tokens // 16), lookahead=9)
+    assert [CacheRequest(CacheSettings(sequences=2, at=at), lambda: 0).asked(need) for at in (496, 504, 512, None)] == [65, 65, 65, 65]
 
 
 @pytest.mark.parametrize(("method", "written"), [("use_eagle", 4), ("uses_draft_model", 4), ("neither", 0)])

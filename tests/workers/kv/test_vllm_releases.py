@@ -19,7 +19,7 @@ import workers.kv
 from tests.workers.kv.test_sizing import NEED, STOCK, Machine, at_once
 from workers.kv import prompt_logprobs, rehearsal, symbols
 from workers.kv.arithmetic import GIB, Demand
-from workers.kv.settings import Settings
+from workers.kv.settings import CacheSettings
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing, imported
 
@@ -155,12 +155,12 @@ def test_what_is_asked_for_in_a_rehearsal_is_missing(monkeypatch, caplog, module
         monkeypatch.delattr(holder, name)
     else:
         monkeypatch.delattr(holder, "__getattr__")  # it is made when it is asked for
-    size = Sizing(_machine(lambda: imported(module, name)), Settings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
+    size = Sizing(_machine(lambda: imported(module, name)), CacheSettings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
     assert size == STOCK
     assert f"this vLLM has no {module}.{name}; it sizes its KV cache itself" in caplog.text
     caplog.clear()
     monkeypatch.setitem(sys.modules, module, None)  # the whole module is gone
-    size = Sizing(_machine(lambda: imported(module, name)), Settings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
+    size = Sizing(_machine(lambda: imported(module, name)), CacheSettings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
     assert size == STOCK
     assert f"this vLLM has no {module}.{name}; it sizes" in caplog.text
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
-from sparkd.models.shape import Attention, Mixer, Shape, State, shape_of
+from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.sketches import dense
-from workers.kv.arithmetic import Need, longest
-from workers.kv.memory import Reading
+from workers.kv.arithmetic import CacheCosts, longest
+from workers.kv.memory import MemoryReading
 from workers.kv.memory_floor import Floor
 from workers.kv.symbols import need_of, weight_bits
 
@@ -55,10 +55,10 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
     assert (rehearsal.read().room, rehearsal.idle(), rehearsal.taken() >> 30) == (7 * GIB, 2 * GIB, 3)
-    seen: list[Reading] = []
+    seen: list[MemoryReading] = []
     ended = threading.Event()
 
-    def under(reading: Reading) -> None:
+    def under(reading: MemoryReading) -> None:
         seen.append(reading)
         ended.set()
 
@@ -117,7 +117,7 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
 @pytest.mark.parametrize("integrated", [False, True])
 def test_what_decodes_images_has_its_part_of_the_device(monkeypatch, rehearsal, release, images, gib, integrated):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(is_integrated=integrated))
-    monkeypatch.setattr("workers.kv.cuda.host", lambda: Reading(64 * GIB, 40 * GIB, 7 * GIB, 0))
+    monkeypatch.setattr("workers.kv.cuda.host", lambda: MemoryReading(64 * GIB, 40 * GIB, 7 * GIB, 0))
     worker = object.__new__(SparkWorker)
     worker.parallel_config = SimpleNamespace(_api_process_count=1)  # type: ignore[assignment]
     config = None if images is None else MultiModalConfig(mm_ipc_gpu_memory_gb=images)
@@ -189,7 +189,7 @@ def test_the_way_back_to_vllms_own_sizing_needs_no_symbol_itself(monkeypatch, la
 
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
-STATE = State(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
+STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
 LENGTH = 65_536
 SHAPES: dict[str, list[Mixer]] = {
     "full": [FULL] * 8,
@@ -200,18 +200,20 @@ SHAPES: dict[str, list[Mixer]] = {
 }
 
 
-def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> Need:
+def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> CacheCosts:
     """By vLLM's own counting, as the worker asks it."""
     serving = Serving(max_model_len, max_num_batched_tokens=2048)
     config = vllm_config(serving)
     config.cache_config.block_size = BLOCK_TOKENS["cuda"]
-    states = [one for one in shape.mixers if isinstance(one, State)]
+    states = [one for one in shape.mixers if isinstance(one, RecurrentState)]
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
     if states and attentions:
         aligned(config, attentions[0], states[0], serving, monkeypatch)
     block, padded = config.cache_config.block_size, config.cache_config.mamba_page_size_padded
     specs = {
-        f"layers.{number}": state_spec(one, serving, block, padded) if isinstance(one, State) else attention_spec(one, serving, block)
+        f"layers.{number}": state_spec(one, serving, block, padded)
+        if isinstance(one, RecurrentState)
+        else attention_spec(one, serving, block)
         for number, one in enumerate(shape.mixers)
         if one is not None
     }

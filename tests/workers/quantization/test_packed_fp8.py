@@ -20,9 +20,9 @@ from tests.workers.stream.formats.test_fp8_source_load import described
 from tests.workers.stream.reference import E4M3
 from tests.workers.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
 from workers.quantization.formats import Format
-from workers.quantization.packed import Block
+from workers.quantization.packed import PackedWeight
 from workers.quantization.packed_scale import block_scale, packed_module_of
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.formats import quantizer
 from workers.stream.pipeline import Pipeline
 from workers.stream.read_plan import Batch, steps
@@ -136,7 +136,7 @@ def test_experts_that_are_kept_become_fp8_of_their_own(tmp_path: Path, layout: s
 def test_experts_that_lie_as_they_are_needed_are_quantized_together(tmp_path: Path, layout: str, inter: int) -> None:
     """Gate and up are of one kind where no block of scales is part of both."""
     checkpoint = read_checkpoint(str(packed(layout, tmp_path, inter)[0]))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
     units = [step for step in steps(Pipeline(virtual, CPU, READER)._plans, 2**30, {}) if isinstance(step, Batch)]
     together = {plan.unit.name for batch in units for plan in batch.plans}
     alike = any("gate_proj" in name for name in together)
@@ -149,7 +149,7 @@ def test_experts_that_lie_as_they_are_needed_are_quantized_together(tmp_path: Pa
 @pytest.mark.parametrize(("rank", "batch_bytes"), [(0, 0), (1, 2**30)])
 def test_a_rank_takes_its_part(tmp_path: Path, layout: str, rank: int, batch_bytes: int) -> None:
     checkpoint = read_checkpoint(str(packed(layout, tmp_path, 256)[0]))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
     trace = Trace()
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     regions = {name: taken.region for name, taken in trace.taken.items()}
@@ -171,7 +171,7 @@ def test_a_scale_of_another_shape_is_named(shape: tuple[int, ...]) -> None:
         "neither one value, nor one for each expert, row or 128x128 block. Leave out `quantize`"
     )
     with pytest.raises(CheckpointError, match=told):
-        block_scale(WEIGHT, Block("m", 0, False, 0, INTER), scale)
+        block_scale(WEIGHT, PackedWeight("m", 0, False, 0, INTER), scale)
 
 
 def names() -> Iterator[tuple[str, str | None]]:
@@ -189,7 +189,7 @@ def test_what_is_a_scale_of_packed_experts_is_told_by_its_name(name: str, module
 
 def test_a_block_that_is_shared_by_gate_and_up_stays_whole() -> None:
     scale = TensorRef("s", "F32", (EXPERTS, 3, 1), "/m", 1000, 4 * EXPERTS * 3)
-    up = Block("m", 2, False, INTER, INTER)
+    up = PackedWeight("m", 2, False, INTER, INTER)
     found = block_scale(WEIGHT, up, scale)
     assert (found.first, found.shape, found.ref.shape, found.ref.offset) == (INTER, (2 * INTER, HIDDEN), (3, 1), 1000 + 4 * 2 * 3)
     whole = block_scale(WEIGHT, replace(up, row_start=0, row_count=None), scale)

@@ -16,7 +16,7 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.shards import Shape, checkpoint_of, layered
 from workers.quantization import recipe
 from workers.quantization.formats import SPELLINGS
-from workers.quantization.recipe import Format, Recipe
+from workers.quantization.recipe import Format, QuantizationRecipe
 
 W = (128, 128)
 LLAMA = {
@@ -44,7 +44,7 @@ MOE = {**LLAMA, **layered(2, {"mlp.gate.weight": W, **EXPERTS}, "model.layers.7"
 
 def chosen(value: Any, tensors: Mapping[str, tuple[str, Shape]] = LLAMA, **given: Any) -> dict[str, str]:
     """Module -> spelling, the layers' prefix cut off."""
-    made = Recipe.parse(value).assign(checkpoint_of(tensors, **given))
+    made = QuantizationRecipe.parse(value).assign(checkpoint_of(tensors, **given))
     return {module.removeprefix("model.layers."): form.spelling for module, form in made.items()}
 
 
@@ -145,14 +145,14 @@ def test_a_format_is_for_every_projection_and_nothing_else() -> None:
 
 
 def test_modules_come_in_the_order_of_the_checkpoint() -> None:
-    made = list(Recipe.parse("nvfp4").assign(checkpoint_of(LLAMA)))
+    made = list(QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(LLAMA)))
 
     assert made == [name.removesuffix(".weight") for name in LLAMA if name.removesuffix(".weight") in made]
 
 
 @pytest.mark.parametrize("value", ["bf16", {"format": "bf16"}, None, "", {}, {"keep": ["q_proj"]}, {"layers": {"o_proj": "bf16"}}])
 def test_plain_loading_quantizes_nothing(value: Any) -> None:
-    read = Recipe.parse(value)
+    read = QuantizationRecipe.parse(value)
 
     assert not read.quantizes
     assert read.assign(checkpoint_of(LLAMA)) == {}
@@ -219,14 +219,14 @@ def test_what_a_pattern_matches(pattern: str, hit: str) -> None:
     "pattern", ["proj", "o_pro", "_proj", "layers.*.o_proj", "layers.00", "mlp.self_attn", "class:expert", "moe", r"re:^q_proj"]
 )
 def test_whole_components_only_and_what_matches_nothing_is_told(pattern: str) -> None:
-    made = Recipe.parse({"format": "mxfp4", "layers": {pattern: "nvfp4"}}).assign(checkpoint_of(LLAMA))
+    made = QuantizationRecipe.parse({"format": "mxfp4", "layers": {pattern: "nvfp4"}}).assign(checkpoint_of(LLAMA))
 
     assert {form.name for form in made.values()} == {"mxfp4"}
     assert made.adjustments == (f"quantize.layers[0].match: {pattern!r} matches no weight of this checkpoint.",)
 
 
 def test_a_rule_that_is_left_out_by_keep_is_told_too() -> None:
-    made = Recipe.parse({"format": "nvfp4", "keep": ["nope"]}).assign(checkpoint_of(LLAMA))
+    made = QuantizationRecipe.parse({"format": "nvfp4", "keep": ["nope"]}).assign(checkpoint_of(LLAMA))
 
     assert made.adjustments == ("quantize.keep: 'nope' matches no weight of this checkpoint.",)
 
@@ -260,7 +260,7 @@ def test_every_rule_that_is_refused_is_told_at_once() -> None:
     layers = [{"match": "o_proj", "format": "fp88"}, {"match": "re:(?=x)", "format": "fp8"}, {"match": "q_proj", "format": "fp8"}]
 
     with pytest.raises(ConfigError) as raised:
-        Recipe.parse({"format": "nvfp5", "layers": layers, "keep": ["a..b"]})
+        QuantizationRecipe.parse({"format": "nvfp5", "layers": layers, "keep": ["a..b"]})
     places = ["quantize.format", "quantize.layers[0]", "quantize.layers[1].match", "quantize.keep"]
     assert [part.partition(": ")[0] for part in raised.value.message.split("; ") if part.startswith("quantize.")] == places
 
@@ -322,11 +322,11 @@ def test_what_keeps_its_precision_by_default(name: str, part: str) -> None:
     tensors = {name: ("BF16", W)}
     leaf = module.rpartition(".")[2]
 
-    assert Recipe.parse("nvfp4").assign(checkpoint_of(tensors)) == {}
-    assert Recipe.parse({"layers": {"all": "nvfp4"}}).assign(checkpoint_of(tensors)) == {}
-    assert list(Recipe.parse({"layers": {part: "fp8"}}).assign(checkpoint_of(tensors))) == [module]
+    assert QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(tensors)) == {}
+    assert QuantizationRecipe.parse({"layers": {"all": "nvfp4"}}).assign(checkpoint_of(tensors)) == {}
+    assert list(QuantizationRecipe.parse({"layers": {part: "fp8"}}).assign(checkpoint_of(tensors))) == [module]
     if part not in (leaf, "indexer"):
-        assert Recipe.parse({"layers": {leaf: "fp8"}}).assign(checkpoint_of(tensors)) == {}
+        assert QuantizationRecipe.parse({"layers": {leaf: "fp8"}}).assign(checkpoint_of(tensors)) == {}
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_th
     name = "encoder.layers.0.attn.to_q"
     tensors = {f"{name}.weight": ("BF16", W)}
 
-    assert (name in Recipe.parse("nvfp4").assign(checkpoint_of(tensors, config=config))) == (not is_kept)
-    assert name in Recipe.parse({"layers": {"encoder": "fp8"}}).assign(checkpoint_of(tensors, config=config))
+    assert (name in QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(tensors, config=config))) == (not is_kept)
+    assert name in QuantizationRecipe.parse({"layers": {"encoder": "fp8"}}).assign(checkpoint_of(tensors, config=config))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_th
     ],
 )
 def test_what_vllm_cannot_quantize_stays_and_is_told(name: str, rule: str, kind: str) -> None:
-    made = Recipe.parse({"layers": {rule: "fp8"}}).assign(checkpoint_of({name: ("BF16", W)}))
+    made = QuantizationRecipe.parse({"layers": {rule: "fp8"}}).assign(checkpoint_of({name: ("BF16", W)}))
 
     assert made == {}
     assert made.adjustments[0].startswith(f"quantize.layers[0].match: {rule!r} names a weight of class {kind}, which")
@@ -377,7 +377,7 @@ def test_what_a_model_class_has_in_no_quantized_form_is_kept_and_told(
     checkpoint = checkpoint_of(tensors, config={"model_type": model_type})
 
     for value in ("int4-g32", {"format": "fp8", "layers": dict.fromkeys(kept, "nvfp4")}):
-        made = Recipe.parse(value).assign(checkpoint)
+        made = QuantizationRecipe.parse(value).assign(checkpoint)
         assert set(made) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in quantized}
         assert [told in sentence for sentence in made.adjustments] == [True] if told else made.adjustments == ()
 
@@ -387,7 +387,7 @@ def test_what_a_model_class_has_in_no_quantized_form_is_kept_and_told(
 
 def test_fused_weights_get_the_format_of_the_rule_with_the_highest_priority() -> None:
     layers = [{"match": "q_proj", "format": "mxfp4", "priority": 5}, {"match": "k_proj", "format": "fp8"}]
-    made = Recipe.parse({"format": "nvfp4", "layers": layers}).assign(checkpoint_of(LLAMA))
+    made = QuantizationRecipe.parse({"format": "nvfp4", "layers": layers}).assign(checkpoint_of(LLAMA))
 
     assert {form.name for module, form in made.items() if re.search("[qkv]_proj", module)} == {"mxfp4"}
     assert {form.name for module, form in made.items() if "o_proj" in module} == {"nvfp4"}
@@ -429,14 +429,14 @@ def test_what_is_fused(names: tuple[str, str]) -> None:
     tensors = {f"model.layers.0.{n}{'' if packed else '.weight'}": ("BF16", (2, *W) if packed else W) for n in names}
     first, second = (re.sub(r"experts\.\d+", "experts.*", name) for name in names)
     for rules in ({first: "fp8", second: "int4"}, {second: "fp8"}):
-        made = Recipe.parse({"format": "nvfp4", "layers": rules}).assign(checkpoint_of(tensors))
+        made = QuantizationRecipe.parse({"format": "nvfp4", "layers": rules}).assign(checkpoint_of(tensors))
         assert [form.name for form in made.values()] == ["fp8", "fp8"]
         assert len(made.adjustments) == 1
 
 
 def test_one_that_cannot_be_quantized_keeps_its_siblings_back() -> None:
     tensors = {**LLAMA, **layered(3, {"self_attn.k_proj.weight": (32, 128), "self_attn.v_proj.weight": (32, 128)})}
-    made = Recipe.parse({"format": "nvfp4", "layers": {"q_proj": "fp8"}}).assign(checkpoint_of(tensors))
+    made = QuantizationRecipe.parse({"format": "nvfp4", "layers": {"q_proj": "fp8"}}).assign(checkpoint_of(tensors))
 
     assert not [module for module in made if re.search("[qkv]_proj", module)] and len(made) == 3 * 4
     assert made.adjustments == (
@@ -462,7 +462,7 @@ def test_all_experts_of_a_layer_have_one_format() -> None:
 @pytest.mark.parametrize("pattern", ["experts.3.down_proj", "mlp.experts.[0-7]", "layers.0.mlp.experts.0?"])
 def test_a_rule_for_some_experts_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="all experts of a layer have one format"):
-        Recipe.parse({"layers": {pattern: "fp8"}})
+        QuantizationRecipe.parse({"layers": {pattern: "fp8"}})
 
 
 # What cannot be read
@@ -509,7 +509,7 @@ def test_a_rule_for_some_experts_is_refused(pattern: str) -> None:
 )
 def test_what_is_wrong_with_a_recipe_is_one_sentence(value: Any, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Recipe.parse(value)
+        QuantizationRecipe.parse(value)
 
     assert told in caught.value.message and "\n" not in caught.value.message
     assert caught.value.message.startswith("quantize") and caught.value.param == "quantize"
@@ -529,11 +529,11 @@ anything = st.recursive(
 @given(anything)
 def test_any_value_is_a_recipe_or_a_config_error(value: Any) -> None:
     try:
-        read = Recipe.parse(value)
+        read = QuantizationRecipe.parse(value)
     except ConfigError as error:
         assert error.message
         return
-    assert Recipe.parse(read.canonical()) == read
+    assert QuantizationRecipe.parse(read.canonical()) == read
 
 
 patterns = st.sampled_from(
@@ -553,9 +553,9 @@ WHOLE = {
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(SPELLINGS), rules, st.lists(patterns, max_size=2))
 def test_fused_weights_always_agree(form: str, layers: list[dict[str, Any]], keep: list[str]) -> None:
-    read = Recipe.parse({"format": form, "layers": layers, "keep": keep})
+    read = QuantizationRecipe.parse({"format": form, "layers": layers, "keep": keep})
     made = read.assign(checkpoint_of(WHOLE))
-    again = Recipe.parse(json.loads(json.dumps(read.canonical())))
+    again = QuantizationRecipe.parse(json.loads(json.dumps(read.canonical())))
 
     assert again == read and again.canonical() == read.canonical() and again.assign(checkpoint_of(WHOLE)) == made
     groups: dict[str, set[Format | None]] = {}
@@ -570,9 +570,9 @@ def test_fused_weights_always_agree(form: str, layers: list[dict[str, Any]], kee
 
 def test_the_canonical_form_is_fixed() -> None:
     """It is part of cache keys and compile hashes: a change makes every kept model be quantized again."""
-    assert Recipe.parse("int4").canonical() == {"format": "int4-g128", "layers": []}
+    assert QuantizationRecipe.parse("int4").canonical() == {"format": "int4-g128", "layers": []}
     value = {"format": "nvfp4", "layers": [{"match": ["o_proj", "q_proj"], "format": "FP8_block", "priority": 2}], "keep": "layers.0"}
-    assert Recipe.parse(value).canonical() == {
+    assert QuantizationRecipe.parse(value).canonical() == {
         "format": "nvfp4",
         "layers": [
             {"match": "o_proj", "format": "fp8-block", "priority": 2},
@@ -603,7 +603,7 @@ ODD_TOLD = (
 
 
 def test_a_fused_matrix_that_is_not_made_of_blocks_gets_fp8_and_is_told() -> None:
-    made = Recipe.parse("fp8-block").assign(checkpoint_of(ODD))
+    made = QuantizationRecipe.parse("fp8-block").assign(checkpoint_of(ODD))
     formats = {module: form.spelling for module, form in made.items()}
 
     assert of(formats, "[qkv]_proj") == {"fp8"}
@@ -630,7 +630,9 @@ def test_a_fused_matrix_that_is_not_made_of_blocks_gets_fp8_and_is_told() -> Non
     ],
 )
 def test_where_blocks_fit(shapes: Mapping[str, Shape], config: Mapping[str, Any], fits: bool) -> None:
-    made = Recipe.parse("fp8-block").assign(checkpoint_of({f"{name}.weight": ("BF16", shape) for name, shape in shapes.items()}, config))
+    made = QuantizationRecipe.parse("fp8-block").assign(
+        checkpoint_of({f"{name}.weight": ("BF16", shape) for name, shape in shapes.items()}, config)
+    )
 
     assert {form.spelling for form in made.values()} == {"fp8-block" if fits else "fp8"}
     assert len(made) == len(shapes) and len(made.adjustments) == (0 if fits else 1)
@@ -643,7 +645,7 @@ def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: b
     stem = "model.layers.0.mlp.experts"
     shapes = {"gate_up_proj": up if transposed else up[::-1], "down_proj": down if transposed else down[::-1]}
     tensors = {f"{stem}.{name}": ("BF16", (4, *shape)) for name, shape in shapes.items()}
-    made = Recipe.parse("fp8-block").assign(checkpoint_of(tensors, {"hidden_size": 128}))
+    made = QuantizationRecipe.parse("fp8-block").assign(checkpoint_of(tensors, {"hidden_size": 128}))
 
     assert {form.spelling for form in made.values()} == {spelling}
 
@@ -661,7 +663,7 @@ def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: b
     ],
 )
 def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str, told: str | None) -> None:
-    read = Recipe.parse({"layers": {rule: "fp8-block"}})
+    read = QuantizationRecipe.parse({"layers": {rule: "fp8-block"}})
     if told is None:
         assert of({module: form.spelling for module, form in read.assign(checkpoint_of(ODD)).items()}, "[qkv]_proj") == {"fp8"}
         return
@@ -672,13 +674,15 @@ def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str, 
 
 def test_an_output_head_cannot_have_blocks() -> None:
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: it is an output head, .* Choose fp8 for lm_head instead\."):
-        Recipe.parse({"format": "nvfp4", "layers": {"lm_head": "fp8-block"}}).assign(checkpoint_of(LLAMA))
+        QuantizationRecipe.parse({"format": "nvfp4", "layers": {"lm_head": "fp8-block"}}).assign(checkpoint_of(LLAMA))
     assert "lm_head" not in chosen("fp8-block")
 
 
 def test_an_fp8_source_whose_blocks_do_not_fit_gets_fp8() -> None:
     tensors = {name: ("F8_E4M3", shape) for name, (_, shape) in ODD.items()}
-    made = Recipe.parse({"layers": {"o_proj": "nvfp4"}}).assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
+    made = QuantizationRecipe.parse({"layers": {"o_proj": "nvfp4"}}).assign(
+        checkpoint_of(tensors, quantization=SourceQuantization("fp8_block"))
+    )
     formats = {module: form.spelling for module, form in made.items()}
 
     assert of(formats, "[qkv]_proj") == {"fp8"} and of(formats, "o_proj") == {"nvfp4"} and of(formats, "gate_proj") == {"fp8-block"}
@@ -710,7 +714,7 @@ def test_an_fp8_source_whose_blocks_do_not_fit_gets_fp8() -> None:
 )
 def test_the_format_of_one_path(module: str, shape: Shape, spelling: str | None) -> None:
     value = {"format": "nvfp4", "layers": {"k_proj": "fp8", "mlp.up_proj": "int4", "moe": "mxfp4"}}
-    found = Recipe.parse(value).format_of(module, tuple(shape))
+    found = QuantizationRecipe.parse(value).format_of(module, tuple(shape))
 
     assert (found.spelling if found else None) == spelling
 
@@ -720,7 +724,7 @@ def test_the_format_of_one_path(module: str, shape: Shape, spelling: str | None)
 
 @pytest.mark.parametrize("method", ["mxfp4", "nvfp4", "modelopt_mixed", "compressed-tensors", "awq", "gptq", "other"])
 def test_a_quantized_checkpoint_passes_through(method: str) -> None:
-    made = Recipe.parse("nvfp4").assign(checkpoint_of(LLAMA, quantization=SourceQuantization(method)))
+    made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(LLAMA, quantization=SourceQuantization(method)))
 
     assert made == {}
     assert made.adjustments == (f"The checkpoint is quantized already ({method}) and is served unchanged.",)
@@ -755,15 +759,15 @@ def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
 def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], told: str | None) -> None:
     checkpoint = checkpoint_of({f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})
     if told is None:
-        Recipe.parse("nvfp4").assign(checkpoint)
+        QuantizationRecipe.parse("nvfp4").assign(checkpoint)
         return
     with pytest.raises(CheckpointError, match=rf"{told}.*of one model, and download them again\."):
-        Recipe.parse("nvfp4").assign(checkpoint)
+        QuantizationRecipe.parse("nvfp4").assign(checkpoint)
 
 
 def test_whole_numbers_are_no_weights() -> None:
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: it holds I16, and a weight of fractions is expected there"):
-        Recipe.parse("nvfp4").assign(checkpoint_of({"model.layers.0.self_attn.o_proj.weight": ("I16", W)}))
+        QuantizationRecipe.parse("nvfp4").assign(checkpoint_of({"model.layers.0.self_attn.o_proj.weight": ("I16", W)}))
 
 
 @pytest.mark.parametrize(
@@ -777,7 +781,7 @@ def test_whole_numbers_are_no_weights() -> None:
 def test_packed_experts_in_fp8_that_nobody_can_undo_are_refused(name: str, shape: tuple[int, ...], told: str) -> None:
     tensors = {f"model.layers.0.{name}": ("F8_E4M3", shape)}
     with pytest.raises(CheckpointError, match=rf"layers\.0\.{name}: .*{told}"):
-        Recipe.parse("nvfp4").assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
+        QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
 
 
 def test_packed_experts_in_fp8_are_weights_like_others() -> None:
@@ -790,7 +794,7 @@ def test_packed_experts_in_fp8_are_weights_like_others() -> None:
 
 
 def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
-    made = Recipe.parse("nvfp4").assign(checkpoint_of(layered(2, {"mlp.input_linear.weight": (4, *W)})))
+    made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(layered(2, {"mlp.input_linear.weight": (4, *W)})))
 
     assert made == {}
     assert made.adjustments == (
@@ -800,7 +804,7 @@ def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
 
 @pytest.mark.parametrize(("model_type", "told"), [("gpt2", "stores its weights transposed"), ("blip-2", "no name for its vision tower")])
 def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged(model_type: str, told: str) -> None:
-    made = Recipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": model_type}))
+    made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": model_type}))
 
     assert made == {} and told in made.adjustments[0] and made.adjustments[0].endswith(": it is served unchanged.")
 
@@ -810,22 +814,22 @@ def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged(model_typ
 
 def test_the_variables_are_rules_with_their_priority() -> None:
     environ = {"VLLM_FP8_LAYERS": "o_proj, lm_head", "VLLM_MXFP4_LAYERS": "all", "VLLM_NF4_LAYERS": "", "VLLM_NF4_GROUP_SIZE": "64"}
-    read = Recipe.parse(None, environ)
+    read = QuantizationRecipe.parse(None, environ)
     made = read.assign(checkpoint_of(LLAMA))
 
     assert {form.name for module, form in made.items() if module.endswith("o_proj") or module == "lm_head"} == {"fp8"}
     assert {form.name for module, form in made.items() if "q_proj" in module or "mlp" in module} == {"mxfp4"}
-    assert Recipe.parse(read.canonical()) == read
+    assert QuantizationRecipe.parse(read.canonical()) == read
     assert made.adjustments == ("VLLM_NF4_GROUP_SIZE=64: not used, because it is of nf4 alone, which is not built yet.",)
-    assert Recipe.parse(None, {"VLLM_NF4_GROUP_SIZE": ""}).notes == ()
-    assert Recipe.parse(None, {"VLLM_FP8_LAYERS": "all", "VLLM_MXFP4_LAYERS": "q_proj"}).assign(checkpoint_of(LLAMA)) == Recipe.parse(
-        "fp8"
-    ).assign(checkpoint_of(LLAMA))
+    assert QuantizationRecipe.parse(None, {"VLLM_NF4_GROUP_SIZE": ""}).notes == ()
+    assert QuantizationRecipe.parse(None, {"VLLM_FP8_LAYERS": "all", "VLLM_MXFP4_LAYERS": "q_proj"}).assign(
+        checkpoint_of(LLAMA)
+    ) == QuantizationRecipe.parse("fp8").assign(checkpoint_of(LLAMA))
 
 
 @pytest.mark.parametrize("value", ["moe", "moe,o_proj", " moe , "])
 def test_moe_in_a_variable_is_the_experts(value: str) -> None:
-    made = Recipe.parse("", {"VLLM_MXFP4_LAYERS": value}).assign(checkpoint_of(MOE))
+    made = QuantizationRecipe.parse("", {"VLLM_MXFP4_LAYERS": value}).assign(checkpoint_of(MOE))
 
     assert sum("experts" in module for module in made) == 2 * len(EXPERTS)
     assert not any("mlp.up_proj" in module for module in made)
@@ -834,23 +838,23 @@ def test_moe_in_a_variable_is_the_experts(value: str) -> None:
 @pytest.mark.parametrize("value", ["all", "moe, q_proj"])
 def test_nf4_is_refused_by_its_variable(value: str) -> None:
     with pytest.raises(ConfigError, match=r"VLLM_NF4_LAYERS=.*: nf4 is not built yet"):
-        Recipe.parse(None, {"VLLM_NF4_LAYERS": value})
+        QuantizationRecipe.parse(None, {"VLLM_NF4_LAYERS": value})
 
 
 def test_a_bad_word_in_a_variable_is_blamed_on_it() -> None:
     with pytest.raises(ConfigError, match=r"VLLM_FP8_LAYERS: 'a\.\.b' has an empty component"):
-        Recipe.parse(None, {"VLLM_FP8_LAYERS": "a..b"})
-    made = Recipe.parse(None, {"VLLM_FP8_LAYERS": "o_porj"}).assign(checkpoint_of(LLAMA))
+        QuantizationRecipe.parse(None, {"VLLM_FP8_LAYERS": "a..b"})
+    made = QuantizationRecipe.parse(None, {"VLLM_FP8_LAYERS": "o_porj"}).assign(checkpoint_of(LLAMA))
     assert made.adjustments == ("VLLM_FP8_LAYERS: 'o_porj' matches no weight of this checkpoint.",)
 
 
 def test_quantize_leaves_the_variables_out_and_says_so() -> None:
-    read = Recipe.parse("nvfp4", {"VLLM_FP8_LAYERS": "o_proj", "VLLM_NF4_LAYERS": "all", "PATH": "/bin"})
+    read = QuantizationRecipe.parse("nvfp4", {"VLLM_FP8_LAYERS": "o_proj", "VLLM_NF4_LAYERS": "all", "PATH": "/bin"})
 
-    assert read == Recipe.parse("nvfp4")
+    assert read == QuantizationRecipe.parse("nvfp4")
     assert read.notes == ("VLLM_FP8_LAYERS, VLLM_NF4_LAYERS: not used, because `quantize` says what is quantized.",)
     assert read.assign(checkpoint_of(LLAMA)).adjustments == read.notes
-    assert Recipe.parse({}, {"VLLM_FP8_LAYERS": "o_proj"}).quantizes and not Recipe.parse({}, {}).quantizes
+    assert QuantizationRecipe.parse({}, {"VLLM_FP8_LAYERS": "o_proj"}).quantizes and not QuantizationRecipe.parse({}, {}).quantizes
 
 
 # Architectures: what is quantized of each, by published names
@@ -969,7 +973,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, tuple[str, Shape]], set[str], set[str]]
 @pytest.mark.parametrize("form", ["nvfp4", "int4-g64"])
 def test_what_is_quantized_of_an_architecture(name: str, form: str) -> None:
     tensors, quantized, kept = ARCHITECTURES[name]
-    made = Recipe.parse(form).assign(checkpoint_of(tensors))
+    made = QuantizationRecipe.parse(form).assign(checkpoint_of(tensors))
     leaves = {each.removesuffix(".weight").rpartition(".")[2] for each in tensors}
 
     assert quantized | kept == leaves

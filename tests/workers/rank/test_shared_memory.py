@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Place, a_place, stop, until
-from workers.guard.consumers import Held, Holders
+from workers.guard.consumers import Holders, MemoryConsumer
 from workers.rank import lifecycle, shared_memory
 from workers.rank.shared_memory import Note, Segment, judge
 
@@ -177,7 +177,7 @@ def test_a_rank_without_notes_of_this_boot_loses_nothing(place: Place, memory: P
 @pytest.mark.parametrize(("phase", "looks"), [("loading", [0.0, 2.0, 4.0, 10.0]), ("serving", [0.0, 10.0])])
 def test_notes_are_taken_often_while_it_starts_and_seldom_later(monkeypatch: pytest.MonkeyPatch, phase: str, looks: list[float]) -> None:
     holders, noted, now_s = Holders("/nowhere", unified=False), list[float](), 0.0
-    held = Held("r1", "m", phase, "", None, None, (4711,), (), 0, 0)
+    held = MemoryConsumer("r1", "m", phase, "", None, None, (4711,), (), 0, 0)
 
     def note(run_dir: str, rank_id: str, pids: tuple[int, ...]) -> None:
         assert (run_dir, rank_id, pids) == ("/nowhere", "r1", (4711,))

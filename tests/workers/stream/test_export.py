@@ -18,17 +18,17 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import gpt_oss
 from tests.support.checkpoints import Draw, Entry, normal, write_checkpoint
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import export as program
 from workers.stream.atomic_folder import appearing
 from workers.stream.cache.writer import CacheWriter, layout_of
-from workers.stream.export import Request, export
+from workers.stream.export import ExportRequest, export
 from workers.stream.formats import quantizer
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm.config import linear_modules, quantization_config
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPE = Recipe.parse("int4-g32").canonical()
+RECIPE = QuantizationRecipe.parse("int4-g32").canonical()
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256, "torch_dtype": "bfloat16"}
 MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(4) for name in ("gate", "up", "down")]
 
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def cached(source: Checkpoint, cache_dir: Path, leave_out: str | None = None) -> None:
     """What a load leaves in the cache."""
-    recipe = Recipe.parse(RECIPE)
+    recipe = QuantizationRecipe.parse(RECIPE)
     formats = recipe.assign(source)
     virtual = VirtualCheckpoint(source, formats)
     layout, plain = layout_of(virtual)
@@ -77,8 +77,10 @@ def test_the_cache_and_the_source_give_the_same(source: Checkpoint, tmp_path: Pa
     cached(source, tmp_path / "cache")
     told: list[tuple[str, int, int]] = []
 
-    straight = export(Request(source.folder, RECIPE, str(tmp_path / "straight"), device="cpu"), lambda *said: told.append(said))
-    copied = export(Request(source.folder, RECIPE, str(tmp_path / "copied"), str(tmp_path / "cache")), lambda *said: told.append(said))
+    straight = export(ExportRequest(source.folder, RECIPE, str(tmp_path / "straight"), device="cpu"), lambda *said: told.append(said))
+    copied = export(
+        ExportRequest(source.folder, RECIPE, str(tmp_path / "copied"), str(tmp_path / "cache")), lambda *said: told.append(said)
+    )
 
     assert [straight[0], copied[0]] == ["checkpoint", "cache"]
     assert straight[1] == copied[1]
@@ -92,13 +94,13 @@ def test_the_cache_and_the_source_give_the_same(source: Checkpoint, tmp_path: Pa
 def test_what_is_handed_out_is_a_checkpoint_and_nothing_of_a_cache(source: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
 
-    export(Request(source.folder, RECIPE, str(target), device="cpu"), unheard)
+    export(ExportRequest(source.folder, RECIPE, str(target), device="cpu"), unheard)
 
     found = read_checkpoint(target)
     assert found.quantization is not None
     assert found.quantization.method == "compressed-tensors"
     assert found.config["quantization_config"]["format"] == "pack-quantized"
-    expected = quantizer(Recipe.parse(RECIPE).assign(source)[MODULES[5]]).quantize(tensor_of(source, f"{MODULES[5]}.weight"))
+    expected = quantizer(QuantizationRecipe.parse(RECIPE).assign(source)[MODULES[5]]).quantize(tensor_of(source, f"{MODULES[5]}.weight"))
     for suffix, part in expected.items():
         ref = found.tensors[f"{MODULES[5]}.{suffix}"]
         assert Path(ref.path).read_bytes()[ref.offset : ref.offset + ref.nbytes] == part.contiguous().view(torch.uint8).numpy().tobytes()
@@ -113,7 +115,7 @@ def tokenizer(source: Checkpoint) -> list[str]:
 def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: Checkpoint, tmp_path: Path) -> None:
     cached(source, tmp_path / "cache", leave_out="model.norm.weight")
 
-    done = export(Request(source.folder, RECIPE, str(tmp_path / "out"), str(tmp_path / "cache"), "cpu"), unheard)
+    done = export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), str(tmp_path / "cache"), "cpu"), unheard)
 
     assert done[0] == "checkpoint"
     assert "model.norm.weight" in read_checkpoint(tmp_path / "out").tensors
@@ -124,7 +126,7 @@ def test_a_causal_mask_among_the_weights_is_handed_out_as_it_is(tmp_path: Path) 
     entries.append(Entry("model.layers.0.self_attn.mask", (8, 8), draw=Draw("constant", float("-inf"))))
     source = write_checkpoint(tmp_path / "old", CONFIG, entries)
 
-    export(Request(str(source), RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
+    export(ExportRequest(str(source), RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
 
     found = read_checkpoint(tmp_path / "out")
     assert tensor_of(found, "model.layers.0.self_attn.mask").eq(float("-inf")).all()
@@ -135,9 +137,9 @@ def test_an_empty_folder_is_taken_and_any_other_is_left_alone(source: Checkpoint
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
 
-    export(Request(source.folder, RECIPE, str(tmp_path / "empty"), device="cpu"), unheard)
+    export(ExportRequest(source.folder, RECIPE, str(tmp_path / "empty"), device="cpu"), unheard)
     with pytest.raises(CheckpointError, match=r"full: it is there already\. Give a folder that is not there yet, or an empty one\.$"):
-        export(Request(source.folder, RECIPE, str(tmp_path / "full"), device="cpu"), unheard)
+        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "full"), device="cpu"), unheard)
 
     assert files(tmp_path / "full") == {"file": b"mine"}
 
@@ -157,8 +159,8 @@ def test_a_folder_that_is_there_stays_the_same_folder(source: Checkpoint, tmp_pa
     before = target.stat().st_ino if target.exists() else None
     cached(source, tmp_path / "cache")
 
-    export(Request(source.folder, RECIPE, str(tmp_path / "usual"), device="cpu"), unheard)
-    export(Request(source.folder, RECIPE, str(target), str(tmp_path / "cache")), unheard)
+    export(ExportRequest(source.folder, RECIPE, str(tmp_path / "usual"), device="cpu"), unheard)
+    export(ExportRequest(source.folder, RECIPE, str(target), str(tmp_path / "cache")), unheard)
 
     assert before in (None, target.stat().st_ino)
     assert target.is_symlink() is how.startswith("link")
@@ -174,7 +176,7 @@ def test_two_exports_into_one_folder_and_one_that_was_killed(source: Checkpoint,
     with appearing(str(out)) as writing:
         assert os.listdir(out) == [os.path.basename(writing)]
         with pytest.raises(CheckpointError, match=r"out: another export writes into it\. Wait for it, or give another folder\.$"):
-            export(Request(source.folder, RECIPE, str(out), device="cpu"), unheard)
+            export(ExportRequest(source.folder, RECIPE, str(out), device="cpu"), unheard)
         (Path(writing) / "config.json").write_text("{}")
 
     assert files(out) == {"config.json": b"{}"}
@@ -216,12 +218,12 @@ def test_a_folder_looks_whole_only_when_it_is(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_recipe_that_quantizes_nothing_of_it_is_refused(source: Checkpoint, tmp_path: Path) -> None:
-    export(Request(source.folder, RECIPE, str(tmp_path / "once"), device="cpu"), unheard)
+    export(ExportRequest(source.folder, RECIPE, str(tmp_path / "once"), device="cpu"), unheard)
 
     with pytest.raises(CheckpointError, match=r"tiny: this checkpoint has nothing that it quantizes\. Copy it as it is"):
-        export(Request(source.folder, {"format": "bf16"}, str(tmp_path / "out")), unheard)
+        export(ExportRequest(source.folder, {"format": "bf16"}, str(tmp_path / "out")), unheard)
     with pytest.raises(CheckpointError, match=r"once: this checkpoint is quantized already \(compressed-tensors\)"):
-        export(Request(str(tmp_path / "once"), RECIPE, str(tmp_path / "out")), unheard)
+        export(ExportRequest(str(tmp_path / "once"), RECIPE, str(tmp_path / "out")), unheard)
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -229,7 +231,7 @@ def test_a_disk_without_room_is_said_first(source: Checkpoint, tmp_path: Path, m
     monkeypatch.setattr(program.shutil, "disk_usage", lambda _path: program.shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
 
     with pytest.raises(CheckpointError, match=r"it needs 0\.0 GiB and its disk has 0\.0 GiB free\. Free some"):
-        export(Request(source.folder, RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
+        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
 
     assert not list(tmp_path.glob("*out*"))
 
@@ -241,7 +243,7 @@ def test_an_interruption_leaves_nothing(source: Checkpoint, tmp_path: Path) -> N
     cached(source, tmp_path / "cache")
     for cache_dir in (None, str(tmp_path / "cache")):
         with pytest.raises(KeyboardInterrupt):
-            export(Request(source.folder, RECIPE, str(tmp_path / "out"), cache_dir, "cpu"), enough)
+            export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), cache_dir, "cpu"), enough)
 
     assert not list(tmp_path.glob("*out*"))
 
@@ -250,7 +252,7 @@ def test_cuda_that_is_not_there_is_refused(source: Checkpoint, tmp_path: Path, m
     monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
 
     with pytest.raises(CheckpointError, match=r"this Python's torch sees no CUDA device\. Leave --device out"):
-        export(Request(source.folder, RECIPE, str(tmp_path / "out"), device="cuda"), unheard)
+        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), device="cuda"), unheard)
 
 
 @pytest.mark.parametrize(

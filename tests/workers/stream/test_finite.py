@@ -13,10 +13,10 @@ from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.workers.stream.formats.test_fp8_source_load import described, fp8_source
 from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import finite, pipeline
 from workers.stream.finite import Finite
-from workers.stream.load_session import Source
+from workers.stream.load_session import LoadSession
 from workers.stream.pipeline import Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.read_plan import Run, steps
@@ -141,7 +141,7 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     """As an export has it, or a model that cannot be asked; one that takes the buffer is another matter."""
     weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
     assert MASK in {name for name, _ in Pipeline(virtual, CPU, READER).tensors()}
     regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
     with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
@@ -177,7 +177,7 @@ def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
     weights[NORM][3] = NAN
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
     virtual = VirtualCheckpoint(checkpoint, {})
-    source = Source.of(virtual, CPU, READER, None, torch.bfloat16, ProgressFile(None))
+    source = LoadSession.of(virtual, CPU, READER, None, torch.bfloat16, ProgressFile(None))
     cached: Any = SimpleNamespace(checkpoint=checkpoint, folder=checkpoint.folder, close=lambda: None, damaged=frozenset())
     second = source.from_cache(cached, source.pipeline.handed())
     assert second is not None
@@ -197,7 +197,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
         stored[name][0, 0] = NAN
     folder = described(written(tmp_path / "m", stored), config)
     checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     with pytest.raises(CheckpointError, match=rf": {name}: it holds NaN or Inf\."):
         list(Pipeline(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 

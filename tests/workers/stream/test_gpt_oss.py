@@ -21,8 +21,8 @@ from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
 from tests.support.checkpoints import MIB, write_checkpoint
 from workers import plugin
 from workers.quantization.formats import Format
-from workers.quantization.recipe import Recipe
-from workers.stream.export import Request, export
+from workers.quantization.recipe import QuantizationRecipe
+from workers.stream.export import ExportRequest, export
 from workers.stream.formats import quantizer
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Reader
@@ -103,7 +103,7 @@ def test_a_rank_takes_its_rows_of_both_halves_at_once(
     layer = experts_of(rank, form, monkeypatch)
     parameters = {f"{MLP}.routed_experts.{name}": parameter for name, parameter in layer.named_parameters()}
     checkpoint = read_checkpoint(folder)
-    formats = {module: form for module in Recipe.parse(spelling).assign(checkpoint) if module.startswith(MLP)}
+    formats = {module: form for module in QuantizationRecipe.parse(spelling).assign(checkpoint) if module.startswith(MLP)}
     virtual = VirtualCheckpoint(checkpoint, formats, keep=lambda name: name in formats)
 
     def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -178,7 +178,7 @@ def test_a_published_checkpoint_passes_through_unchanged(tmp_path: Path) -> None
     model = gpt_oss()
     source = write_checkpoint(tmp_path / "model", model.config, model.entries)
     checkpoint = read_checkpoint(source)
-    formats = Recipe.parse("int4-g32").assign(checkpoint)
+    formats = QuantizationRecipe.parse("int4-g32").assign(checkpoint)
     assert not formats
     assert any("quantized already (mxfp4) and is served unchanged" in said for said in formats.adjustments)
     emitted = VirtualCheckpoint(checkpoint, formats).emitted()
@@ -187,7 +187,7 @@ def test_a_published_checkpoint_passes_through_unchanged(tmp_path: Path) -> None
 
 def described(folder: Path, quantize: Any, ranks: int = 1) -> None:
     checkpoint = read_checkpoint(folder)
-    supported.refuse_unserved(checkpoint, Recipe.parse(quantize).assign(checkpoint), ranks)
+    supported.refuse_unserved(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint), ranks)
 
 
 @pytest.mark.parametrize(
@@ -222,5 +222,5 @@ def test_on_a_gpu_only_int4_has_biases(folder: Path, quantize: str, served_there
 
 def test_an_export_that_vllms_class_could_not_take_is_refused_too(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"experts\.\w+_proj: vLLM's gpt-oss has no place for the second scale of nvfp4 experts"):
-        export(Request(str(folder), {"format": "nvfp4"}, str(tmp_path / "out"), device="cpu"), lambda *_: None)
+        export(ExportRequest(str(folder), {"format": "nvfp4"}, str(tmp_path / "out"), device="cpu"), lambda *_: None)
     assert not list(tmp_path.glob("*out*"))

@@ -12,8 +12,8 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from tests.support.checkpoints import Entry, normal, write_checkpoint
-from workers.quantization.recipe import Recipe
-from workers.stream.load_session import Source
+from workers.quantization.recipe import QuantizationRecipe
+from workers.stream.load_session import LoadSession
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
 from workers.stream.virtual import VirtualCheckpoint
@@ -59,14 +59,14 @@ class Cache:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path) -> LoadSession:
     entries = [Entry("model.norm.weight", (64,)), *(Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES)]
     checkpoint = read_checkpoint(write_checkpoint(tmp_path / "model", CONFIG, entries))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("int4-g32").assign(checkpoint))
-    return Source.of(virtual, torch.device("cpu"), READER, None, torch.bfloat16, ProgressFile(None))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("int4-g32").assign(checkpoint))
+    return LoadSession.of(virtual, torch.device("cpu"), READER, None, torch.bfloat16, ProgressFile(None))
 
 
-def test_the_cache_leaves_the_device_before_the_engine_goes_on(source: Source) -> None:
+def test_the_cache_leaves_the_device_before_the_engine_goes_on(source: LoadSession) -> None:
     """What it still lacks is made by another thread, later, and on the CPU: the engine may be capturing graphs."""
     cache = source.writer = source.pipeline.sink = Cache()  # type: ignore[assignment]
     handed = {name: tensor.clone() for name, tensor in source.tensors()}
@@ -81,7 +81,7 @@ def test_the_cache_leaves_the_device_before_the_engine_goes_on(source: Source) -
     assert torch.equal(cache.again[name], handed[name])
 
 
-def test_without_a_cache_there_is_nothing_to_finish(source: Source) -> None:
+def test_without_a_cache_there_is_nothing_to_finish(source: LoadSession) -> None:
     before = threading.active_count()
     list(source.tensors())
 

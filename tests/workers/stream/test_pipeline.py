@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache.layout import lay_out, neighbours
 from workers.stream.cache.writer import CODES
 from workers.stream.expert_placement import answered, families
 from workers.stream.formats import global_scale, quantizer
-from workers.stream.load_session import Source
+from workers.stream.load_session import LoadSession
 from workers.stream.pipeline import Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.read_plan import Run, steps
@@ -67,7 +67,7 @@ def written(folder: Path, weights: dict[str, torch.Tensor], *, order: Callable[[
 
 def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
     checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     return {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER, **kwargs).tensors()}
 
 
@@ -91,7 +91,7 @@ def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, qua
     weights = random_weights()
     folder = written(tmp_path / "m", weights, order=order)
     got = loaded(folder, quantize, batch_bytes=batch_bytes)
-    form, formats = Recipe.parse(quantize).default, Recipe.parse(quantize).assign(read_checkpoint(str(folder)))
+    form, formats = QuantizationRecipe.parse(quantize).default, QuantizationRecipe.parse(quantize).assign(read_checkpoint(str(folder)))
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"):
         assert torch.equal(got[name], weights[name])
     attention = "model.layers.0.self_attn"
@@ -198,7 +198,7 @@ def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_byt
     weights = random_weights()
     folder = written(tmp_path / "m", weights)
     checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     trace = Trace()
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     regions = {name: taken.region for name, taken in trace.taken.items()}
@@ -216,12 +216,12 @@ def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_byt
 def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
     weights = random_weights()
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("nvfp4").assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("nvfp4").assign(checkpoint))
     trace = Trace()
     Rank(1).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     rank = Rank(1)
     rank.load_weights(Pipeline(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
-    form = quantizer(Recipe.parse("nvfp4").default)
+    form = quantizer(QuantizationRecipe.parse("nvfp4").default)
     name = "model.layers.0.mlp.experts.2.up_proj"
     parts = {suffix: rank.taken[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_global_scale")}
     source = weights[f"{name}.weight"][INTER // 2 :].float()
@@ -279,7 +279,7 @@ def test_progress_is_told_unit_by_unit(tmp_path, batch_bytes):
             seen.append((bytes_done, units_done))
 
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
     pipeline = Pipeline(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
     for _ in pipeline.tensors():
         pass
@@ -350,7 +350,7 @@ def same_memory(got: Fused, want: Fused) -> None:
 def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkeypatch, quantize, ranks, rank, batch_bytes):
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     arguments = Fused(ranks, rank).asked(virtual)
     want = Fused(ranks, rank).load(Pipeline(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
@@ -383,7 +383,7 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     """A quantized cache read by the model for which its tensors stand in order: the second start."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     first = {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER).tensors()}
     cache = laid_out(tmp_path, first)
     stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
@@ -403,15 +403,15 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
 def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
-    whole = Source.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    whole = LoadSession.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
     planned = whole.handed()
     at_once = whole.handed_whole()
     assert at_once is not None
     shapes = {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in planned.items() if name in at_once}
     assert {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in at_once.items()} == shapes
     assert all(name.endswith("weight_shape") for name in planned.keys() - at_once.keys())
-    half = Source.of(virtual, CPU, READER, Fused(2, 1).trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
+    half = LoadSession.of(virtual, CPU, READER, Fused(2, 1).trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
     assert half.handed_whole() is None
 
 
@@ -420,9 +420,9 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     trace = Fused(2, 1).trace(virtual)
-    first = Source.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    first = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
     handed = first.pipeline.handed()
     parts: dict[str, torch.Tensor] = {}
 
@@ -444,7 +444,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
 
     got = Fused(2, 1)
     trace = got.trace(virtual)
-    second = Source.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None)).from_cache(cached, handed)
+    second = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None)).from_cache(cached, handed)
     trace.forget_targets()
     got.handed.clear()
     got.load_weights(second.tensors())

@@ -22,8 +22,8 @@ from workers.agent.jobs import Jobs
 from workers.host.hub_cache import snapshot_of
 from workers.transfer import chunks, manifest, partial_file, protocol, sink, source, stale_files
 from workers.transfer.chunks import Buffer, ChunkFile, sha256_of
-from workers.transfer.manifest import JOURNAL, PART, Manifest, lacking, manifest_of, refuse_without_room
-from workers.transfer.source import Source
+from workers.transfer.manifest import JOURNAL, PART, ModelManifest, lacking, manifest_of, refuse_without_room
+from workers.transfer.source import TransferSource
 from workers.transfer.stale_files import NOTE
 
 CHUNK = 8192
@@ -69,16 +69,18 @@ def plain(folder: Path, files: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def pulled(there: Manifest, environ: Mapping[str, str], *ports: int, key: str = KEY, served: Manifest | None = None) -> dict[str, Any]:
+def pulled(
+    there: ModelManifest, environ: Mapping[str, str], *ports: int, key: str = KEY, served: ModelManifest | None = None
+) -> dict[str, Any]:
     """What the sink says at its end. ports: of somebody else; a source of its own where there is none."""
-    made = ports or (Source(served or there, bytes.fromhex(KEY)).listen("127.0.0.1"),)
+    made = ports or (TransferSource(served or there, bytes.fromhex(KEY)).listen("127.0.0.1"),)
     told: list[Mapping[str, Any]] = []
     ways = [["127.0.0.1", "127.0.0.1", port] for port in made]
     sink.run({"manifest": there.to_dict(), "environ": dict(environ), "ways": ways, "key": key, "connections": 3}, told.append)
     return dict(told[-1])
 
 
-def found(model: str, environ: Mapping[str, str], revision: str | None = None) -> Manifest:
+def found(model: str, environ: Mapping[str, str], revision: str | None = None) -> ModelManifest:
     made = manifest_of(model, revision, environ)
     assert made is not None
     return made
@@ -111,7 +113,7 @@ def test_a_snapshot_is_the_same_on_the_other_node_and_is_found_offline(tmp_path:
 def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = plain(tmp_path / "a", FILES)
     made = found(str(a), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     assert pulled(there, {})["fetched_bytes"] == made.size
     b = tmp_path / "b"
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
@@ -170,10 +172,10 @@ def test_a_snapshot_that_lacks_weights_is_partial(names: list[str], indexes: dic
 
 def test_the_configuration_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     order: list[str] = []
-    finish = partial_file.Part.finish
-    monkeypatch.setattr(partial_file.Part, "finish", lambda self, buffer: (order.append(self.file.name), finish(self, buffer))[1])
+    finish = partial_file.PartialFile.finish
+    monkeypatch.setattr(partial_file.PartialFile, "finish", lambda self, buffer: (order.append(self.file.name), finish(self, buffer))[1])
     pulled(there, {})
 
     assert order[-2:] in (["config.json", "empty.txt"], ["empty.txt", "config.json"])
@@ -183,16 +185,16 @@ def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path:
     name = "model-00001-of-00002.safetensors"
     there, here = cached(tmp_path / "a", {name: FILES[name]}), {"HF_HOME": str(tmp_path / "b")}
     made = found(ID, there)
-    keep, kept = partial_file.Part.keep, []
+    keep, kept = partial_file.PartialFile.keep, []
 
-    def some(self: partial_file.Part, index: int, buffer: Buffer, told: str) -> bool:
+    def some(self: partial_file.PartialFile, index: int, buffer: Buffer, told: str) -> bool:
         if len(kept) >= 4:
             raise OSError(28, "No space left on device", "/disk")
         kept.append(index)
         return keep(self, index, buffer, told)
 
     with monkeypatch.context() as patch:
-        patch.setattr(partial_file.Part, "keep", some)
+        patch.setattr(partial_file.PartialFile, "keep", some)
         assert "/disk cannot be written: No space left on device" in pulled(made, here)["error"]
     (left,) = (tmp_path / "b").rglob(f"*{PART}")
     (sums,) = (tmp_path / "b").rglob(f"*{JOURNAL}")
@@ -212,7 +214,7 @@ def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path:
 
 def test_a_part_of_another_release_of_the_file_is_thrown_away(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", {"w.safetensors": FILES["model-00002-of-00002.safetensors"]})), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     (tmp_path / "b").mkdir()
     for end, text in ((PART, "x" * 100), (JOURNAL, f"7 {CHUNK} 9\n0 {'0' * 64}\n")):
         (tmp_path / "b" / f"w.safetensors{end}").write_text(text)
@@ -293,14 +295,14 @@ def test_a_blob_that_is_not_what_the_hub_says_is_refused(tmp_path: Path) -> None
 def test_a_file_that_changes_while_it_is_copied_ends_it(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
     os.utime(tmp_path / "a" / "sub/folder/tokenizer.json", ns=(1, 1))
-    told = pulled(Manifest(str(tmp_path / "b"), None, None, made.root, made.files), {})
+    told = pulled(ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files), {})
 
     assert told["error"] == "The node that has it says: sub/folder/tokenizer.json cannot be read: it has changed since the copy began."
 
 
 def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     wrong = [2]
     digest = partial_file.digest
 
@@ -317,11 +319,11 @@ def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(
 
 def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     told = pulled(there, {}, key=secrets.token_hex(32))
 
     assert "cannot be reached" in told["error"] and "does not have the key" in told["error"]
-    port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    port = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
     with socket.create_connection(("127.0.0.1", port), 5) as link:
         link.sendall(bytes(protocol.NONCE_BYTES))
         protocol._exactly(link, 2 * protocol.NONCE_BYTES)
@@ -331,10 +333,10 @@ def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
 
 def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     with socket.create_server(("127.0.0.1", 0)) as dead:
         gone = int(dead.getsockname()[1])
-    living = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    living = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
 
     assert pulled(there, {}, gone, living)["ended"]
     (tmp_path / "b" / "config.json").unlink()
@@ -344,16 +346,16 @@ def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        protocol.Request(protocol.DATA, "../../etc/passwd", 0, 10),
-        protocol.Request(protocol.DATA, "/etc/passwd", 0, 10),
-        protocol.Request(protocol.DATA, "config.json", 0, 1 << 20),
-        protocol.Request(protocol.DATA, "config.json", 7, 1),
-        protocol.Request(protocol.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
+        protocol.TransferRequest(protocol.DATA, "../../etc/passwd", 0, 10),
+        protocol.TransferRequest(protocol.DATA, "/etc/passwd", 0, 10),
+        protocol.TransferRequest(protocol.DATA, "config.json", 0, 1 << 20),
+        protocol.TransferRequest(protocol.DATA, "config.json", 7, 1),
+        protocol.TransferRequest(protocol.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
     ],
 )
-def test_nothing_else_is_served(request_: protocol.Request, tmp_path: Path) -> None:
+def test_nothing_else_is_served(request_: protocol.TransferRequest, tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    port = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
     with socket.create_connection(("127.0.0.1", port), 5) as link:
         protocol.greet_as_client(link, bytes.fromhex(KEY))
         with pytest.raises(protocol.RemoteRefusal, match="has no such bytes"):
@@ -372,12 +374,12 @@ def test_nothing_else_is_served(request_: protocol.Request, tmp_path: Path) -> N
 )
 def test_a_manifest_that_leads_elsewhere_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RankError):
-        Manifest.from_dict({"model": ID, "revision": None, "commit": COMMIT, "root": "/r", "files": []} | changes)
+        ModelManifest.from_dict({"model": ID, "revision": None, "commit": COMMIT, "root": "/r", "files": []} | changes)
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     monkeypatch.setattr(manifest, "_free", lambda path: 1000)
     told = pulled(there, {})
 
@@ -415,7 +417,7 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
 def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
     """The daemon that began it was killed, and another asks for the same."""
     made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         order = {"manifest": there, "environ": {}, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
         first, second = (jobs.start("sink", order | {"connections": 1}) for _ in range(2))
@@ -428,19 +430,21 @@ def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
 
 def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    served = Source(made, bytes.fromhex(KEY))
+    served = TransferSource(made, bytes.fromhex(KEY))
     port = served.listen("127.0.0.1")
     assert served.idle_s() > 0
     with socket.create_connection(("127.0.0.1", port), 5) as link:
         protocol.greet_as_client(link, bytes.fromhex(KEY))
-        assert protocol.ask(link, protocol.Request(protocol.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1)))
+        assert protocol.ask(
+            link, protocol.TransferRequest(protocol.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1))
+        )
         assert served.idle_s() == 0.0
     until(lambda: served.idle_s() > 0, 10, "the connection has ended", 0.01)
 
 
 def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
     made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
-    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
     serving = jobs.start("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY})
     ways = [["127.0.0.1", "127.0.0.1", serving["ports"]["127.0.0.1"]]]
     fetching = jobs.start("sink", {"manifest": there, "environ": {}, "ways": ways, "key": KEY, "connections": 2})

@@ -38,7 +38,7 @@ class SourceShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointIdentity:
     """Identity of the checkpoint that was quantized."""
 
     folder: str
@@ -46,14 +46,14 @@ class Source:
     config_sha256: str
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Source:
+    def of(cls, checkpoint: Checkpoint) -> CheckpointIdentity:
         """Raises CheckpointError where config.json cannot be read any more."""
         shards = tuple(
             SourceShard(os.path.basename(shard.path), shard.size_bytes, shard.mtime_ns, shard.header_sha256) for shard in checkpoint.shards
         )
         return cls(os.path.realpath(checkpoint.folder), shards, file_sha256(os.path.join(checkpoint.folder, "config.json")))
 
-    def change(self, now: Source) -> str | None:
+    def change(self, now: CheckpointIdentity) -> str | None:
         """The differences of the source now, in words; None where it is the same."""
         if self.config_sha256 != now.config_sha256:
             return "config.json of its source has changed"
@@ -74,10 +74,10 @@ class OwnFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """sparkd-manifest.json. recipe: Recipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own."""
+class CacheManifest:
+    """sparkd-manifest.json. recipe: QuantizationRecipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own."""
 
-    source: Source
+    source: CheckpointIdentity
     recipe: Mapping[str, Any]
     format: str
     tp_slice: TpSlice
@@ -94,7 +94,7 @@ class Manifest:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False, sort_keys=True).encode() + b"\n"
 
     @classmethod
-    def read(cls, folder: str) -> Manifest:
+    def read(cls, folder: str) -> CacheManifest:
         """Raises CheckpointError, which names the file, for one that is not there, damaged or of another version."""
         path = os.path.join(folder, MANIFEST)
         cure = "Remove this folder; the next start quantizes again"
@@ -105,7 +105,7 @@ class Manifest:
                 raise CheckpointError(f"it has version {raw['version']!r}, and this sparkd writes {VERSION}", file=path, cure=cure)
             source = raw["source"]
             return cls(
-                source=Source(
+                source=CheckpointIdentity(
                     str(source["folder"]), tuple(SourceShard(**shard) for shard in source["shards"]), str(source["config_sha256"])
                 ),
                 recipe=dict(raw["recipe"]),

@@ -24,8 +24,8 @@ from workers.stream.cache.manifest import (
     CODE_VERSION,
     MANIFEST,
     USED,
-    Manifest,
-    Source,
+    CacheManifest,
+    CheckpointIdentity,
     TpSlice,
     cache_key,
     entry_name,
@@ -37,8 +37,8 @@ from workers.stream.cache.manifest import (
 __all__ = [
     "DAMAGED",
     "SPELLINGS",
+    "CacheEntry",
     "CachedCheckpoint",
-    "Entry",
     "cache_key",
     "entries",
     "entry_name",
@@ -71,11 +71,11 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """An entry of the cache. manifest: None where it cannot be read, and `fault` says why; used_s: epoch seconds."""
 
     folder: str
-    manifest: Manifest | None
+    manifest: CacheManifest | None
     size_bytes: int
     used_s: float
     fault: str | None = None
@@ -88,7 +88,7 @@ class Entry:
 class CachedCheckpoint:
     """A valid entry that nobody removes until `close`; a context manager. checkpoint: its own headers."""
 
-    def __init__(self, folder: str, manifest: Manifest, checkpoint: Checkpoint, lock: int) -> None:
+    def __init__(self, folder: str, manifest: CacheManifest, checkpoint: Checkpoint, lock: int) -> None:
         self.folder = folder
         self.manifest = manifest
         self.checkpoint = checkpoint
@@ -137,8 +137,8 @@ def find(
         say(f"The quantized cache {folder} cannot be used: {error.strerror}.{_removed(folder)}")
         return None
     try:
-        manifest = Manifest.read(folder)
-        found, why = _check(folder, manifest, Source.of(checkpoint))
+        manifest = CacheManifest.read(folder)
+        found, why = _check(folder, manifest, CheckpointIdentity.of(checkpoint))
     except CheckpointError as error:
         found, why = None, error.message
     if found is None:
@@ -158,7 +158,7 @@ def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
     return False
 
 
-def entries(cache_dir: str) -> list[Entry]:
+def entries(cache_dir: str) -> list[CacheEntry]:
     """Everything in the cache by name, valid or not. Raises OSError where the folder is there and cannot be read."""
     try:
         names = sorted(os.listdir(cache_dir))
@@ -167,12 +167,12 @@ def entries(cache_dir: str) -> list[Entry]:
     return [entry for name in names if _ENTRY.fullmatch(name) and (entry := _entry(os.path.join(cache_dir, name))) is not None]
 
 
-def fault_of(entry: Entry) -> str | None:
+def fault_of(entry: CacheEntry) -> str | None:
     """Why the next start would not use this entry; None where it would. Reads headers of the entry and of its source."""
     if entry.manifest is None:
         return entry.fault
     try:
-        return _check(entry.folder, entry.manifest, Source.of(read_checkpoint(entry.manifest.source.folder)))[1]
+        return _check(entry.folder, entry.manifest, CheckpointIdentity.of(read_checkpoint(entry.manifest.source.folder)))[1]
     except CheckpointError as error:
         return error.message
 
@@ -208,7 +208,7 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
     over_limit = 0 if limit_bytes is None else need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in there) - limit_bytes
     over_disk = need_bytes + reserve_bytes - disk.free
     with contextlib.ExitStack() as locks:
-        chosen: list[Entry] = []
+        chosen: list[CacheEntry] = []
         for entry in sorted(there, key=lambda entry: entry.used_s):
             if max(over_limit, over_disk) <= 0:
                 break
@@ -289,7 +289,7 @@ def turn(writing: str) -> Iterator[bool]:
             os.close(lock)
 
 
-def _check(folder: str, manifest: Manifest, source: Source) -> tuple[Checkpoint | None, str | None]:
+def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> tuple[Checkpoint | None, str | None]:
     """(the entry's headers, None), or (None, what is wrong with it). Raises CheckpointError for files that cannot be read."""
     if manifest.code != CODE_VERSION:
         return None, f"it was quantized by version {manifest.code} of the code, and this is {CODE_VERSION}"
@@ -310,19 +310,19 @@ def _check(folder: str, manifest: Manifest, source: Source) -> tuple[Checkpoint 
     return (None, f"{min(shards)} is not one of its files") if shards else (found, None)
 
 
-def _entry(folder: str) -> Entry | None:
+def _entry(folder: str) -> CacheEntry | None:
     """None for one that is gone meanwhile, and for a folder that is none."""
     try:
         size_bytes = _size(folder)
         try:
-            manifest, fault = Manifest.read(folder), None
+            manifest, fault = CacheManifest.read(folder), None
         except CheckpointError as error:
             manifest, fault = None, error.message
         used = os.path.join(folder, USED)
         used_s = os.stat(used if os.path.exists(used) else folder).st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return Entry(folder, manifest, size_bytes, min(used_s, time.time()), fault)
+    return CacheEntry(folder, manifest, size_bytes, min(used_s, time.time()), fault)
 
 
 def _size(folder: str) -> int:
@@ -343,7 +343,7 @@ def _dropped(folder: str) -> int:
     return size_bytes
 
 
-def _held_exclusively(entry: Entry, locks: contextlib.ExitStack) -> bool:
+def _held_exclusively(entry: CacheEntry, locks: contextlib.ExitStack) -> bool:
     """Nobody reads it, and nobody begins to until the stack ends."""
     manifest = os.path.join(entry.folder, MANIFEST)
     if not os.path.exists(manifest):

@@ -26,7 +26,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.cache.companions import companions_bytes, write_companions
 from workers.stream.cache.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
-from workers.stream.cache.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
+from workers.stream.cache.manifest import MANIFEST, USED, CacheManifest, CheckpointIdentity, OwnFile, TpSlice, entry_name, format_name
 from workers.stream.cache.shard_writer import MIB, ShardWriter
 from workers.stream.cache.store import DAMAGED, GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.finite import holds_nan
@@ -99,7 +99,7 @@ class CacheWriter:
         told(self.state, 0, None)
         on_gpu = device is not None and device.type == "cuda"
         try:
-            self._source = Source.of(checkpoint)
+            self._source = CheckpointIdentity.of(checkpoint)
             self._shards: list[ShardLayout] = lay_out(neighbours(layout), shard_bytes)
             self._writer = ShardWriter(
                 self._shards,
@@ -266,7 +266,9 @@ class CacheWriter:
             first, more = min(self.damaged), len(self.damaged) - 1
             told = f"{first} and {more} more tensors hold" if more > 1 else f"{first} and another tensor hold" if more else f"{first} holds"
             logger.warning("sparkd: %s NaN or Inf; this model does not take that, and one that does is refused.", told)
-        manifest = Manifest(self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes)
+        manifest = CacheManifest(
+            self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes
+        )
         for name, data in ((USED, b""), (MANIFEST, manifest.dump())):
             with open(os.path.join(self._writing, name), "xb") as file:
                 file.write(data)

@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.stream.formats.base import Quantizer, chunk_elements, windows
 
 
-class Groups(NamedTuple):
+class GroupChunk(NamedTuple):
     """One chunk, float32 [G, B]: row i holds the i-th element of each of B groups, so that what is per group broadcasts over whole rows.
 
     value is the weight; a to d have its shape and hold nothing.
@@ -28,7 +28,7 @@ class GroupQuantizer(Quantizer):
     group_size: int
 
     @abstractmethod
-    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
         """(codes int32 [G, B], scales as they are stored [B]) of a chunk; overwrites all of it."""
 
     def _fill_matrix(self, weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor | None = None) -> None:
@@ -39,7 +39,7 @@ class GroupQuantizer(Quantizer):
         for rows, columns in windows(weight.shape[0], weight.shape[1], 1, size, weight.device):
             chunk = weight[rows, columns]
             height, count = chunk.shape[0], chunk.numel()
-            groups = Groups(*(part[:count].view(size, -1) for part in scratch))
+            groups = GroupChunk(*(part[:count].view(size, -1) for part in scratch))
             groups.value.copy_(chunk.reshape(-1, size).t())
             if divisor is not None:
                 groups.value.mul_(divisor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.stream.formats.base import Parts
-from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.groups import GroupChunk, GroupQuantizer
 from workers.stream.formats.sums import columns, least, squared_distance
 
 # Scales tried: amax divided by these; the winner is then refined once by least squares. There is one code more below zero than above, so
@@ -51,7 +51,7 @@ class Int4Quantizer(GroupQuantizer):
         for column, size in enumerate(weight.shape[-2:]):
             out["weight_shape"][:, column].fill_(size)
 
-    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
         value, scaled, rounded, _, _ = groups
         high, low = value.amax(0), value.amin(0).neg_()
         amax = torch.maximum(high, low).clamp_(min=SMALLEST_SCALE)
@@ -72,12 +72,12 @@ class Int4Quantizer(GroupQuantizer):
         return torch.div(value, chosen, out=scaled).round_().clamp_(-8, 7).add_(8).to(torch.int32), chosen.bfloat16()
 
     @staticmethod
-    def _round(groups: Groups, scale: Tensor) -> None:
+    def _round(groups: GroupChunk, scale: Tensor) -> None:
         """value / scale in a, its codes (-8 to 7) in b."""
         torch.mul(groups.value, scale.reciprocal(), out=groups.a)
         torch.round(groups.a, out=groups.b).clamp_(-8, 7)
 
-    def _least_squares(self, groups: Groups, scale: Tensor) -> Tensor:
+    def _least_squares(self, groups: GroupChunk, scale: Tensor) -> Tensor:
         """The bfloat16 that fits the codes of this scale best: sum(w q) / sum(q q); this one where all codes are 0."""
         self._round(groups, scale)
         above, below = columns(groups.a.mul_(groups.b)), columns(groups.b.square_())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.stream.formats import e2m1
 from workers.stream.formats.base import Parts
-from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.groups import GroupChunk, GroupQuantizer
 from workers.stream.formats.sums import least
 
 # Exponents tried, beside floor(log2(amax)) - 2, which puts the largest magnitude into [4, 8) (OCP Microscaling Formats v1.0, section 6.3).
@@ -36,7 +36,7 @@ class Mxfp4Quantizer(GroupQuantizer):
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         kernels.mxfp4(weight, out["weight_packed"].view(torch.int32), out["weight_scale"])
 
-    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
         value, magnitude, scaled, a, b = groups
         torch.abs(value, out=magnitude)
         base = magnitude.amax(0).view(torch.int32).bitwise_right_shift(23).sub_(2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.stream.formats import e2m1
 from workers.stream.formats.base import Parts, amax
-from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.groups import GroupChunk, GroupQuantizer
 from workers.stream.formats.sums import least
 
 # Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
@@ -69,7 +69,7 @@ class Nvfp4Quantizer(GroupQuantizer):
         divisor.copy_(_global_scale(kernels.amax(weight)) if global_scale is None else global_scale.view(-1))
         kernels.nvfp4(weight, out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8), divisor)
 
-    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
         value, magnitude, scaled, a, b = groups
         torch.abs(value, out=magnitude)
         first = (magnitude.amax(0) * (1 / 7)).view(torch.int32).bitwise_right_shift(20).sub_(SCALE_BIAS - 1)

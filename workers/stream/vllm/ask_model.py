@@ -11,7 +11,7 @@ from sparkd.errors import CheckpointError
 from workers.stream.expert_placement import answered, families, stretches
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
-from workers.stream.vllm.completeness import Asked, Writes, refuse_unfilled, storages_of
+from workers.stream.vllm.completeness import LoadOutcome, Writes, refuse_unfilled, storages_of
 from workers.stream.vllm.load_errors import refuse_integers, source_of
 from workers.stream.vllm.ranks import experts_are_spread
 
@@ -66,7 +66,7 @@ def ask(
     if check and loaded is not None and fills_all(model, model_config, virtual):
         counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
         experts = model_config.get_num_experts() if counted else None
-        answers = Asked(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
+        answers = LoadOutcome(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
         refuse_unfilled(answers, folder, quantized=quantized)
     return trace
 

@@ -88,7 +88,7 @@ class Writes(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadOutcome:
     """The outcome of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
 
     experts: how many each layer has on this rank, None where that is not known. placed: what is placed without the model, as the first
@@ -108,7 +108,7 @@ def storages_of(model: torch.nn.Module) -> dict[str, int]:
     return {name: one.untyped_storage().data_ptr() for name, one in model.named_parameters(remove_duplicate=False)}
 
 
-def refuse_unfilled(asked: Asked, folder: str, *, quantized: bool) -> None:
+def refuse_unfilled(asked: LoadOutcome, folder: str, *, quantized: bool) -> None:
     """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's; quantized: by a recipe."""
     found = unfilled(asked)
     if not found:
@@ -118,12 +118,12 @@ def refuse_unfilled(asked: Asked, folder: str, *, quantized: bool) -> None:
     raise CheckpointError(told, file=folder, cure=_CURE + (_WHOLE if quantized else "") + _ALLOWED)
 
 
-def unfilled(asked: Asked) -> list[str]:
+def unfilled(asked: LoadOutcome) -> list[str]:
     """Names, as a user can look for them: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
     return list(dict.fromkeys([*_lone(asked), *_parameters(asked)]))
 
 
-def _parameters(asked: Asked) -> Iterator[str]:
+def _parameters(asked: LoadOutcome) -> Iterator[str]:
     for first, last in asked.placed:
         asked.writes.add_from(first, last)
     zero = any(type(module).__module__.startswith(_ROUTING_IS_ZERO) for module in asked.model.modules())
@@ -203,7 +203,7 @@ def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
     return touched
 
 
-def _lone(asked: Asked) -> Iterator[str]:
+def _lone(asked: LoadOutcome) -> Iterator[str]:
     """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all, and halves that all of them lack."""
     found: dict[tuple[str, str], set[int]] = {}
     wanted: set[tuple[str, str]] = set()

@@ -26,11 +26,11 @@ from workers.stream.cache.layout import Tensors
 from workers.stream.cache.omitted import can_be_completed, completed, left_out, recipe_without
 from workers.stream.cache.store import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache.writer import CODES, CacheWriter
-from workers.stream.load_session import Source, virtual_of
+from workers.stream.load_session import LoadSession, virtual_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
-from workers.stream.settings import Settings
+from workers.stream.settings import LoaderSettings
 from workers.stream.trace import Trace
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm.ask_model import ask
@@ -58,7 +58,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     """
     checkpoint = None
     try:
-        settings = Settings.parse(engine_args.model_loader_extra_config or {}, environ)
+        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {}, environ)
         checkpoint = read_checkpoint(
             local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
         )
@@ -104,7 +104,7 @@ def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
     return dict(said) if in_our_formats(said) else {}
 
 
-def _may_be_cached(settings: Settings, model: str) -> bool:
+def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
     return settings.cache_dir is not None and has_entry(settings.cache_dir, model, settings.recipe.canonical())
 
 
@@ -159,13 +159,13 @@ class SparkStreamLoader(DefaultModelLoader):
 
     def __init__(self, load_config: Any) -> None:
         # The base class refuses settings and formats that it does not know, so it gets a copy without them.
-        self._settings = Settings.parse(load_config.model_loader_extra_config or {}, os.environ)
+        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {}, os.environ)
         plain = copy.copy(load_config)
         plain.model_loader_extra_config = {}
         plain.load_format = "safetensors"
         super().__init__(plain)
         self._virtual: VirtualCheckpoint | None = None
-        self._source: Source | None = None
+        self._source: LoadSession | None = None
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._handed = ""
@@ -233,7 +233,7 @@ class SparkStreamLoader(DefaultModelLoader):
         self._tensors = self._streamed(source, model)
         return self._tensors
 
-    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Source:
+    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
         checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
         device = next(model.parameters()).device
         if device.type == "cuda":
@@ -263,7 +263,7 @@ class SparkStreamLoader(DefaultModelLoader):
         checkpoint: Checkpoint,
         progress: ProgressFile,
         entry: CachedCheckpoint | None = None,
-    ) -> Source:
+    ) -> LoadSession:
         """Of `virtual`, which is the checkpoint's, or the entry's that holds all of it."""
         self._virtual = virtual
         check = self._settings.enable_weights_track
@@ -278,7 +278,7 @@ class SparkStreamLoader(DefaultModelLoader):
             direct=self._settings.direct,
         )
         self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
-        source = self._source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
+        source = self._source = LoadSession.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
         if formats and self._settings.cache_dir is not None:
             source = self._source = self._beside_cache(source, checkpoint, formats, device)
         if trace is not None:
@@ -302,7 +302,7 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         return find(cache_dir, checkpoint, recipe, say=logger.info)
 
-    def _beside_cache(self, source: Source, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> Source:
+    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> LoadSession:
         """The quantized cache in place of the checkpoint where there is one, else the checkpoint and a writer beside it."""
         cache_dir = str(self._settings.cache_dir)
         recipe, tp_slice = self._settings.recipe.canonical(), None
@@ -346,7 +346,7 @@ class SparkStreamLoader(DefaultModelLoader):
         source.pipeline.sink = source.writer
         return source
 
-    def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
+    def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
             for self._handed, tensor in source.tensors():

@@ -18,10 +18,10 @@ from tests.support.architectures import llama, qwen3_next
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.stream.loading import load
 from workers import plugin
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache.omitted import can_be_completed, left_out
-from workers.stream.cache.store import Entry, entries, remove
-from workers.stream.export import Request, export
+from workers.stream.cache.store import CacheEntry, entries, remove
+from workers.stream.export import ExportRequest, export
 from workers.stream.pipeline import Pipeline
 from workers.stream.virtual import Emitted
 from workers.stream.vllm import loader
@@ -79,7 +79,7 @@ def loaded(
     }
 
 
-def names(entry: Entry) -> set[str]:
+def names(entry: CacheEntry) -> set[str]:
     return {name for name in read_checkpoint(entry.folder).tensors if name.startswith(LAYER)}
 
 
@@ -118,9 +118,9 @@ def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
     assert "without" not in entry.manifest.recipe
     assert asked == [str(source), entry.folder]
     assert same(first, second)
-    recipe = Recipe.parse(quantize).canonical()
-    cached = export(Request(str(source), recipe, str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"), lambda *_: None)
-    straight = export(Request(str(source), recipe, str(tmp_path / "made"), None, "cpu"), lambda *_: None)
+    recipe = QuantizationRecipe.parse(quantize).canonical()
+    cached = export(ExportRequest(str(source), recipe, str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"), lambda *_: None)
+    straight = export(ExportRequest(str(source), recipe, str(tmp_path / "made"), None, "cpu"), lambda *_: None)
     assert (cached[0], straight[0]) == ("cache", "checkpoint")
     assert any(name.startswith(AHEAD) for name in read_checkpoint(tmp_path / "copied").tensors)
     assert same_files(tmp_path / "copied", tmp_path / "made")
@@ -160,7 +160,9 @@ def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, 
     assert {name.split(".")[-2] for name in entry.manifest.notes["damaged"]} == {*fused}
     with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
         loaded(damaged, tmp_path, quantize=quantize)
-    request = Request(str(damaged), Recipe.parse(quantize).canonical(), str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu")
+    request = ExportRequest(
+        str(damaged), QuantizationRecipe.parse(quantize).canonical(), str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"
+    )
     with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
         export(request, lambda *_: None)
     assert loaded(damaged, tmp_path, stage, quantize)[0] == "cache", "and it is still there for who does not take it"

@@ -22,7 +22,7 @@ from tests.support.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import direct_target
 from workers.stream.cache import manifest, store
 from workers.stream.cache import writer as cache_writer
-from workers.stream.cache.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
+from workers.stream.cache.manifest import MANIFEST, USED, CacheManifest, cache_key, entry_name, format_name, model_name
 from workers.stream.cache.store import (
     CachedCheckpoint,
     entries,
@@ -413,11 +413,11 @@ def test_what_is_not_valid_is_named_and_removed(cache_dir: str, source: Checkpoi
 
 
 def test_a_source_with_other_files_is_another_one(cache_dir: str, source: Checkpoint) -> None:
-    before = manifest.Source.of(source)
+    before = manifest.CheckpointIdentity.of(source)
     shard = before.shards[0]
 
     assert before.change(before) is None
-    assert before.change(manifest.Source(before.folder, before.shards[1:], before.config_sha256)) == (
+    assert before.change(manifest.CheckpointIdentity(before.folder, before.shards[1:], before.config_sha256)) == (
         f"its source has {len(before.shards) - 1} other files instead of {len(before.shards)}: {shard.name} is one of them"
     )
 
@@ -726,9 +726,9 @@ def test_removing_what_is_no_entry_changes_nothing(cache_dir: str, source: Check
 
 def test_a_manifest_is_what_was_dumped(cache_dir: str, source: Checkpoint) -> None:
     folder = written(cache_dir, source).folder
-    read = Manifest.read(folder)
+    read = CacheManifest.read(folder)
     (Path(folder) / MANIFEST).write_bytes(read.dump())
 
-    assert Manifest.read(folder) == read
+    assert CacheManifest.read(folder) == read
     with pytest.raises(CheckpointError, match=r"it is not there\. Remove this folder; the next start quantizes again"):
-        Manifest.read(cache_dir)
+        CacheManifest.read(cache_dir)

@@ -19,7 +19,7 @@ from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, fp8_config, linear, write_checkpoint
 from tests.workers.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
 from workers.quantization.formats import Format
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.formats import quantizer
 from workers.stream.formats.fp8_source import holds_codes
 from workers.stream.pipeline import Pipeline
@@ -94,7 +94,7 @@ def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, 
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 6)
     stored, _, config = fp8_source(random_weights(inter=2 * 96), kind)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     alone, together = Fused(2, 1), Fused(2, 1)
     alone.load(Pipeline(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
     stream = Pipeline(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
@@ -174,7 +174,7 @@ def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quan
     """Rows of some and columns of others, in whole blocks."""
     stored, _, config = fp8_source(random_weights(), kind)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     trace = Trace()
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     regions = {name: taken.region for name, taken in trace.taken.items()}
@@ -200,7 +200,7 @@ def test_experts_that_are_kept_are_placed_with_their_own_codes(tmp_path, monkeyp
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     stored, _, config = fp8_source(random_weights(), kind)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     got = Fused(ranks, rank)
     got.load(Pipeline(virtual, CPU, READER, **got.asked(virtual), batch_bytes=batch_bytes))
     for number in range(9):
@@ -248,7 +248,7 @@ def test_fp8_that_keeps_its_precision_beside_quantized_layers_comes_as_its_value
     assert [name for name in KEPT if not torch.equal(got[name], meant[name])] == []
     assert not [name for name in got if name.startswith(tuple(kept.removesuffix(".weight") for kept in KEPT)) and name not in KEPT]
     checkpoint = read_checkpoint(str(folder))
-    formats = Recipe.parse(quantize).assign(checkpoint)
+    formats = QuantizationRecipe.parse(quantize).assign(checkpoint)
     assert not formats.keys() & {name.removesuffix(".weight") for name in KEPT}
     told = quantization_config(formats, linear_modules(checkpoint))["ignore"]
     assert {part for part in ("wq_b", "visual", "gate") if any(part in pattern for pattern in told)} == {"wq_b", "visual", "gate"}
@@ -264,7 +264,7 @@ def test_a_scale_of_a_wrong_shape_is_named_before_anything_is_read(tmp_path, nam
     stored[wrong] = torch.ones(shape)
     folder = described(written(tmp_path / "m", stored), config)
     checkpoint = read_checkpoint(str(folder))
-    formats = Recipe.parse("nvfp4").assign(checkpoint)
+    formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint)
     with pytest.raises(CheckpointError) as caught:
         VirtualCheckpoint(checkpoint, formats)
     assert str(caught.value) == (
@@ -281,7 +281,7 @@ def test_a_scale_of_codes_is_no_number(tmp_path, name):
     stored[wrong] = torch.full(stored[wrong].shape, 120, dtype=torch.uint8)
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     with pytest.raises(CheckpointError, match=rf"{wrong}: an FP8 weight's scale holds U8, and F32, BF16, F16, F8_E8M0 are known"):
-        VirtualCheckpoint(checkpoint, Recipe.parse("nvfp4").assign(checkpoint))
+        VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("nvfp4").assign(checkpoint))
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -289,7 +289,7 @@ def test_fp8_that_keeps_its_precision_and_has_no_scale_is_not_handed_over_as_it_
     stored, _, config = fp8_source(with_more(), "fp8_block", lambda one: one.endswith("_proj.weight") or one in KEPT)
     del stored[name.replace(".weight", ".weight_scale_inv")]
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    formats = Recipe.parse("nvfp4").assign(checkpoint)
+    formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint)
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: an FP8 weight has no scale beside it"):
         VirtualCheckpoint(checkpoint, formats)
 

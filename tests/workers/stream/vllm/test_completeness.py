@@ -21,11 +21,11 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.stream.loading import load
 from workers import plugin
-from workers.quantization.recipe import Recipe
-from workers.stream.export import Request, export
+from workers.quantization.recipe import QuantizationRecipe
+from workers.stream.export import ExportRequest, export
 from workers.stream.trace import Taken, Trace
 from workers.stream.vllm import ask_model
-from workers.stream.vllm.completeness import Asked, Writes, refuse_unfilled, storages_of, unfilled
+from workers.stream.vllm.completeness import LoadOutcome, Writes, refuse_unfilled, storages_of, unfilled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,7 +129,12 @@ def test_what_others_have_quantized_lacks_nothing_or_is_refused(
     tmp_path: Path, architecture: str, quantize: str, without: str, named: str
 ) -> None:
     whole, half = tmp_path / "whole", tmp_path / "half"
-    export(Request(str(written(tmp_path / "model", architecture)), Recipe.parse(quantize).canonical(), str(whole), device="cpu"), unheard)
+    export(
+        ExportRequest(
+            str(written(tmp_path / "model", architecture)), QuantizationRecipe.parse(quantize).canonical(), str(whole), device="cpu"
+        ),
+        unheard,
+    )
     load(whole, {"quantize": "bf16"})
 
     tensors = {name: one for name, one in load_file(whole / "model-00001-of-00001.safetensors").items() if not re.search(without, name)}
@@ -191,7 +196,7 @@ def found(
     writes, storages = Writes(), storages_of(model)
     with writes:
         load_weights()
-    return unfilled(Asked(model, Trace(**trace), writes, loaded, storages, experts, placed))
+    return unfilled(LoadOutcome(model, Trace(**trace), writes, loaded, storages, experts, placed))
 
 
 def test_what_neither_was_written_nor_is_said_to_be_loaded() -> None:
@@ -322,7 +327,7 @@ def test_what_is_added_to_a_routers_scores_is_missed_unless_it_is_made_of_zeros(
 
 def test_a_model_that_lacks_nothing_is_not_refused() -> None:
     layer = Layer(False, weight=torch.zeros(4))
-    asked = Asked(layer, Trace(), Writes(), {"weight"}, storages_of(layer), None)
+    asked = LoadOutcome(layer, Trace(), Writes(), {"weight"}, storages_of(layer), None)
     refuse_unfilled(asked, "/models/x", quantized=True)
     with pytest.raises(CheckpointError, match=r"^/models/x: it has nothing for weight of vLLM's Layer\. Download it again"):
         refuse_unfilled(dataclasses.replace(asked, loaded=()), "/models/x", quantized=False)

@@ -156,10 +156,10 @@ def test_a_description_is_read_back_as_the_format_it_was_made_from(form):
 
 
 def test_settings_are_frozen(folder):
-    settings = loader.Settings.parse({"quantize": "nvfp4"}, {})
+    settings = loader.LoaderSettings.parse({"quantize": "nvfp4"}, {})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.cache_dir = "x"  # type: ignore[misc]
     rings = {on_gpu: settings.blocks(on_gpu=on_gpu) * settings.block_bytes for on_gpu in (True, False)}
     assert rings == {True: 64 << 20, False: 32 << 20}
-    asked = loader.Settings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20}, {})
+    asked = loader.LoaderSettings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20}, {})
     assert asked.blocks(on_gpu=False) * asked.block_bytes == 48 << 20

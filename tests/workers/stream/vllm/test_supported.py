@@ -9,7 +9,7 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, MissingSymbol
 from tests.support import architectures, checkpoints
-from workers.quantization.recipe import Recipe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.vllm import ranks, supported
 
 with warnings.catch_warnings():
@@ -25,7 +25,7 @@ def test_blocks_that_a_gpus_kernels_cannot_cut_are_refused_by_name(tmp_path, mon
     monkeypatch.setattr(supported, "_is_cpu", lambda: on_cpu)
     model = architectures.ARCHITECTURES["llama"](architectures.Size(hidden=576, heads=9, kv_heads=3, wide=1536))
     checkpoint = read_checkpoint(checkpoints.write_checkpoint(tmp_path / "m", model.config, model.entries))
-    formats = Recipe.parse(quantize).assign(checkpoint)
+    formats = QuantizationRecipe.parse(quantize).assign(checkpoint)
     if not refused:
         supported.refuse_unserved(checkpoint, formats, 1)
         return
@@ -43,7 +43,7 @@ def test_experts_without_a_gate_are_refused_where_the_kernel_wants_one(tmp_path,
     monkeypatch.setattr(supported, "_mxfp4_counts_projections", lambda: counts)
     model = architectures.ARCHITECTURES["nemotron_h"]()
     checkpoint = read_checkpoint(checkpoints.write_checkpoint(tmp_path / "m", model.config, model.entries))
-    formats = Recipe.parse(quantize).assign(checkpoint)
+    formats = QuantizationRecipe.parse(quantize).assign(checkpoint)
     if not refused:
         supported.refuse_unserved(checkpoint, formats, 1)
         return
