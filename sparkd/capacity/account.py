@@ -333,8 +333,8 @@ def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, rel
 
 
 def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what QuantizationRecipe.assign refuses.
-    None where it would not, or the headers are not on this machine."""
+    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what
+    QuantizationRecipe.assign refuses. None where it would not, or the headers are not on this machine."""
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None or spec.quantize in (None, AUTO):
         return None

@@ -210,7 +210,9 @@ def _own(model: str, config: Path | None) -> tuple[tuple[ModelConfig, Config, st
     return None if around is None or spec is None else (spec, *around), None if around is None else around[0]
 
 
-def asked_here(questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]) -> Sequence[ModelAnswer | None]:
+def asked_here(
+    questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]
+) -> Sequence[ModelAnswer | None]:
     """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
     if quick or full_version_in(runtime.interpreter) is None:
         return [kept(each, runtime) for each in questions]

@@ -3,9 +3,10 @@ there only whether a model class known to be choosy takes the formats.
 
     python -m workers.stream.export < REQUEST
 
-A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of ExportRequest; stdout
-gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end {"event": "done", "from", "bytes"} or
-{"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of its output that has gone.
+A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of
+ExportRequest; stdout gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end
+{"event": "done", "from", "bytes"} or {"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of
+its output that has gone.
 """
 
 from __future__ import annotations

@@ -75,7 +75,10 @@ class OwnFile:
 
 @dataclass(frozen=True, slots=True)
 class CacheManifest:
-    """sparkd-manifest.json. recipe: QuantizationRecipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own."""
+    """sparkd-manifest.json.
+
+    recipe: QuantizationRecipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own.
+    """
 
     source: CheckpointIdentity
     recipe: Mapping[str, Any]
