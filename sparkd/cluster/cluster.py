@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 from sparkd.capacity.reservation import Placement, offered_gib
 from sparkd.cluster.launcher import Attempt, Starter, Tell
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
-from sparkd.cluster.node_tracker import NodeObservation, Observation, Sight, Unreadable, facts_of, told_of, told_of_strangers, told_of_unreadable
+from sparkd.cluster.node_tracker import (
+    NodeObservation,
+    Observation,
+    Sight,
+    Unreadable,
+    facts_of,
+    told_of,
+    told_of_strangers,
+    told_of_unreadable,
+)
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, costs_of, node_environment
