@@ -27,8 +27,8 @@ def test_it_survives_the_process_group_that_started_it(place: Place) -> None:
     spec = place.root / "spec.json"
     spec.write_text(json.dumps(place.spec().to_dict()), encoding="utf-8")
     code = (
-        "import json, sys, time\nfrom workers import rank\nspec = rank.RankSpec.from_dict(json.load(open(sys.argv[1])))\n"
-        "print(json.dumps(rank.spawn(spec)), flush=True)\ntime.sleep(600)\n"
+        "import json, sys, time\nfrom workers.rank.lifecycle import RankSpec, spawn\n"
+        "spec = RankSpec.from_dict(json.load(open(sys.argv[1])))\nprint(json.dumps(spawn(spec)), flush=True)\ntime.sleep(600)\n"
     )
     actor = subprocess.Popen(
         [sys.executable, "-c", code, str(spec)], stdout=subprocess.PIPE, start_new_session=True, env={"PYTHONPATH": lifecycle.PACKAGE_DIR}

@@ -272,12 +272,12 @@ def test_the_dtype_of_the_model(config: dict[str, Any], dtype: torch.dtype) -> N
 # The program
 
 SLOW = """
-import sys, workers.stream.export as program
+import sys, time, workers.stream.export as program
 say = program._say
 def slowly(**line):
     say(**line)
-    if line["event"] == "progress":
-        import signal; signal.pause()
+    while line["event"] == "progress":
+        time.sleep(0.1)  # a pause() misses a signal that comes right before it
 program._say = slowly
 sys.exit(program.main())
 """
