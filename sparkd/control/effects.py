@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from sparkd.control import gauges
 from sparkd.control.journal import Ledger, Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.plan import Backoff
-from sparkd.control.record import Record
+from sparkd.control.record import Looked, Record
 from sparkd.control.registry import Roster
+from sparkd.control.wishes import Wishes
 from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import ClusterError, CommitUnknown, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
 from sparkd.execution.boundary import Boundary
@@ -65,7 +66,8 @@ class Actions:
         *,
         ask: AskFunction,
         left: Callable[[RankHandle, Sequence[Mapping[str, Any]]], None],
-        wake: Callable[[], None],
+        wishes: Wishes,
+        wake: asyncio.Event,
         clock: Callable[[], float],
         wall: Callable[[], float],
         rng: random.Random,
@@ -77,6 +79,7 @@ class Actions:
         self._boundary = boundary
         self._ask = ask
         self._left = left
+        self._wishes = wishes
         self._wake = wake
         self._clock = clock
         self._wall = wall
@@ -93,8 +96,16 @@ class Actions:
         self._unheld: dict[str, str] = {}
         self._holding: set[str] = set()
 
-    def recall(self) -> None:
-        """At the start: engines that hung under an earlier daemon count, and a model that rests for it goes on resting."""
+    def recall(self, handles: Iterable[RankHandle]) -> None:
+        """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
+        Engines that hung under that daemon count, and a model that rests for it goes on resting."""
+        known = sorted(handles, key=lambda handle: handle.started_at_s)
+        newest = {handle.model: handle.start for handle in known}
+        for model, start in newest.items():
+            ranks = sorted((one.rank, one.node_id) for one in known if one.model == model and one.start == start)
+            if record := self._roster.records.get(model):
+                record.nodes = tuple(node for _, node in ranks)
+        self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
         for name, ago_s in self._ledger.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
             record = self._roster.records.get(name)
             if record is None:
@@ -145,7 +156,6 @@ class Actions:
             return
         record.rank_id, record.lack = None, lack
         self.move(record, ModelState.STOPPED)
-        record.message = error.message
 
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
         """ranks: all of one start, by number."""
@@ -199,6 +209,7 @@ class Actions:
         handle = record.handle
         if handle is None:
             return
+        record.last_asked_s = self._clock()
         if record.upstream is None:
             record.upstream = await self._cluster.upstream(handle)
         try:
@@ -244,7 +255,7 @@ class Actions:
             return
         found = await self._cluster.abilities(spec)
         if record.spec is spec and record.abilities is None:
-            record.abilities = found
+            record.looked = Looked(record.hash, found)
 
     async def _learn(self, record: Record, upstream: Upstream, models: ServedModels) -> None:
         """Ask the engine for the model's abilities. They stay known once the engine has gone."""
@@ -252,7 +263,7 @@ class Actions:
         if (known := record.abilities) is not None:
             found = await self._cluster.served_abilities(upstream, known, models)
             if record.abilities is known and record.upstream is upstream:
-                record.abilities = found
+                record.looked = Looked(record.hash, found)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(why: str) -> None:
@@ -298,6 +309,15 @@ class Actions:
         """Whether the next try to end it is later. key: the model's name for a stop, the start for a destroy."""
         return self._clock() < self._retry_at_s.get(key, float("-inf"))
 
+    def end_backoff(self, record: Record) -> None:
+        record.backoff_until_s = float("-inf")
+
+    def end_backoffs(self, reasons: Collection[str], names: Collection[str] = ()) -> None:
+        """A model that failed for one of these reasons, or is one of these, is tried again at once."""
+        for record in self._roster.records.values():
+            if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
+                record.backoff_until_s = self._clock()
+
     def try_again(self) -> None:
         """A node can be seen again: whatever would not end is tried at once, and waits anew from the shortest pause."""
         self._unended.clear()
@@ -333,7 +353,7 @@ class Actions:
         self.move(record, ModelState.READY)
         if record.rank_id and served is None and record.load_s is not None:
             self._ledger.keep_answered(record.rank_id, record.load_s)
-        record.reason = record.message = record.evicted = None
+        record.reason = record.message = None
         how = "was adopted and serves on" if record.adopted else f"answers after {took_s:.1f} s"
         self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.adopted)
         gauges.loaded(record.name, took_s, record.adopted)
@@ -365,7 +385,6 @@ class Actions:
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
-        record.evicted = None
         self.move(record, ModelState.READY)
         self._ledger.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
         self._door.open(record)
@@ -386,7 +405,7 @@ class Actions:
             self._ledger.finish(record, OperationState.CANCELLED, "The model was taken out of the configuration.")
             del self._roster.records[record.name]
             self._ledger.forget_wish(record.name)
-        self._wake()
+        self._wake.set()
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False) -> None:
         """lasts: that waiting does not heal it, where the reason alone does not say so."""
@@ -415,7 +434,7 @@ class Actions:
         self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._ledger.running(record, "load"):
-            self._ledger.answer_wish(record)
+            self._wishes.answer(record)
         self._ledger.finish(record, OperationState.FAILED, message, kind="load")
         self._door.turn_away(record, keeps_place=waited)
         if not record.ranks and reason != "RankLost":
@@ -458,7 +477,7 @@ class Actions:
         work.close()
         if record.task is task:
             record.busy = record.task = None
-        self._wake()
+        self._wake.set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """name: one word, the same for all models, and the model."""

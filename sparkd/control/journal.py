@@ -69,17 +69,8 @@ class Ledger:
             message = f"{file}: {len(damages)} of its rows cannot be used and are left out: {'; '.join(map(str, shown))}."
             self.say("store", None, message, file=file, table=table, rows=[damage.row for damage in shown], count=len(damages))
 
-    def wish(self, record: Record, want: Want, by: str) -> None:
-        record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
-        self._persist(lambda: self._store.save_desired(record.desired))
-        self.say("want", record.name, f"{want} wished by {by}.", by=by)
-
-    def answer_wish(self, record: Record) -> None:
-        """An operator was told that the load failed: the wish stays, as one for which nobody makes room until it is asked for again."""
-        if record.desired.by != "admin":
-            return
-        record.desired = replace(record.desired, by="retry")
-        self._persist(lambda: self._store.save_desired(record.desired))
+    def keep_wish(self, desired: Desired) -> None:
+        self._persist(lambda: self._store.save_desired(desired))
 
     def forget_wish(self, name: str) -> None:
         self._persist(lambda: self._store.forget_desired(name))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.residency import PROMISE_S
+from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     DoesNotFit,
@@ -103,15 +104,15 @@ class Lease:
 class LeaseQueue:
     """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
-    `want(name, Want, by)` and `wake()` are the supervisor's. unusable, parsers: see Cluster; look: see Actions.
+    wake: ends the loop's pause. unusable, parsers: see Cluster; look: see Actions.
     """
 
     def __init__(
         self,
         roster: Roster,
         *,
-        want: Callable[[str, Want, str], Any],
-        wake: Callable[[], None],
+        wishes: Wishes,
+        wake: asyncio.Event,
         clock: Callable[[], float],
         unusable: Callable[[ModelConfig], Awaitable[str | None]],
         parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
@@ -123,7 +124,7 @@ class LeaseQueue:
         self._parsers = parsers
         self._shared = Shared(boundary)
         self._roster = roster
-        self._want = want
+        self._wishes = wishes
         self._wake = wake
         self._clock = clock
         self._waiting = 0
@@ -158,7 +159,7 @@ class LeaseQueue:
         if answered or (answered is not None and not probe):
             record.queue.judge(answered=answered or record.state is not ModelState.READY)
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
-            self._wake()
+            self._wake.set()
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in. It stays for clients that were told to come back, until one has or
@@ -171,8 +172,7 @@ class LeaseQueue:
         record.queue.forget_promise()
         if not keeps_place or record.desired.by == "request":
             record.queue.withdraw()
-        unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
-        record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded))
+        record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded(record)))
 
     def close(self, records: Iterable[Record], *, wholly: bool) -> None:
         """Send away all that wait: nothing is loaded for them any more."""
@@ -200,7 +200,7 @@ class LeaseQueue:
             wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
         wished = record.desired.want is not Want.RUNNING
         if wished:
-            self._want(record.name, Want.RUNNING, "request")
+            self._wishes.want(record.name, Want.RUNNING, "request")
             record.queue.forget_promise()
         if waits is not None:
             waits(
@@ -268,7 +268,7 @@ class LeaseQueue:
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
-            self._want(record.name, Want.STOPPED, "request")
+            self._wishes.want(record.name, Want.STOPPED, "request")
 
     def _models(self) -> Iterable[Record]:
         return self._roster.records.values()

@@ -17,6 +17,7 @@ from sparkd.control.lease import LeaseQueue
 from sparkd.control.memory_release import Release
 from sparkd.control.pressure import Pressure
 from sparkd.control.record import Record
+from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, Want
 from workers.guard.policy import MemoryLimits
@@ -34,15 +35,15 @@ class Gate:
         self,
         ledger: Ledger,
         door: LeaseQueue,
-        want: Callable[[str, Want, str], Any],
+        wishes: Wishes,
         clock: Callable[[], float],
         holders: Callable[[Record, float], list[dict[str, Any]]],
         limits: Callable[[int], MemoryLimits] = MemoryLimits.of,
     ) -> None:
-        self.pressure = Pressure(ledger, want, clock)
+        self.pressure = Pressure(ledger, wishes, clock)
         self.release = Release(ledger, clock, limits)
         self._door = door
-        self._want = want
+        self._wishes = wishes
         self._clock = clock
         self._holders = holders
         self.shut: frozenset[str] = frozenset()
@@ -79,7 +80,7 @@ class Gate:
         why = f"{record.name} cannot be loaded now: {told}.{held}"
         self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
-            self._want(record.name, Want.STOPPED, "request")
+            self._wishes.want(record.name, Want.STOPPED, "request")
 
 
 def _may_live(record: Record, observation: Observation) -> bool:

@@ -63,7 +63,7 @@ class Found:
             ttl_s=config.ttl_s(spec) if spec else 0.0,
             claims=record.claims,
             asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
-            lack=record.lack,
+            lack=record.lack if record.attempt_hash == record.hash else None,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
             stay=_stay(record, config),

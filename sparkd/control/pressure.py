@@ -13,6 +13,7 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
+from sparkd.control.wishes import Wishes
 from sparkd.state.nouns import ModelState, Reading, Want
 
 GIB = 1 << 30
@@ -28,9 +29,9 @@ class Pressure:
     """Asked once in each tick. `allows` says whether a load may begin, `shut` on which nodes none may. told: a clause for each node that is
     short; is_news: one is, and not for long."""
 
-    def __init__(self, ledger: Ledger, want: Callable[[str, Want, str], Any], clock: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger, wishes: Wishes, clock: Callable[[], float]) -> None:
         self._ledger = ledger
-        self._want = want
+        self._wishes = wishes
         self._clock = clock
         self._levels: dict[str, str] = {}
         self._short_since_s: dict[str, float] = {}
@@ -61,7 +62,7 @@ class Pressure:
             node = next(node for node in victim.nodes if node in pressed)
             why = short[node].level_why or self.told[node]
             self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
-            self._want(victim.name, Want.STOPPED, "guard")
+            self._wishes.want(victim.name, Want.STOPPED, "guard")
 
     def _tell(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
         for node, reading in short.items():

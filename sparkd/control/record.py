@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sparkd.config.config import ModelConfig
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.residency import Evicted
+from sparkd.control.wait_reasons import Wait
 from sparkd.engine.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.combined_progress import progress_of
@@ -21,12 +23,20 @@ BUSY_SHARE = 0.1
 BUSY_LEAST_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What the files of the entry with this hash, or its engine, say of the model."""
+
+    hash: str | None
+    abilities: Abilities
+
+
 class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
 
     __slots__ = (
-        "abilities",
         "adopted",
+        "attempt_hash",
         "attempt_since_s",
         "backoff_until_s",
         "busy",
@@ -41,6 +51,7 @@ class Record:
         "lasts",
         "load_s",
         "log_path",
+        "looked",
         "memory_gib",
         "message",
         "moved",
@@ -66,6 +77,7 @@ class Record:
         "transport",
         "turn",
         "upstream",
+        "wait",
         "world",
         "yields_to",
     )
@@ -77,8 +89,7 @@ class Record:
         self.hash: str | None = None
         # The source of its entry: `file` is the configuration, `api` the models that were added.
         self.origin = "file"
-        # None until its files were looked at, which is once for each hash; its engine knows better.
-        self.abilities: Abilities | None = None
+        self.looked: Looked | None = None
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s
@@ -109,19 +120,29 @@ class Record:
         self.queue = RequestQueue(now_s)
         # Its place among all that wait for room or for their turn, 1 for the first.
         self.turn: int | None = None
-        # The memory that it asked for when there was no room; and for which model it goes.
+        # Why it waits in that line.
+        self.wait: Wait | None = None
+        # The memory that it asked for when there was no room.
         self.lack: Lack | None = None
+        # The model for which it goes.
         self.yields_to: str | None = None
         # How its last stay ended, where it went for another one; None once it is READY again.
         self.evicted: Evicted | None = None
         self.last_asked_s = float("-inf")
         self.attempt_since_s = now_s
+        # Of the entry with which the attempt began.
+        self.attempt_hash: str | None = None
         self.ready_since_s: float | None = None
         self.load_s: float | None = None
         self.failures = 0
         self.stalls: tuple[float, ...] = ()
         self.restarts = 0
         self.backoff_until_s = float("-inf")
+
+    @property
+    def abilities(self) -> Abilities | None:
+        """None until the files of its present entry were looked at; its engine knows better."""
+        return self.looked.abilities if self.looked is not None and self.looked.hash == self.hash else None
 
     @property
     def claims(self) -> bool:
@@ -172,7 +193,7 @@ class Record:
             self.moved, self.moved_at_s = (seen, cpu_s), now_s
 
     def begin_attempt(self, now_s: float) -> None:
-        self.attempt_since_s = now_s
+        self.attempt_since_s, self.attempt_hash = now_s, self.hash
         self.last_asked_s = float("-inf")
         self.ready_since_s = self.load_s = self.progress = None
         self.reason = self.message = None
@@ -201,7 +222,6 @@ class Record:
         self.reason = self.message = None
         self.transport = ()
         self.failures = 0
-        self.yields_to = None
         self.backoff_until_s = float("-inf")
 
     def cancel(self) -> None:

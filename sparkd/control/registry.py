@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
 from sparkd.control.request_queue import RequestQueue
-from sparkd.control.wait_reasons import Wait
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
@@ -60,7 +59,9 @@ class Roster:
             raise self._unknown(record.name)
 
     def configure(self, base: Config) -> dict[str, list[str]]:
-        """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is.
+        """Take the file's configuration. A model that it no longer has is forgotten once it is STOPPED.
+
+        The caller ends the wishes for those (Wishes.end_removed).
 
         The changes, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.
@@ -76,7 +77,6 @@ class Roster:
         for name in set(self.records) - set(models):
             record = self.records[name]
             record.spec = record.hash = None
-            record.desired = replace(record.desired, want=Want.STOPPED, by="config")
             if record.state is ModelState.STOPPED:
                 del self.records[name]
         # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
@@ -91,11 +91,9 @@ class Roster:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
                 self.records[name] = Record(name, desired, self._clock(), self._wall())
             record = self.records[name]
-            record.spec, old_hash = spec, record.hash
+            record.spec = spec
             record.origin = "file" if name in base.models else "api"
             record.hash = config_hash(spec, self.config.engine)
-            if record.hash != old_hash:
-                record.lack = record.abilities = None
         self._names = {name: name for name in self.records} | self.config.names()
         self.ties = self.config.groups.ties(self._names)
         known = {name: record.hash for name, record in self.records.items() if record.spec}
@@ -107,12 +105,6 @@ class Roster:
             "adjusted": sorted(name for name in stays if self.records[name].spec != specs[name]),
             "preload": [name for name in self.config.preload() if name not in preloaded],
         }
-
-    def try_again(self, reasons: Collection[str], names: Collection[str] = ()) -> None:
-        """A model that failed for one of these reasons, or is one of these, need not wait for its back-off."""
-        for record in self.records.values():
-            if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
-                record.backoff_until_s = self._clock()
 
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
         """What `add` would take in; raises as that, and changes nothing."""
@@ -299,7 +291,7 @@ class Roster:
             for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
         ]
 
-    def view(self, record: Record, now_s: float, doubt: str | None = None, wait: Wait | None = None) -> ModelView:
+    def view(self, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
@@ -325,7 +317,7 @@ class Roster:
             created_at_s=self._started_at_s,
             origin=record.origin,
             reason=record.reason,
-            message=record.message,
+            message=_message(record),
             progress=_without_cache(record.progress) if record.state is ModelState.FAILED else record.progress,
             node=record.node_id,
             ranks=() if gone else record.handles,
@@ -340,7 +332,7 @@ class Roster:
             transport=record.transport,
             turn=record.turn,
             doubt=doubt,
-            wait={"reason": wait.reason, "models": list(wait.models)} if wait is not None else None,
+            wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
             adopted=record.adopted,
             parsers=None if gone or record.handle is None else record.handle.parsers,
             stores_responses=self._stores_responses(spec) if spec else False,
@@ -354,6 +346,13 @@ class Roster:
 
 def _idle_s(queue: RequestQueue, now_s: float) -> float:
     return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
+
+
+def _message(record: Record) -> str | None:
+    """A model that waits says why; one that is STOPPED and waits for nothing has nothing to say."""
+    if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.wait is not None):
+        return record.wait.message if record.wait is not None else None
+    return record.message
 
 
 def _text(spec: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from sparkd.control.registry import Roster
 from sparkd.control.scheduler import Turn
 from sparkd.control.swap import Swap, bar_of
 from sparkd.control.watchdog import Pulse
+from sparkd.control.wishes import Wishes
 from sparkd.engine.upstream import Upstream
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import Conflict, DoesNotFit
@@ -37,7 +38,7 @@ from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
 from sparkd.fabric.report import report
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
+from sparkd.state.nouns import STARTING, ModelState, Operation, OperationState, Store, Want
 from sparkd.state.snapshot import Snapshot
 from workers.host.network import VARIABLES
 
@@ -88,27 +89,31 @@ class Supervisor:
         self.ledger = Ledger(store, wall, self.boundary)
         self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
+        self._wishes = Wishes(self._roster, self.ledger, self._wake, clock, wall)
         self._door = LeaseQueue(
             self._roster,
-            want=self.want,
-            wake=self.wake,
+            wishes=self._wishes,
+            wake=self._wake,
             clock=clock,
             unusable=cluster.unusable,
             parsers=cluster.parsers,
             look=lambda record: self._actions.look(record),
             boundary=self.boundary,
         )
-        self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
-        self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
+        self._gate = Gate(
+            self.ledger, self._door, self._wishes, clock, self._roster.holders, lambda total: self.config.memory.limits(total)
+        )
+        self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self._wishes, clock)
         hands = (self._roster, self.ledger, cluster, self._door, self.boundary)
         jitter = rng or random.Random()
-        self._actions = Actions(*hands, ask=ask, left=self._gate.release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
+        self._actions = Actions(
+            *hands, ask=ask, left=self._gate.release.left, wishes=self._wishes, wake=self._wake, clock=clock, wall=wall, rng=jitter
+        )
         self._pulse = Pulse(self._actions.spawn, ask, clock)
-        self._expect(store.handles().values())
         for record in self._roster.missing():
             self.want(record.name, Want.RUNNING, "config")
         self.ledger.take_over(self._roster.records)
-        self._actions.recall()
+        self._actions.recall(store.handles().values())
 
     # The three verbs.
 
@@ -126,31 +131,10 @@ class Supervisor:
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
-        record = self.record(name)
-        if want is Want.RUNNING:
-            self._roster.check_startable(record)
-        kind = "load" if want is Want.RUNNING else "unload"
-        running = self.ledger.running(record, kind)
-        renews = record.desired.want is not want or record.is_taken_over(want, by) or self._roster.has_lost_wish(record)
-        if running and not renews:
-            return running
-        if renews:
-            self.ledger.wish(record, want, by)
+        operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
-            record.backoff_until_s = float("-inf")
-        if want is Want.STOPPED:
-            record.queue.withdraw()
-            record.cancel()
-        elif record.state is not ModelState.READY:
-            record.queue.ask(self._clock())
-        operation = self.ledger.begin(record, kind, by)
-        if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
-            self.ledger.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
-            if want is Want.STOPPED:
-                self._door.turn_away(record)
-        self._swap.follow(record.name, want, by, self._roster.records)
-        self.wake()
-        return self.ledger.operation(operation.id)
+            self._actions.end_backoff(self.record(name))
+        return operation
 
     def snapshot(self) -> Snapshot:
         now_s = self._clock()
@@ -163,10 +147,7 @@ class Supervisor:
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={
-                name: self._roster.view(record, now_s, self._pulse.doubt(record), self._swap.waits.get(name))
-                for name, record in self._roster.records.items()
-            },
+            models={name: self._roster.view(record, now_s, self._pulse.doubt(record)) for name, record in self._roster.records.items()},
             nodes=observation.nodes if observation else (),
             operations=self.ledger.operations(self._roster.records),
             cluster=observation.cluster if observation else {},
@@ -259,12 +240,13 @@ class Supervisor:
         running untouched, and what is to be preloaded from now on is."""
         before = dict(self._roster.records)
         changes = self._roster.configure(config)
+        self._wishes.end_removed()
         for name in before.keys() - self._roster.records.keys():
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
         # The memory that these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
-        self._roster.try_again(FOR_ITS_OWNER, changes["restarted"])
+        self._actions.end_backoffs(FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
                 self._tell_change(name, kind, "file")
@@ -406,6 +388,7 @@ class Supervisor:
                 with around("record", record.name):
                     record.observe(self._found.ranks_of(record), self._clock())
             with around("wishes"):
+                self._wishes.end_removed()
                 self._door.forget_promises()
                 self._swap.count(records)
                 self._swap.settle(records)
@@ -427,18 +410,8 @@ class Supervisor:
         """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
-            self._roster.try_again({DoesNotFit.__name__})
+            self._actions.end_backoffs({DoesNotFit.__name__})
         self._agents = agents
-
-    def _expect(self, handles: Iterable[RankHandle]) -> None:
-        """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""
-        known = sorted(handles, key=lambda handle: handle.started_at_s)
-        newest = {handle.model: handle.start for handle in known}
-        for model, start in newest.items():
-            ranks = sorted((one.rank, one.node_id) for one in known if one.model == model and one.start == start)
-            if record := self._roster.records.get(model):
-                record.nodes = tuple(node for _, node in ranks)
-        self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
     def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
         """Changes nothing. is_open: the cluster knows which nodes are open; where that, or who holds what, is not known, nothing is
@@ -483,14 +456,13 @@ class Supervisor:
             case Move(state=state):
                 self._actions.move(record, state)
             case Ask():
-                record.last_asked_s = self._clock()
                 self._actions.start(record, "ask", self._actions.ask(record))
             case Unwant(idle_s=idle_s):
                 ttl_s = self.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self._roster.records, self._clock() - ttl_s):
                     return
                 self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
-                self.want(record.name, Want.STOPPED, "ttl")
+                self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Yield(to=to):
                 self._swap.leave(record, to)
             case Drain():

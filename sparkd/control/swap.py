@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
@@ -20,6 +19,7 @@ from sparkd.control.record import Record
 from sparkd.control.residency import Evicted
 from sparkd.control.scheduler import Turn, turn
 from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.control.wishes import Wishes
 from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, RankFact, Want
 
@@ -42,22 +42,21 @@ def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]
 
 
 class Swap:
-    """`book()` is the cluster's, `ties()` the configuration's, `want(name, Want, by)` the supervisor's."""
+    """`book()` is the cluster's, `ties()` the configuration's."""
 
     def __init__(
         self,
         ledger: Ledger,
         book: Callable[[], MemoryBook],
         ties: Callable[[], Ties],
-        want: Callable[[str, Want, str], Any],
+        wishes: Wishes,
         clock: Callable[[], float],
     ) -> None:
         self._ledger = ledger
         self._book = book
         self._ties = ties
-        self._want = want
+        self._wishes = wishes
         self._clock = clock
-        self.waits: Mapping[str, Wait] = {}
         self._loads = ledger.loads(clock())
 
     def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
@@ -71,16 +70,12 @@ class Swap:
             record.turn = place if record.name in whose.waits else None
             if place is not None:
                 record.queue.ask(self._clock())
-            wait = whose.waits.get(record.name)
-            if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and wait is not None):
-                record.message = wait.message if wait is not None else None
+            before, record.wait = record.wait, whose.waits.get(record.name)
+            # Seconds that are left change with every look.
+            if record.wait is not None and not record.wait.is_as(before):
+                self._ledger.say("waits", record.name, record.wait.message)
             if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
                 record.yields_to = None
-        # Seconds that are left change with every look.
-        news = {name: wait for name, wait in whose.waits.items() if not wait.is_as(self.waits.get(name))}
-        for name, wait in news.items():
-            self._ledger.say("waits", name, wait.message)
-        self.waits = dict(whose.waits)
 
     def leave(self, record: Record, to: str) -> None:
         """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
@@ -90,7 +85,7 @@ class Swap:
         self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
-        self._want(record.name, Want.STOPPED, "swap")
+        self._wishes.want(record.name, Want.STOPPED, "swap")
 
     def count(self, records: Mapping[str, Record]) -> None:
         """Take in which models load, and what that has cost since the last look."""
@@ -103,6 +98,10 @@ class Swap:
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""
         for record in records.values():
+            if record.state is ModelState.STOPPED:
+                record.yields_to = None
+            elif record.state is ModelState.READY and record.desired.want is Want.RUNNING:
+                record.evicted = None
             evicted = record.evicted
             if evicted is None:
                 continue
@@ -113,18 +112,7 @@ class Swap:
             record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
             if has_ended and owed:
                 self._ledger.say("swap", record.name, f"It is loaded again: {evicted.to}, for which it was evicted, is not.", to=evicted.to)
-                self._want(record.name, Want.RUNNING, evicted.by)
-
-    def follow(self, name: str, want: Want, by: str, records: Mapping[str, Record]) -> None:
-        """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those
-        that were wished as companions and that nobody uses."""
-        for other in sorted(self._ties().companions_of(name)):
-            record = records.get(other)
-            if record is None or record.desired.want is want:
-                continue
-            unused = record.desired.by == "group" and not (record.queue.in_flight or record.queue.waiters)
-            if want is Want.RUNNING or by == "admin" or unused:
-                self._want(other, want, "group")
+                self._wishes.want(record.name, Want.RUNNING, evicted.by)
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:
         """Whether a companion of it was used since then: they go after their ttl together, or not."""

@@ -215,7 +215,7 @@ async def fill(made: Scene, by: str) -> None:
 
 
 def waits_of(made: Scene, name: str) -> str:
-    return made.supervisor._swap.waits[name].reason
+    return made.supervisor.record(name).wait.reason
 
 
 async def make_ready(made: Scene, name: str) -> None:
@@ -249,7 +249,7 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         made.cluster.offered = {"n": 100}
 
         def shown(name: str) -> tuple[str, int | None, str | None]:
-            view, wait = made.supervisor.snapshot().models[name], made.supervisor._swap.waits.get(name)
+            view, wait = made.supervisor.snapshot().models[name], made.supervisor.record(name).wait
             assert view.message == (None if wait is None else wait.message)
             return view.state.value, view.turn, None if wait is None else wait.reason
 

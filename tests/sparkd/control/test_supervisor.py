@@ -996,7 +996,7 @@ def test_a_look_that_could_not_begin_is_not_taken_for_one_that_goes_on(tmp_path:
 async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/m", "preload": False}}) as made:
         looks = made.supervisor._door._look = Looks()
-        made.supervisor.record("m").abilities = None
+        made.supervisor.record("m").looked = None
 
         async def ask() -> None:
             async with made.supervisor.lease("m", need=RequestNeeds("/v1/embeddings", POOL)):

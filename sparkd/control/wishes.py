@@ -1,0 +1,83 @@
+"""Owns what is wished for each model: every change of a wish is made here, and persisted before anything acts. Never acts itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from sparkd.control.journal import Ledger
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.errors import Unavailable
+from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, Want
+
+
+class Wishes:
+    """wake: ends the loop's pause. clock: monotonic seconds, wall: calendar seconds."""
+
+    def __init__(
+        self, registry: Roster, journal: Ledger, wake: asyncio.Event, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self._registry = registry
+        self._journal = journal
+        self._wake = wake
+        self._clock = clock
+        self._wall = wall
+
+    def want(self, name: str, want: Want, by: str) -> Operation:
+        """See Supervisor.want."""
+        record = self._registry.find(name)
+        if want is Want.RUNNING:
+            self._registry.check_startable(record)
+        kind = "load" if want is Want.RUNNING else "unload"
+        running = self._journal.running(record, kind)
+        renews = record.desired.want is not want or record.is_taken_over(want, by) or self._registry.has_lost_wish(record)
+        if running and not renews:
+            return running
+        if renews:
+            record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
+            self._journal.keep_wish(record.desired)
+            self._journal.say("want", record.name, f"{want} wished by {by}.", by=by)
+        if want is Want.STOPPED:
+            record.queue.withdraw()
+            record.cancel()
+        elif record.state is not ModelState.READY:
+            record.queue.ask(self._clock())
+        operation = self._journal.begin(record, kind, by)
+        if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
+            self._journal.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
+            if want is Want.STOPPED:
+                record.queue.forget_promise()
+                record.queue.turn_away(unloaded(record))
+        self._follow(record.name, want, by)
+        self._wake.set()
+        return self._journal.operation(operation.id)
+
+    def answer(self, record: Record) -> None:
+        """An operator was told that the load failed: the wish stays, as one for which nobody makes room until it is asked for again."""
+        if record.desired.by == "admin":
+            record.desired = replace(record.desired, by="retry")
+            self._journal.keep_wish(record.desired)
+
+    def end_removed(self) -> None:
+        """A model that the configuration no longer has is wished STOPPED. Nothing is persisted: its row goes when the model has gone."""
+        for record in self._registry.records.values():
+            if record.spec is None and record.desired.want is Want.RUNNING:
+                record.desired = replace(record.desired, want=Want.STOPPED, by="config")
+
+    def _follow(self, name: str, want: Want, by: str) -> None:
+        """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those
+        that were wished as companions and that nobody uses."""
+        for other in sorted(self._registry.ties.companions_of(name)):
+            record = self._registry.records.get(other)
+            if record is None or record.desired.want is want:
+                continue
+            unused = record.desired.by == "group" and not (record.queue.in_flight or record.queue.waiters)
+            if want is Want.RUNNING or by == "admin" or unused:
+                self.want(other, want, "group")
+
+
+def unloaded(record: Record) -> Unavailable:
+    """The error of a request that waited for a model that was then wished away."""
+    return Unavailable(f"The model {record.name} was unloaded meanwhile.")
