@@ -12,7 +12,7 @@ DEMO     := smollm2-135m-instruct
 # The first word of so small a model's answer is nearly a toss-up, and a CPU's matrix unit rounds it to the wrong side in bfloat16.
 PRECISE  := $(if $(wildcard /dev/nvidia0),,-o models.$(DEMO).dtype=float32)
 
-.PHONY: help serve test lint bench wheels clean dev python
+.PHONY: help serve test lint bench wheels lock clean dev python
 .SILENT:
 
 help:
@@ -24,6 +24,7 @@ help:
 	echo "make lint                 ruff, import-linter, mypy"
 	echo "make bench                what the gateway costs, beside nginx"
 	echo "make wheels               show that every dependency has wheels for aarch64 and x86_64, Python 3.11 to 3.13"
+	echo "make lock                 a new .venv with the newest versions; writes them to deploy/constraints*.txt, which the others follow"
 	echo "make clean                remove .venv, .sparkd and caches"
 
 serve: python
@@ -52,6 +53,11 @@ bench: dev
 
 wheels: dev
 	"$(BIN)/python" deploy/wheels.py
+
+lock: python
+	mkdir -p -m 700 "$(STATE)"
+	"$(PYTHON)" deploy/setup.py --dev --newest --engine cpu
+	"$(BIN)/python" deploy/lock.py
 
 clean:
 	rm -rf .venv .sparkd build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

