@@ -8,28 +8,33 @@ by then is there for the next try.
 
 from __future__ import annotations
 
+import base64
 import collections
 import os
-import socket
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from sparkd.errors import RankError
 from workers.host.line_writer import ordered
 from workers.transfer.chunks import Buffer, chunks_of, span
 from workers.transfer.manifest import File, ModelFolder, ModelManifest, lacking, place_of, refuse_without_room
 from workers.transfer.partial_file import COMPARE, VERIFY, PartialFile
-from workers.transfer.protocol import DATA, SUMS, TIMEOUT_S, RemoteRefusal, TransferRequest, WireError, ask, greet_as_client
+from workers.transfer.source import REFUSAL, TIMEOUT_S
 from workers.transfer.stale_files import clear
 
 ATTEMPTS = 4
 PAUSE_S = 0.5
 PROGRESS_S = 0.3
 CONFIG = "config.json"
+GET, HEAD = "GET", "HEAD"  # of a chunk: its bytes and their sum; their sum alone
+_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 Way = tuple[str, str, int]
 Task = tuple[PartialFile, int, str]
@@ -38,7 +43,7 @@ Task = tuple[PartialFile, int, str]
 class TransferSink:
     """`fetch` blocks until all is there. Counters may be read from another thread."""
 
-    def __init__(self, manifest: ModelManifest, place: ModelFolder, ways: Sequence[Way], key: bytes, connections: int) -> None:
+    def __init__(self, manifest: ModelManifest, place: ModelFolder, ways: Sequence[Way], key: str, connections: int) -> None:
         self._manifest, self._place = manifest, place
         self._ways, self._key = ways, key
         self._connections = connections
@@ -113,13 +118,13 @@ class TransferSink:
             ours = part.sum_of(index, buffer)
             if ours is None:
                 return
-            if link.ask(part.file, index, SUMS, buffer) == ours:
+            if link.ask(HEAD, part.file, index, buffer) == ours:
                 self._count(task, buffer)
             else:
                 self._again(part)
             return
         for _ in range(ATTEMPTS):
-            if part.keep(index, buffer, link.ask(part.file, index, DATA, buffer)):
+            if part.keep(index, buffer, link.ask(GET, part.file, index, buffer)):
                 with self._turn:
                     self.fetched_bytes += span(part.file.size, index)[1]
                 self._count(task, buffer)
@@ -191,22 +196,26 @@ class TransferSink:
 class _Link:
     """One connection to the other node, made when it is needed, by the next way where one does not answer."""
 
-    def __init__(self, ways: Sequence[Way], number: int, key: bytes, is_over: Callable[[], bool]) -> None:
-        self._ways, self._turn, self._key = ways, number, key
+    def __init__(self, ways: Sequence[Way], number: int, key: str, is_over: Callable[[], bool]) -> None:
+        self._ways, self._turn = ways, number
         self._is_over = is_over
-        self._socket: socket.socket | None = None
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._link: HTTPConnection | None = None
 
-    def ask(self, file: File, index: int, what: int, buffer: Buffer) -> str:
-        """The sum that the other end tells of a chunk; `buffer` has its bytes where they were asked for. Raises RankError."""
-        request = TransferRequest(what, file.name, *span(file.size, index))
+    def ask(self, method: str, file: File, index: int, buffer: Buffer) -> str:
+        """The SHA-256 of a chunk by the other end, hex; after GET `buffer` has its bytes. Raises RankError."""
+        offset, size = span(file.size, index)
         why = "another connection has failed"
         for attempt in range(ATTEMPTS):
             own, other, port = self._ways[self._turn % len(self._ways)]
             try:
-                return ask(self._connected(own, other, port), request, buffer.view)
-            except RemoteRefusal as refusal:
-                raise RankError(f"The node that has it says: {refusal}.") from None
-            except (WireError, OSError) as error:
+                link = self._connected(own, other, port)
+                wanted = {"Range": f"bytes={offset}-{offset + size - 1}"}
+                link.request(method, "/" + quote(file.name, safe=""), headers=self._headers | wanted)
+                # An answer that is not closed keeps its connection from the next one.
+                with link.getresponse() as response:
+                    return _taken(response, buffer, size if method == GET else 0)
+            except (HTTPException, OSError) as error:
                 why = f"{other}:{port} from {own}: {getattr(error, 'strerror', None) or error}"
             self.close()
             self._turn += 1
@@ -216,16 +225,32 @@ class _Link:
         raise RankError(f"The node that has it cannot be reached ({why}). What was verified stays: run the same again to go on.")
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
-    def _connected(self, own: str, other: str, port: int) -> socket.socket:
-        if self._socket is None:
-            self._socket = socket.create_connection((other, port), TIMEOUT_S, source_address=(own, 0))
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greet_as_client(self._socket, self._key)
-        return self._socket
+    def _connected(self, own: str, other: str, port: int) -> HTTPConnection:
+        if self._link is None:
+            self._link = HTTPConnection(other, port, TIMEOUT_S, source_address=(own, 0))
+        return self._link
+
+
+def _taken(response: HTTPResponse, buffer: Buffer, size: int) -> str:
+    """The digest that an answer has of its bytes, hex. Raises RankError with the other end's reason where it refuses, HTTPException."""
+    if response.status == 401:
+        raise HTTPException("the other end has another key")
+    if response.status != 206:
+        raise RankError(f"The node that has it says: {unquote(response.headers.get(REFUSAL, f'HTTP {response.status}'))[:4096]}.")
+    digest = _DIGEST.fullmatch(response.headers.get("Content-Digest", ""))
+    if digest is None:
+        raise HTTPException("the answer has no digest")
+    got = 0
+    while got < size:
+        more = response.readinto(buffer.view[got:size])
+        if not more:
+            raise HTTPException("it closed the connection")
+        got += more
+    return base64.b64decode(digest[1]).hex()
 
 
 def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
@@ -234,7 +259,7 @@ def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> 
     try:
         refuse_without_room(manifest.model, lacking(manifest, order["environ"]))
         ways = [(str(own), str(other), int(port)) for own, other, port in order["ways"]]
-        sink = TransferSink(manifest, place_of(manifest, order["environ"]), ways, bytes.fromhex(order["key"]), int(order["connections"]))
+        sink = TransferSink(manifest, place_of(manifest, order["environ"]), ways, str(order["key"]), int(order["connections"]))
         ended = threading.Event()
 
         def report() -> None:

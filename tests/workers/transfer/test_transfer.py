@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sparkd.errors import RankError
 from tests.support.daemon_process import until
 from workers.agent.jobs import Jobs
 from workers.host.hub_cache import snapshot_of
-from workers.transfer import chunks, manifest, partial_file, protocol, sink, source, stale_files
+from workers.transfer import chunks, manifest, partial_file, sink, source, stale_files
 from workers.transfer.chunks import Buffer, ChunkFile, sha256_of
 from workers.transfer.manifest import JOURNAL, PART, ModelManifest, lacking, manifest_of, refuse_without_room
 from workers.transfer.source import TransferSource
@@ -73,7 +74,7 @@ def pulled(
     there: ModelManifest, environ: Mapping[str, str], *ports: int, key: str = KEY, served: ModelManifest | None = None
 ) -> dict[str, Any]:
     """What the sink says at its end. ports: of somebody else; a source of its own where there is none."""
-    made = ports or (TransferSource(served or there, bytes.fromhex(KEY)).listen("127.0.0.1"),)
+    made = ports or (TransferSource(served or there, KEY).listen("127.0.0.1"),)
     told: list[Mapping[str, Any]] = []
     ways = [["127.0.0.1", "127.0.0.1", port] for port in made]
     sink.run({"manifest": there.to_dict(), "environ": dict(environ), "ways": ways, "key": key, "connections": 3}, told.append)
@@ -118,6 +119,13 @@ def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, m
     b = tmp_path / "b"
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
     assert (b / "config.json").stat().st_mtime_ns == (a / "config.json").stat().st_mtime_ns
+
+    connections: list[Any] = []
+    connect = sink.HTTPConnection.connect
+    with monkeypatch.context() as patch:
+        patch.setattr(sink.HTTPConnection, "connect", lambda self: (connections.append(self), connect(self))[1])
+        assert pulled(there, {})["fetched_bytes"] == 0
+    assert 0 < len(connections) <= 3
 
     other = bytearray(FILES["model-00001-of-00002.safetensors"])
     other[CHUNK * 5] ^= 1
@@ -322,13 +330,11 @@ def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     told = pulled(there, {}, key=secrets.token_hex(32))
 
-    assert "cannot be reached" in told["error"] and "does not have the key" in told["error"]
-    port = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
-    with socket.create_connection(("127.0.0.1", port), 5) as link:
-        link.sendall(bytes(protocol.NONCE_BYTES))
-        protocol._exactly(link, 2 * protocol.NONCE_BYTES)
-        link.sendall(bytes(protocol.NONCE_BYTES))
-        assert link.recv(1) == b""
+    assert "cannot be reached" in told["error"] and "has another key" in told["error"]
+    port = TransferSource(made, KEY).listen("127.0.0.1")
+    for key in ({}, {"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": KEY}, {"authorization": f"bearer {KEY}"}):
+        refused = httpx.get(f"http://127.0.0.1:{port}/config.json", headers={"range": "bytes=0-1"} | key, trust_env=False)
+        assert (refused.status_code, refused.content) == (401, b"")
 
 
 def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     with socket.create_server(("127.0.0.1", 0)) as dead:
         gone = int(dead.getsockname()[1])
-    living = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    living = TransferSource(made, KEY).listen("127.0.0.1")
 
     assert pulled(there, {}, gone, living)["ended"]
     (tmp_path / "b" / "config.json").unlink()
@@ -344,22 +350,53 @@ def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_",
+    ("method", "path", "wanted"),
     [
-        protocol.TransferRequest(protocol.DATA, "../../etc/passwd", 0, 10),
-        protocol.TransferRequest(protocol.DATA, "/etc/passwd", 0, 10),
-        protocol.TransferRequest(protocol.DATA, "config.json", 0, 1 << 20),
-        protocol.TransferRequest(protocol.DATA, "config.json", 7, 1),
-        protocol.TransferRequest(protocol.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
+        ("GET", "..%2F..%2Fetc%2Fpasswd", "bytes=0-9"),
+        ("GET", "%2Fetc%2Fpasswd", "bytes=0-9"),
+        ("GET", "config.json", f"bytes=0-{1 << 20}"),
+        ("GET", "config.json", "bytes=7-7"),
+        ("GET", "config.json", "bytes=0-"),
+        ("GET", "config.json", "bytes=9-0"),
+        ("GET", "config.json", ""),
+        ("HEAD", "model-00001-of-00002.safetensors", f"bytes={CHUNK * 9}-{CHUNK * 10 - 1}"),
+        ("HEAD", "model-00001-of-00002.safetensors", f"bytes=0-{CHUNK}"),
     ],
 )
-def test_nothing_else_is_served(request_: protocol.TransferRequest, tmp_path: Path) -> None:
+def test_nothing_else_is_served(method: str, path: str, wanted: str, tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    port = TransferSource(made, bytes.fromhex(KEY)).listen("127.0.0.1")
-    with socket.create_connection(("127.0.0.1", port), 5) as link:
-        protocol.greet_as_client(link, bytes.fromhex(KEY))
-        with pytest.raises(protocol.RemoteRefusal, match="has no such bytes"):
-            protocol.ask(link, request_, memoryview(bytearray(1 << 20)))
+    port = TransferSource(made, KEY).listen("127.0.0.1")
+    headers = {"authorization": f"Bearer {KEY}", "range": wanted}
+    answer = httpx.request(method, f"http://127.0.0.1:{port}/{path}", headers=headers, trust_env=False)
+    assert (answer.status_code, answer.content) == (416, b"")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 206 X\r\nContent-Length: 4\r\n\r\nabcd", "no digest"),
+        (b"HTTP/1.1 206 X\r\nContent-Length: 4\r\nContent-Digest: sha-256=:" + b"A" * 43 + b"=:\r\n\r\nabcd", "closed the connection"),
+        (b"garbage\r\n\r\n", "garbage"),
+        (b"", "Remote end closed connection"),
+    ],
+)
+def test_what_is_no_answer_is_asked_for_again(answer: bytes, reason: str, tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", {"config.json": FILES["config.json"]})), {})
+    there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for _ in range(sink.ATTEMPTS):
+                link, _ = listening.accept()
+                with link:
+                    asked.append(link.recv(65536))
+                    link.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        error = pulled(there, {}, listening.getsockname()[1])["error"]
+    assert "cannot be reached" in error and reason in error
+    assert len(asked) == sink.ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -430,14 +467,12 @@ def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
 
 def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
-    served = TransferSource(made, bytes.fromhex(KEY))
+    served = TransferSource(made, KEY)
     port = served.listen("127.0.0.1")
     assert served.idle_s() > 0
-    with socket.create_connection(("127.0.0.1", port), 5) as link:
-        protocol.greet_as_client(link, bytes.fromhex(KEY))
-        assert protocol.ask(
-            link, protocol.TransferRequest(protocol.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1))
-        )
+    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, trust_env=False) as client:
+        wanted = {"range": f"bytes=0-{len(FILES['config.json']) - 1}"}
+        assert client.head(f"http://127.0.0.1:{port}/config.json", headers=wanted).status_code == 206
         assert served.idle_s() == 0.0
     until(lambda: served.idle_s() > 0, 10, "the connection has ended", 0.01)
 
