@@ -22,7 +22,7 @@ from sparkd.models.source import folder_of
 from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
 from sparkd.vllm.unaccounted_args import REST
 from workers.engine.model_question import DRAFT
-from workers.quantization.recipe import QuantizationRecipe
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 Ask = Callable[[Sequence[ModelQuestion]], Sequence[ModelAnswer | None]]
 # A format and a split: recipe, tensor-parallel and pipeline-parallel size.
@@ -122,7 +122,7 @@ class Consultation:
         exact = exact_of(own, serving, same_format=True) if own is not None else None
         if exact is not None or not recipe.quantizes:
             return exact
-        stored = self._answers.get((UNCHANGED, *split))
+        stored = self._answers.get((AS_IT_IS, *split))
         exact = exact_of(stored, serving, same_format=False) if stored is not None else None
         if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
             return None  # it may be the stored format that vLLM does not split or does not run
@@ -132,7 +132,7 @@ class Consultation:
         """Both with vLLM's numbers: first those of every split, which settle the cache for all formats, then those of the formats, best
         first."""
         splits = ways_of(wish)
-        stored = [(UNCHANGED, *split) for split in splits]
+        stored = [(AS_IT_IS, *split) for split in splits]
         self.ask([*stored, *((recipe, *split) for _, recipe in recipes(inventory, wish.quantize) for split in splits)])
         return self.completed(inventory), replace(wish, exact=self.exact)
 
@@ -188,7 +188,3 @@ def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint
         return list(args)
     folder = folder_of(config["model"], config.get("revision"), env) if elsewhere is None else DRAFT
     return list(args) if folder is None else with_draft(args, folder)
-
-
-# The recipe that leaves a model as it is stored.
-UNCHANGED = QuantizationRecipe.parse("bf16")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from sparkd.capacity.account import NOTHING, Evidence, Headers, account, drafting_here, machine, serving_of
-from sparkd.capacity.consultation import UNCHANGED
+from sparkd.capacity.account import NOTHING, Evidence, account, machine, serving_of
+from sparkd.capacity.advice import exceeds
 from sparkd.capacity.fit import short_cache
+from sparkd.capacity.headers import Headers, drafting_here, headers_here
 from sparkd.capacity.kv_cache import Serving, kv_layout, longest, sized
 from sparkd.capacity.parallelism import uneven_heads
-from sparkd.capacity.requirement import exceeds
 from sparkd.capacity.sureness import of_cache
 from sparkd.capacity.vllm_figures import GUESS, Exact
 from sparkd.capacity.weights import inventory
@@ -24,19 +24,17 @@ from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.models.architectures import is_checked
 from sparkd.models.shape import LAYERS, Shape, shape_of
 from sparkd.models.source import folder_of
-from sparkd.schema.kv_cache import cache_of
-from sparkd.schema.model import ModelConfig
+from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
-from sparkd.vllm.unaccounted_args import at_any_length
+from workers.quantization.recipe import AS_IT_IS
 
 _MOST_RANKS = 8
 
 
-def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
+def misfits(args: EngineArgs, speculative: str | None, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
     """(key, message) of each contradiction. There is none where its config.json is not on this machine, and a guess contradicts no cache.
-    platform: of engine.platform; `auto` counts as a GPU. evidence: replaces the formulas."""
-    spec = at_any_length(spec)
-    folder = folder_of(spec.model, spec.revision, env)
+    speculative: the entry's key. platform: of engine.platform; `auto` counts as a GPU. evidence: replaces the formulas."""
+    folder, hardware = folder_of(args.model, args.revision, args.env), _hardware(platform)
     if folder is None:
         return
     try:
@@ -47,77 +45,69 @@ def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: 
         shape = shape_of(config)
         checkpoint = Checkpoint(folder, config, (), {}, source_quantization(config, None, {}))
         if LAYERS in shape.gaps:
-            yield from _layers(spec, env, platform, evidence)
-        exact = _exact(spec, checkpoint, env, platform, evidence)
-        yield from _ranks(spec, shape, exact)
-        if is_checked(shape):
-            yield from _draft(spec, shape)
-        yield from _cache(spec, checkpoint, shape, env, platform, exact or Exact())
-        yield from _memory(spec, env, platform, evidence)
+            yield from _layers(args, hardware, evidence)
+        exact = _exact(args, checkpoint, hardware, evidence)
+        yield from _ranks(args, shape, exact)
+        if is_checked(shape) and speculative == "mtp" and not shape.mtp_layers:
+            yield "speculative", f"{shape.architecture} has no layers here that predict tokens ahead: choose off, ngram or suffix."
+        yield from _cache(args, checkpoint, shape, hardware, exact or Exact())
+        yield from _memory(args, hardware, evidence)
     except (CheckpointError, ConfigError):
         return
 
 
-def _exact(spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], platform: str, evidence: Evidence) -> Exact | None:
+def _exact(args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, evidence: Evidence) -> Exact | None:
     """vLLM's answer about the entry's split, whatever its format; about one rank where the split is left open."""
-    ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1
-    consultation = evidence.consultation(spec, checkpoint, env, _hardware(platform))
-    consultation.ask([(UNCHANGED, ranks, 1)])
-    return consultation.exact(UNCHANGED, Serving(1, tensor_parallel=ranks))
+    consultation = evidence.consultation(args, checkpoint, hardware)
+    consultation.ask([(AS_IT_IS, *args.split)])
+    return consultation.exact(AS_IT_IS, Serving(1, tensor_parallel=args.split[0]))
 
 
-def _layers(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence) -> Iterator[tuple[str, str]]:
+def _layers(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
     """As a load is refused over it."""
     try:
-        account(spec, _hardware(platform), env, evidence, (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1))
+        if (headers := headers_here(args)) is not None:
+            account(args, headers, hardware, evidence, args.split)
     except CheckpointError as error:
         yield "model", error.message
 
 
-def _ranks(spec: ModelConfig, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:
-    if not isinstance(spec.tensor_parallel, int):
+def _ranks(args: EngineArgs, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:
+    ranks = args.tensor_parallel
+    if ranks is None:
         return
-    if reason := exact.refusal if exact is not None and exact.decides else next(uneven_heads(shape, spec.tensor_parallel), None):
-        counts = [ranks for ranks in range(1, _MOST_RANKS + 1) if ranks != spec.tensor_parallel]
-        legal = [str(ranks) for ranks in counts if not any(uneven_heads(shape, ranks))]
+    if reason := exact.refusal if exact is not None and exact.decides else next(uneven_heads(shape, ranks), None):
+        legal = [str(other) for other in range(1, _MOST_RANKS + 1) if other != ranks and not any(uneven_heads(shape, other))]
         yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {', '.join(legal)}."
 
 
-def _draft(spec: ModelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
-    if spec.speculative == "mtp" and not shape.mtp_layers:
-        yield "speculative", f"{shape.architecture} has no layers here that predict tokens ahead: choose off, ngram or suffix."
-
-
-def _memory(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence) -> Iterator[tuple[str, str]]:
+def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
     """A memory_gib that is too small. Where the entry leaves the number of ranks open, it is judged by the most, which need least each."""
-    if spec.memory_gib == AUTO:
+    headers = headers_here(args) if args.memory_gib is not None else None
+    if headers is None:
         return
-    ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else _MOST_RANKS
-    needed = account(spec, _hardware(platform), env, evidence, (ranks, 1))
-    if needed is not None and exceeds(needed, spec.memory_gib):
+    ranks = args.tensor_parallel or _MOST_RANKS
+    needed = account(args, headers, hardware, evidence, (ranks, 1))
+    if needed is not None and exceeds(needed, args.memory_gib):
         cure = f"Allow it {-(-needed.least // GIB)} or more"
-        where = "" if spec.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
-        yield "memory_gib", f"{spec.memory_gib:g} GiB are too little{where} ({needed.sureness}): {needed.sentence}. {cure}."
+        where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
+        yield "memory_gib", f"{args.memory_gib:g} GiB are too little{where} ({needed.sureness}): {needed.sentence}. {cure}."
 
 
 def _hardware(platform: str) -> Hardware:
     return machine("cpu", SPARK.memory_bytes, SPARK.system_bytes) if platform == "cpu" else SPARK
 
 
-def _cache(
-    spec: ModelConfig, checkpoint: Checkpoint, shape: Shape, env: Mapping[str, str], platform: str, exact: Exact
-) -> Iterator[tuple[str, str]]:
+def _cache(args: EngineArgs, checkpoint: Checkpoint, shape: Shape, hardware: Hardware, exact: Exact) -> Iterator[tuple[str, str]]:
     """A cache whose size holds no request of full length: vLLM ends its start over that, after it has loaded all weights."""
-    size = cache_of(spec)
-    if not isinstance(size, dict) or "tokens" in size or spec.max_model_len == AUTO:
+    size = args.cache
+    if not isinstance(size, Mapping) or "tokens" in size or args.max_model_len == AUTO:
         return
-    headers = Headers(inventory(checkpoint, shape), drafting_here(spec, shape, env))
-    serving = serving_of(spec, headers, _hardware(platform), env)
+    serving = serving_of(args, Headers(inventory(checkpoint, shape), drafting_here(args, shape)), hardware)
     sureness = of_cache(shape, exact, serving.unknown)
     if serving.unknown or sureness == GUESS:
         return
-    if isinstance(spec.tensor_parallel, int):
-        serving = replace(serving, tensor_parallel=spec.tensor_parallel)
+    serving = replace(serving, tensor_parallel=args.split[0])
     layout = kv_layout(shape, serving) if exact.layout is None else replace(exact.layout, serving=serving)
     size_bytes, cost = sized(size, layout, serving.max_model_len), layout.cost(serving.max_model_len)
     short = short_cache(size, size_bytes, cost)

@@ -18,12 +18,13 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import LENGTHS
 from sparkd.schema.kv_cache import spelled
 from workers.kv.settings import BLOCKS_FLAG
-from workers.quantization.recipe import QuantizationRecipe
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 AS_STORED = "as stored"
 # Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
 # whole groups of 128: int4-g128 stands where its error of Gaussian weights puts it (.090 before it, .097, .111 behind it).
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
+_RECIPES = {spelling: QuantizationRecipe.parse(spelling) for spelling in FORMATS}
 CONTEXT_STEP = 1024
 # Without a requested length, a format fits from this length on (or from the model's own), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
@@ -53,7 +54,7 @@ class FitRequest:
     requests: int = 1
     nodes: int = 1
     serving: Serving = field(default_factory=lambda: Serving(0))
-    quantize: Any = None
+    quantize: QuantizationRecipe | None = None
     eager: bool = False
     margin_bytes: int | None = None
     drafting: Drafting | None = None
@@ -125,19 +126,16 @@ def choose(inventory: Inventory, hardware: Hardware, wish: FitRequest) -> FitRes
     return FitResult(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
 
 
-def recipes(inventory: Inventory, requested: Any) -> Iterator[tuple[str, QuantizationRecipe]]:
-    """(name, recipe) of each, best first. requested: a recipe, None for any of FORMATS."""
+def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Iterator[tuple[str, QuantizationRecipe]]:
+    """(name, recipe) of each, best first. requested: None for any of FORMATS."""
     source = inventory.checkpoint.quantization
-    if requested is not None:
-        recipe = requested if isinstance(requested, QuantizationRecipe) else QuantizationRecipe.parse(requested)
+    if (recipe := requested) is not None:
         yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
         return
-    yield AS_STORED, QuantizationRecipe.parse("bf16")
+    yield AS_STORED, AS_IT_IS
     if source is None or source.requantizable:
-        for spelling in FORMATS:
-            if spelling == "fp8" and source is not None:
-                continue  # it is FP8 already
-            yield spelling, QuantizationRecipe.parse(spelling)
+        # What is FP8 already does not become so.
+        yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
 
 
 def rank(option: Option, inventory: Inventory, wish: FitRequest, *, prequantized: bool = False) -> Rank:
@@ -175,8 +173,7 @@ def smallest(option: Option, hardware: Hardware) -> float | None:
 def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     """Raises CheckpointError where neither vLLM nor config.json tells what a cache of the model takes."""
     answers = (
-        wish.exact(QuantizationRecipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
-        for size, stages in ways_of(wish)
+        wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
     )
     if not inventory.shape.mixers and not any(exact is not None and exact.decides for exact in answers):
         reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"

@@ -8,9 +8,9 @@ from typing import Any
 
 from sparkd.capacity.profiles import engine_of
 from sparkd.capacity.requirement import runtime_of
-from sparkd.capacity.reservation import GIB
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
+from sparkd.hardware import GIB
 from sparkd.vllm.translate import Translation
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
@@ -39,5 +39,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
         # By this name the next plan and the next start find what this one measures.
-        fields["kv_cache"] = {**fields["kv_cache"], "engine": engine_of(spec, spec.environment(config.engine), vllm, platform)}
+        engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
+        fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields

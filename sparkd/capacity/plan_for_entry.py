@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.capacity.account import Evidence, Headers, advice, reads_another_config, recipe_of, serving_of
-from sparkd.capacity.auto_resolve import resolved, room_of
+from sparkd.capacity.account import Evidence, serving_of
+from sparkd.capacity.advice import advice, share_too_large
+from sparkd.capacity.auto_resolve import neighbours, resolved, room_of
 from sparkd.capacity.consultation import Answers, Ask, nobody
 from sparkd.capacity.container import hidden
 from sparkd.capacity.fit import (
@@ -31,12 +32,13 @@ from sparkd.capacity.fit import (
     unread,
 )
 from sparkd.capacity.footprint import MeasuredPeaks
+from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_at, to_json
 from sparkd.capacity.plan_request import Others, PlanRequest
-from sparkd.capacity.profiles import FAMILIES, engine_of, learned_of
-from sparkd.capacity.requirement import runtime_of, said_to, share_too_large
+from sparkd.capacity.profiles import FAMILIES
+from sparkd.capacity.requirement import runtime_of, said_to
 from sparkd.capacity.reservation import needed_gib
 from sparkd.capacity.speculative import drafting
 from sparkd.capacity.vllm_figures import GUESS
@@ -52,12 +54,13 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
 from sparkd.models.source import folder_of
-from sparkd.schema.kv_cache import given_cache, margin_bytes, utilization_of
+from sparkd.schema.engine_args import EngineArgs, at_any_length, decided, engine_args, recipe_of, settings_uncounted
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
-from sparkd.vllm.unaccounted_args import KV_DTYPES, LAYOUT, NARROW, OTHER, at_any_length, counted, in_blocks, measured, unsized
+from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
@@ -118,31 +121,33 @@ def answer(
     """As sparkd.capacity.plan_request.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
     written = entry.spec.tensor_parallel
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
-    spec, env = entry.spec, entry.env
-    headers = Headers.of(spec, checkpoint, read)
-    plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    serving = serving_of(plain, headers, hardware, env)
-    fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
-    nodes = max(question.nodes or 1, fixed or 1)
-    wish = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
+    spec, args = entry.spec, engine_args(entry.spec, entry.env)
+    if args.recipe is None:
+        recipe_of(spec, entry.env)  # raises ConfigError, which says why
+    headers = Headers.of(args, checkpoint, read)
+    plain = args.undecided()
+    serving = serving_of(plain, headers, hardware)
+    nodes = max(question.nodes or 1, args.tensor_parallel or 1)
     there = dict(others(spec.model, checkpoint)) if others is not None and spec.quantize == AUTO else {}
-    options: list[tuple[Option, ModelConfig]] = []
+    options: list[tuple[Option, EngineArgs]] = []
     taken: list[Offer] = []
-    tried = [(fixed, 1)] if fixed is not None else list(splits(nodes))
+    tried = [args.split] if args.tensor_parallel is not None else list(splits(nodes))
     answers = Answers(ask)
     draft = headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept, draft)
-    informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
-    consultation = replace(evidence, ask=answers.ask).consultation(spec, headers.model.checkpoint, env, hardware)
+    wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked)
+    informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else args.recipe)
+    consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed, informed = consultation.informed(headers.model, informed)
     refuse_uncounted(completed, informed)
     headers, wish = replace(headers, model=completed), replace(wish, exact=informed.exact)
+    beside = neighbours(args, headers) if nodes == 1 and there else ()
     for ways in tried:
-        candidate = resolved(spec, hardware, env, _free(hardware), ways, evidence, headers, beside=nodes == 1 and bool(there))
+        candidate = resolved(args, headers, hardware, _free(hardware), ways, evidence, beside)
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
-        own_wish = replace(wish, ways=(ways,), quantize=recipe_of(candidate, env), max_model_len=length)
+        own_wish = replace(wish, ways=(ways,), quantize=candidate.recipe, max_model_len=length)
         if candidate.model in there:
-            taken = [_taken(replace(entry, spec=candidate), there[candidate.model], hardware, own_wish, read)]
+            taken = [_taken(candidate, there[candidate.model], hardware, own_wish, evidence, read)]
             options += [(option, candidate) for option in choose(headers.model, hardware, replace(own_wish, quantize=None)).options]
             continue
         options += [(option, candidate) for option in choose(headers.model, hardware, own_wish).options]
@@ -150,7 +155,8 @@ def answer(
             # Why none of the better ones, and what else there would be.
             every = choose(headers.model, hardware, replace(own_wish, quantize=None)).options
             options += [(option, candidate) for option in every if _is_beside(option, options[-1][0])]
-    if short := _share_too_large(spec, env, hardware):
+    most_gib = max(1, _free(hardware) // GIB)
+    if short := share_too_large(args, needed_gib(args, hardware, most_gib), hardware, most_gib, "a node"):
         taken = []
         options = [
             (replace(option, reason=short.rstrip("."), cause="memory"), one) if option.fits else (option, one) for option, one in options
@@ -159,9 +165,9 @@ def answer(
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
         best = taken[0].choice.options[0], candidate
-    notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
+    notes = [] if best is not None or spec.quantize == AUTO else [_advice(args, hardware)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
-    notes += headers.model.unmet(recipe_of(plain, env))
+    notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
     if written != spec.tensor_parallel:
         notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
     answered = is_answered([option for option, _ in options])
@@ -169,12 +175,12 @@ def answer(
         notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
     guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option, _ in options)
     if serving.unknown and guessed:
-        notes.append(_guessed(spec, env, serving, consultation.doubt()))
+        notes.append(_guessed(spec, args, serving, consultation.doubt()))
     notes += unread(headers.model, [option for option, _ in options], None if serving.unknown else consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, and measured by each start: what {' and '.join(flags)} in extra_args costs.")
     choice = FitResult(tuple(option for option, _ in options), tuple(filter(None, notes)))
-    how = None if best is None else _how(entry, best[0], best[1], hardware)
+    how = None if best is None else _how(entry, best[0], decided(spec, best[1]), hardware)
     plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
     if short is not None:
         plan["refusal"] = {"cause": "memory", "message": short}
@@ -182,29 +188,23 @@ def answer(
     return plan if how is None else {**plan, "notes": [*plan["notes"], *how["notes"]]}
 
 
-def _taken(entry: PlannedEntry, checkpoint: Checkpoint, hardware: Hardware, wish: FitRequest, read: Callable[[str], Checkpoint]) -> Offer:
-    """The checkpoint that `quantize: auto` takes instead of quantizing. entry: with that model in place of the configuration's."""
-    spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
-    serving = serving_of(spec, headers, hardware, entry.env)
-    own = _wish(entry, spec, headers, hardware, serving)  # of another checkpoint, which vLLM was not asked about
-    return Offer(spec.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
+def _taken(
+    args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, wish: FitRequest, evidence: Evidence, read: Callable[[str], Checkpoint]
+) -> Offer:
+    """The checkpoint that `quantize: auto` takes instead of quantizing: the model of args."""
+    headers = Headers.of(args, checkpoint, read)
+    # Of another checkpoint, which vLLM was not asked about.
+    own = _wish(args, args, headers, hardware, serving_of(args, headers, hardware), evidence)
+    return Offer(args.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
 
 
-def _share_too_large(spec: ModelConfig, env: Mapping[str, str], hardware: Hardware) -> str | None:
-    """As a load is refused over it."""
-    most_gib = max(1, _free(hardware) // GIB)
-    gib = needed_gib(spec, hardware.platform, hardware.memory_bytes / GIB, env, most_gib)
-    return share_too_large(spec, gib, hardware.memory_bytes, most_gib, "a node")
-
-
-def _advice(entry: PlannedEntry, hardware: Hardware, ranks: int) -> str:
+def _advice(args: EngineArgs, hardware: Hardware) -> str:
     """The choices that would fit over as many nodes as the entry asks for, or else on one."""
-    spec, env = entry.spec, entry.env
-    free = max(0, room_of(spec, hardware, env, _free(hardware)).engine)
-    smaller = advice(spec, hardware, env, free, (ranks, 1))
-    if smaller or ranks == 1:
+    free, here = max(0, room_of(args, hardware, _free(hardware)).engine), headers_here(args)
+    smaller = advice(args, here, hardware, free, args.split)
+    if smaller or args.split == (1, 1):
         return smaller
-    return advice(spec, hardware, env, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
+    return advice(args, here, hardware, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
 
 
 def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
@@ -255,41 +255,33 @@ def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
     return left
 
 
-def _wish(entry: PlannedEntry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> FitRequest:
-    """The numbers that every format and way has in common."""
-    spec, env = entry.spec, entry.env
-    room, share = room_of(spec, hardware, env, _free(hardware)), utilization_of(counted(spec))
-    limit = None
-    if share is not None:
-        limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {share:g}")
-    elif isinstance(spec.memory_gib, int | float):
-        limit = (int(spec.memory_gib * GIB), f"the memory_gib of {spec.memory_gib:g} in its entry")
-    cache = given_cache(spec, hardware.platform, env)
-    margin = 0 if share is not None else margin_bytes(spec, env)
-    profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
+def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardware, serving: Serving, evidence: Evidence) -> FitRequest:
+    """The numbers that every format and way has in common. plain: args in no format of `auto`."""
+    room, limit = room_of(args, hardware, _free(hardware)), None
+    if args.share is not None:
+        limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {args.share:g}")
+    elif args.memory_gib is not None:
+        limit = (int(args.memory_gib * GIB), f"the memory_gib of {args.memory_gib:g} in its entry")
+    cache, folder = args.given_cache(hardware.platform), folder_of(args.model, args.revision, args.env) or ""
 
-    def learned(recipe: Any, at: Serving) -> MeasuredPeaks | None:
-        length = None if spec.max_model_len is None else at.max_model_len
-        decided = plain.model_copy(update={"max_model_len": length})
-        if spec.quantize == AUTO:
-            decided = decided.model_copy(update={"quantize": recipe.canonical() if recipe.quantizes else None})
-        ways = at.tensor_parallel, at.pipeline_parallel
-        engine = engine_of(decided, env, entry.vllm, hardware.platform)
-        return learned_of(profiles, engine, held, ways, hardware.name)
+    def learned(recipe: QuantizationRecipe, at: Serving) -> MeasuredPeaks | None:
+        timed = plain if args.max_model_len is None else replace(plain, max_model_len=at.max_model_len)
+        formatted = timed.quantized(recipe) if args.quantize == AUTO else timed
+        return evidence.learned(formatted, folder, (at.tensor_parallel, at.pipeline_parallel), hardware)
 
     return FitRequest(
-        max_model_len=None if spec.max_model_len == AUTO else serving.max_model_len,
+        max_model_len=None if args.max_model_len == AUTO else serving.max_model_len,
         requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
         serving=serving,
         drafting=headers.drafting,
-        eager=counted(spec).enforce_eager,
-        margin_bytes=margin,
+        eager=args.enforce_eager,
+        margin_bytes=0 if args.share is not None else args.margin_bytes,
         cache=cache,
         cache_limit=room.cache,
         limit=limit,
         fewest=True,
         # As vLLM allows it (vllm/config/model.py).
-        beyond=env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or reads_another_config(spec),
+        beyond=args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or args.other_config,
         learned=learned,
     )
 
@@ -304,23 +296,18 @@ def _is_beside(option: Option, chosen: Option) -> bool:
     return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
 
 
-def _length(resolved_spec: ModelConfig, headers: Headers) -> int:
+def _length(args: EngineArgs, headers: Headers) -> int:
     """The length of a resolved entry: where `auto` found nothing that fits, as much as the model has."""
-    length = counted(resolved_spec).max_model_len
-    return length if isinstance(length, int) else headers.model.shape.max_len
+    return args.max_model_len if isinstance(args.max_model_len, int) else headers.model.shape.max_len
 
 
 def _free(hardware: Hardware) -> int:
     return hardware.memory_bytes - hardware.system_bytes
 
 
-def _guessed(spec: ModelConfig, env: Mapping[str, str], serving: Serving, doubt: str | None) -> str:
+def _guessed(spec: ModelConfig, args: EngineArgs, serving: Serving, doubt: str | None) -> str:
     """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
-    names = [f"{flag} (extra_args)" for flag in dict.fromkeys(unsized(spec.extra_args))]
-    names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
-    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
-    names += [f"{LAYOUT}: {env[LAYOUT]} (env)"] if in_blocks(env) else []
-    what = " and ".join(names) or "what its draft takes"
+    what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
     cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:
         cure = f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"

@@ -233,7 +233,7 @@ def learned_with(
         ways = serving.tensor_parallel, serving.pipeline_parallel
         option = Option(AS_STORED if spelling is None else recipe.default.spelling, *ways, serving, None, None)
         spec = replace(_spec_of(model, entry_of(model, option, wish), wish), quantize=spelling)
-        return learned_of(profiles, engine_of(spec, env, vllm, hardware.platform), held, ways, hardware.name)
+        return learned_of(profiles, engine_of(flags_of(spec), spelling, env, vllm, hardware.platform), held, ways, hardware.name)
 
     return learned
 
@@ -242,7 +242,7 @@ def entry_of(model: str, option: Option, wish: FitRequest) -> dict[str, Any]:
     """The numbers that the plan counted with are said, also where vLLM has a default: that depends on its release and on the device."""
     entry: dict[str, Any] = {"model": model}
     if option.format != AS_STORED:
-        entry["quantize"] = wish.quantize if wish.quantize is not None else option.format
+        entry["quantize"] = wish.quantize.canonical() if wish.quantize is not None and wish.quantize.rules else option.format
     for key in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         entry[key] = getattr(option.serving, key)
     if option.tensor > 1:

@@ -20,6 +20,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
 from sparkd.schema.quantize import AUTO
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -75,7 +76,7 @@ def answer(
         return plan_for_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
     shape, platform = shape_of(checkpoint.config), hardware.platform
     # All formats of a model without an entry are tried anyway.
-    quantize = None if question.quantize == AUTO else question.quantize
+    quantize = None if question.quantize in (None, AUTO) else QuantizationRecipe.parse(question.quantize)
     kv_asked = question.kv_cache_dtype or "auto"
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
@@ -138,7 +139,7 @@ def _as_stored(wish: FitRequest, checkpoint: Checkpoint, question: PlanRequest, 
     """For another checkpoint of the model, with the cache that it asks for."""
     stored = _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto"
     dtype = kv_dtype(question.kv_cache_dtype or "auto", drafted, stored)
-    return replace(wish, quantize="bf16", serving=replace(wish.serving, kv_dtype=dtype))
+    return replace(wish, quantize=AS_IT_IS, serving=replace(wish.serving, kv_dtype=dtype))
 
 
 def _stored_kv_dtype(checkpoint: Checkpoint) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sparkd.capacity.footprint import MeasuredPeaks
-from sparkd.schema.engine_flags import EngineKeys, flags_of
 from workers.kv.profiles import checkpoint_of, profiles_of
 
 # These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
@@ -22,10 +22,11 @@ FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFE
 _DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
 
 
-def engine_of(model: EngineKeys, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
-    """A digest of an entry in which nothing is `auto` any more. env: the engine's; vllm: its version, None where nobody knows."""
+def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
+    """A digest of an entry in which nothing is `auto` any more. flags: of sparkd.schema.engine_flags.flags_of; quantize: its key's value.
+    env: the engine's; vllm: its version, None where nobody knows."""
     heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}
-    parts = [list(_counted(flags_of(model))), model.quantize, sorted(heard.items()), vllm, platform]
+    parts = [list(_counted(flags)), quantize, sorted(heard.items()), vllm, platform]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -1,6 +1,7 @@
-"""Owns what one model needs on this node before it is placed: its engine's platform and entry point, what was `auto` in it, GiB to reserve.
+"""Owns what one model needs on a node before it is placed: its engine's platform and entry point, what was `auto` in it, GiB to reserve.
 
-Never reserves anything. Everything here blocks: it reads headers and asks an interpreter what it has.
+`subject_of` reads: the entry, the headers, what the runtime has and what is known from before. `need_of` counts with that. Never reserves
+anything. Everything here blocks.
 """
 
 from __future__ import annotations
@@ -8,52 +9,67 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any, Protocol
 
-from sparkd.capacity.account import Account, Evidence, Ways, account, advice, fault, illegal, machine, too_long, uneven
-from sparkd.capacity.auto_resolve import cache_limit, resolved
+from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, machine
+from sparkd.capacity.auto_resolve import Candidate, neighbours, resolved
 from sparkd.capacity.consultation import Answers
-from sparkd.capacity.fit import short_cache
-from sparkd.capacity.kv_cache import fitting, longest, sized
-from sparkd.capacity.reservation import GIB, needed_gib
+from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.reservation import needed_gib
+from sparkd.capacity.unloadable import fault, too_long, uneven
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
-from sparkd.hardware import Hardware
+from sparkd.hardware import GIB, Hardware
 from sparkd.inquiry.flag_table import refused
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept, places
 from sparkd.models.folder import unusable
-from sparkd.schema.kv_cache import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
+from sparkd.schema.engine_args import EngineArgs, decided, engine_args
+from sparkd.schema.kv_cache import without_cpu_space
 from sparkd.vllm.installed import full_version_in, release_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.translate import Translation, release_of, translated
-from sparkd.vllm.unaccounted_args import SHARE, counted, share_of
 from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
 from workers.host.meminfo import sample
-from workers.kv.settings import MARGIN_VARIABLE
 
-# How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
-ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
-_SMALLER = "a smaller context or format"
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model whose need is asked for. headers: None where they are not on this machine. others: see
+    sparkd.capacity.auto_resolve.neighbours. hardware: the node. vllm: the version of its runtime's, where it is known."""
+
+    spec: ModelConfig
+    args: EngineArgs
+    headers: Headers | None
+    others: tuple[Candidate, ...]
+    evidence: Evidence
+    hardware: Hardware
+    entrypoint: str
+    vllm: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
-    version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what its engine
-    will have, None of an engine that is no vLLM. nodes: those that have its runtime, None for any."""
+    """spec, args: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing.
+    vllm: its version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what
+    its engine will have, None of an engine that is no vLLM. nodes: those that have its runtime, None for any."""
 
     spec: ModelConfig
-    platform: str
+    args: EngineArgs
+    hardware: Hardware
     entrypoint: str
     gib: int
     account: Account | None
     vllm: str | None = None
     ways: Ways = (1, 1)
+    headers: Headers | None = None
     said: Translation | None = None
     parsers: Parsers | None = None
     nodes: frozenset[str] | None = None
+
+    @property
+    def platform(self) -> str:
+        return self.hardware.platform
 
 
 class Node(Protocol):
@@ -62,21 +78,28 @@ class Node(Protocol):
         them."""
 
 
-def need_of(
+def requirement_of(
     spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
 ) -> Requirement:
-    """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own. beside:
-    see sparkd.capacity.auto_resolve.resolved.
+    """As `need_of`, of an entry, with its parsers chosen. beside: see `subject_of`, which says what is raised."""
+    need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
+    if not spec.runs_vllm(config.engine):
+        return need
+    spec, parsers = with_parsers(need.spec, need.args.env, spec.runtime_of(config.engine))
+    return replace(need, spec=spec, parsers=parsers)
 
-    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model, CheckpointError as
-    sparkd.capacity.account.account.
+
+def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = False) -> Subject:
+    """Everything that a need follows from. beside: whether `quantize: auto` may take what this machine has of the model quantized already.
+
+    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model, ConfigError for a number of
+    the entry that vLLM would not read either.
     """
     engine = config.engine
     if why := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
         raise ModelUnusable(why)
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
-    platform = platform_of(found, config)
     entrypoint = spec.entrypoint_of(engine)
     if entrypoint == "auto":
         entrypoint = found["entrypoint"]
@@ -85,15 +108,27 @@ def need_of(
             f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
             "to the Python interpreter of an environment that has it."
         )
-    here = this_node(platform)
-    env, evidence = spec.environment(engine), evidence_of(spec, config, found)
-    spec = resolved(spec, here, env, int(free_gib * GIB), ways, evidence, beside=beside)
-    parsers = None
-    if spec.runs_vllm(engine):
-        spec, parsers = with_parsers(spec, env, spec.runtime_of(engine))
-    known = account(spec, here, env, evidence, ways)
-    gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
-    return Requirement(spec, platform, entrypoint, gib, known, found.get("vllm"), ways, parsers=parsers)
+    args = engine_args(spec, spec.environment(engine))
+    headers = headers_here(args)
+    others = neighbours(args, headers) if beside and headers is not None else ()
+    evidence, here = evidence_of(spec, config, found), this_node(platform_of(found, config))
+    return Subject(spec, args, headers, others, evidence, here, entrypoint, found.get("vllm"))
+
+
+def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
+    """free_gib: the most that a node has beside the other models; offered_gib: what it lends. ways: over how many ranks, each on a node of
+    its own. Reads only profiles of earlier starts. Raises CheckpointError as sparkd.capacity.account.account."""
+    args, here, evidence, known = subject.args, subject.hardware, subject.evidence, None
+    headers = subject.headers
+    if headers is None:
+        args = args.undecided()
+    else:
+        args = resolved(args, headers, here, int(free_gib * GIB), ways, evidence, subject.others)
+        headers = next((there for other, there in subject.others if other.model == args.model), headers)
+        known = account(args, headers, here, evidence, ways)
+    gib = needed_gib(args, here, offered_gib, known)
+    spec = decided(subject.spec, args)
+    return Requirement(spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
 
 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
@@ -109,21 +144,20 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
     """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
-    runtime = node.runtime(runtime_of(spec, config))
-    platform = platform_of(runtime, config)
-    return illegal(spec, this_node(platform), spec.environment(config.engine), ways, evidence_of(spec, config, runtime))
+    subject = subject_of(spec, config, node)
+    return None if subject.headers is None else illegal(subject.args, subject.headers, subject.hardware, ways, subject.evidence)
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
     """Raises ModelUnusable, ContextTooLong and LoadRefused for what would end an engine's start and can be read off the checkpoint here."""
     if not spec.runs_vllm(config.engine):
         return
-    env = spec.environment(config.engine)
-    if (broken := fault(spec, env)) is not None and not isinstance(broken, CheckpointUncounted):
+    args = engine_args(spec, spec.environment(config.engine))
+    if (broken := fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
         raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
-    if why := too_long(spec, env, release_in(spec.runtime_of(config.engine))):
+    if why := too_long(args, release_in(spec.runtime_of(config.engine))):
         raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
-    if why := uneven(spec, env):
+    if why := uneven(args):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
@@ -151,94 +185,6 @@ def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:
 
 def runtime_of(spec: ModelConfig, config: Config) -> str:
     return str(spec.runtime_of(config.engine) or sys.executable)
-
-
-def too_large(need: Requirement, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
-    """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
-    spec, known = need.spec, need.account
-    kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(counted(spec)) is None else 0.0
-    room = int((most_gib - kept) * GIB)
-    if known is not None and (short := _short_cache(need, known, room, env)):
-        return short
-    if known is not None and spec.memory_gib == "auto" and known.surely > room:
-        free = f", of which {'kv_margin_gib' if spec.kv_margin_gib is not None else MARGIN_VARIABLE} keeps {kept:g} free" if kept else ""
-        cure = _what_would_fit(need, known, most_gib, room, env) or f"Choose {_SMALLER}"
-        return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
-    if known is not None and outgrown(need) and need.gib <= most_gib:
-        allow = f"Allow it more (memory_gib: {more}), or" if (more := ceil(known.least / GIB)) <= most_gib else ""
-        cure = _what_would_fit(need, known, most_gib, int(float(spec.memory_gib) * GIB), env)
-        told = f"{allow}{':' if allow and cure else ''} {cure or f'choose {_SMALLER}'}".strip()
-        return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. {told[0].upper()}{told[1:]}."
-    if short := share_too_large(spec, need.gib, this_node(need.platform).memory_bytes, most_gib, where):
-        return short
-    if need.gib > most_gib:
-        size = "a smaller size" if isinstance(spec.kv_cache, dict) else "a size"
-        return (
-            f"{spec.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB: choose {_SMALLER}, "
-            f"give kv_cache {size}, or set memory_gib to what it really needs."
-        )
-    return None
-
-
-def share_too_large(spec: ModelConfig, gib: int, memory_bytes: int, most_gib: int, where: str) -> str | None:
-    """Why no node can lend the share of its memory that vLLM is to take, with the largest that one can; None where one can, or the gib to
-    reserve do not follow from a share. memory_bytes: all of a node's; where, most_gib: as in `too_large`."""
-    share = utilization_of(counted(spec)) if spec.memory_gib == "auto" else None
-    if share is None or gib <= most_gib or gib != ceil(share * (memory_bytes / GIB)):
-        return None
-    key = f"gpu_memory_utilization {share:g}"
-    if share_of(spec.extra_args) is not None:
-        key = f"--{SHARE} {share:g}"
-    elif isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
-        key = f"kv_cache: {spelled(spec.kv_cache)}"
-    most = int(100 * share * most_gib / gib) / 100
-    return f"{spec.name} asks for {gib} GiB of unified memory ({key}) and {where} offers {most_gib} GiB: choose {most:g} or less."
-
-
-def _what_would_fit(need: Requirement, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
-    """In place of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
-    spec, layout, given = need.spec, known.layout, cache_of(need.spec)
-    left = room - known.fixed
-    if less := fitting(given, layout, known.max_model_len, left):
-        size, cost = sized(less, layout, known.max_model_len) or 0, known.kv
-        many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
-        shorter = longest(given, layout, known.max_model_len, left) if list(given or ()) == ["sequences"] else 0
-        context = f", or max_model_len {shorter:,} as it is" if shorter else ""
-        smaller = in_words(less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
-        return f"What would fit: {smaller}{many}{context}"
-    told = advice(spec, machine(need.platform, most_gib * GIB, 0), env, room, need.ways)
-    return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.kv.least else told
-
-
-def outgrown(need: Requirement) -> bool:
-    """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
-    which measures."""
-    return need.account is not None and exceeds(need.account, need.spec.memory_gib)
-
-
-def exceeds(known: Account, memory_gib: float | str) -> bool:
-    """As `outgrown`, of an account by itself. memory_gib: `auto` is never too little."""
-    surely_bytes = known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES)
-    return isinstance(memory_gib, int | float) and surely_bytes > memory_gib * GIB
-
-
-def _short_cache(need: Requirement, known: Account, room: int, env: Mapping[str, str]) -> str | None:
-    """Why a cache of its size would hold no request. room: bytes for the engine."""
-    spec, kv = need.spec, known.kv
-    wanted = cache_of(spec) if known.cache is not None else None
-    cache = wanted if isinstance(wanted, Mapping) else None
-    size = known.cache if known.cache is not None else cache_limit(spec, need.platform, env)
-    short = short_cache(cache, size, kv)
-    if short is None or spec.memory_gib != "auto" or known.upper is not None:
-        return None
-    reason, cure = short
-    cures = [cure] if known.fixed + kv.least <= room else []
-    # The bytes of a cache in tokens or requests follow from the length.
-    limit = size if cache is None else None
-    shorter = longest(cache, known.layout, kv.max_model_len, room - known.fixed, limit=limit)
-    cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
-    cure = ", or ".join(cures) or f"choose {_SMALLER}"
-    return f"{spec.name} does not fit: {reason}. {cure[0].upper()}{cure[1:]}."
 
 
 def platform_of(found: Mapping[str, Any], config: Config) -> str:

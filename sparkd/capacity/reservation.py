@@ -5,24 +5,22 @@ and flags only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.capacity.account import Account
+from sparkd.capacity.footprint import PROCESS_BYTES
 from sparkd.config.config import Config, ModelConfig
-from sparkd.errors import ConfigError
-from sparkd.schema.kv_cache import cpu_space_gib, vllm_sizes
-from sparkd.vllm.arg_check import amount
+from sparkd.hardware import GIB, Hardware
+from sparkd.schema.engine_args import EngineArgs
 from sparkd.vllm.parsers import Parsers
-from sparkd.vllm.translate import Translation, flag_name, values_of
-from sparkd.vllm.unaccounted_args import BYTES, SHARE, blocks_of, share_of, unsized
+from sparkd.vllm.translate import Translation, flag_name
+from sparkd.vllm.unaccounted_args import BYTES, SHARE
 from workers.host.meminfo import sample
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
-GIB = 1 << 30
-# An engine's own processes: imports, CUDA context, Python heaps. Three processes measured at 0.6 to 1.7 GiB together on a CPU build.
-PROCESSES_GIB = 2.0
+# Of the files of a checkpoint whose headers are of no kind that is counted: what a batch takes beside its weights.
 LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
 
@@ -54,15 +52,8 @@ class Placement:
         return (self.node_id, *self.peers)
 
 
-def needed_gib(
-    spec: ModelConfig,
-    platform: str,
-    mem_total_gib: float,
-    env: Mapping[str, str],
-    offered_gib: float | None = None,
-    known: Account | None = None,
-) -> int:
-    """Whole GiB to reserve; Ray's custom resources are whole numbers above one.
+def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Account | None = None) -> int:
+    """Whole GiB to reserve on a node; Ray's custom resources are whole numbers above one.
 
     known: by the checkpoint's headers; where a cache has a size, that account goes before the sizes of files.
 
@@ -72,39 +63,34 @@ def needed_gib(
     offers, for a cache of all that is left or of a size that only the engine can tell in bytes. On the CPU: weights on disk, the KV cache
     that is configured, and the engine's processes; a hub id that is not on disk yet counts as its processes alone.
 
-    offered_gib: what the node lends.
-
-    Raises ConfigError for a number in the model's own flags or environment that vLLM would not read either.
+    hardware: the node; offered_gib: what it lends.
     """
-    if isinstance(spec.memory_gib, int | float):
-        return math.ceil(spec.memory_gib)
-    flags = spec.vllm_flags()
-    share = _share(flags)
-    weights = weights_gib(spec.model)
-    blocks = blocks_of(spec.extra_args)
-    sized = blocks is not None or (spec.kv_cache is not None and not vllm_sizes(spec))
-    shared = math.ceil((share or 0.0) * mem_total_gib)
-    most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
+    if args.memory_gib is not None:
+        return math.ceil(args.memory_gib)
+    platform, node_gib = hardware.platform, hardware.memory_bytes / GIB
+    shared, most = math.ceil((args.share or 0.0) * node_gib), math.ceil(VLLM_DEFAULT_UTILIZATION * node_gib)
     whole = most if offered_gib is None else min(most, int(offered_gib))
-    kv_gib = spec.kv_cache["bytes"] / GIB if isinstance(spec.kv_cache, dict) and "bytes" in spec.kv_cache else None
-    if known is not None and known.total is not None and sized:
+    cache_bytes = args.cache.get("bytes") if isinstance(args.cache, Mapping) else None
+    if known is not None and known.total is not None and args.sized:
         return max(_lent(known, known.total, offered_gib), shared)
-    counted = (SHARE, BYTES) if platform == "cpu" else (SHARE,)
-    uncounted = known is None and any(flag_name(flag) not in counted for flag in unsized(spec.extra_args))
-    if blocks is not None or (share is None and uncounted):
+    sized = (SHARE, BYTES) if platform == "cpu" else (SHARE,)
+    uncounted = known is None and any(flag_name(flag) not in sized for flag in args.uncounted)
+    if args.blocks is not None or (args.share is None and uncounted):
         return max(whole, shared)
-    if platform == "cuda" and not (kv_gib and weights):
+    weights_bytes = stored_bytes(args.model)
+    if platform == "cuda" and not (cache_bytes and weights_bytes):
         return shared or whole
-    if not sized:
-        kv_gib = _cpu_kv_gib(flags, env)
-        if kv_gib is None and share is not None:
+    if not args.sized:
+        # The variable wins over the flag (vllm/platforms/cpu.py).
+        cache_bytes = args.cpu_space_bytes if args.cpu_space_bytes is not None else args.cache_bytes
+        if cache_bytes is None and args.share is not None:
             return shared
-        kv_gib = CPU_KV_CACHE_GIB if kv_gib is None else kv_gib
-    if kv_gib is None:
+        cache_bytes = CPU_KV_CACHE_GIB * GIB if cache_bytes is None else cache_bytes
+    if cache_bytes is None:
         return whole
     if known is not None:
-        return _lent(known, known.fixed + kv_gib * GIB, offered_gib)
-    return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)
+        return _lent(known, known.fixed + cache_bytes, offered_gib)
+    return math.ceil((weights_bytes * LOADING_FACTOR + cache_bytes + PROCESS_BYTES[platform]) / GIB)
 
 
 def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
@@ -119,30 +105,9 @@ def offered_gib(config: Config) -> int:
     return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
 
 
-def weights_gib(model: str) -> float:
-    """Bytes of the safetensors files of a local folder, GiB; 0 where there is none, or none that can be read: the engine will say why."""
-    folder = Path(model)
+def stored_bytes(model: str) -> int:
+    """The safetensors files of a local folder; 0 where there is none, or none that can be read: the engine will say why."""
     try:
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / GIB
+        return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     except OSError:
-        return 0.0
-
-
-def _share(flags: Sequence[str]) -> float | None:
-    """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
-    share = share_of(flags)
-    if share is None and any(True for _ in values_of(flags, SHARE)):
-        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
-    return share
-
-
-def _cpu_kv_gib(flags: Sequence[str], env: Mapping[str, str]) -> float | None:
-    """The variable wins over the flag (vllm/platforms/cpu.py)."""
-    sizes = [size for *_, size in values_of(flags, BYTES)]
-    space_gib = cpu_space_gib(env)
-    if space_gib is not None or not sizes:
-        return space_gib
-    size_bytes = amount(sizes[-1])
-    if size_bytes is None:
-        raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    return size_bytes / GIB
+        return 0

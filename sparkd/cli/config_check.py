@@ -306,21 +306,27 @@ class _Entry:
             yield self._at("trust_remote_code", reason)
         if folder_of(model.model, model.revision, self._env) is None:
             return
-        from sparkd.capacity.account import Evidence, fault, too_long, uneven, unmet
+        from sparkd.capacity.account import Evidence
         from sparkd.capacity.entry_check import misfits
+        from sparkd.capacity.unloadable import fault, too_long, uneven, unmet
         from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
+        from sparkd.schema.engine_args import engine_args
 
-        if (broken := fault(model, self._env)) is not None:
+        try:
+            args = engine_args(model, self._env)
+        except ConfigError:
+            return  # of a flag's value, which is said where it stands
+        if (broken := fault(args)) is not None:
             known = not isinstance(broken, CheckpointUncounted)
             yield self._at("model", broken.message, "error" if known else "warning")
         reasons = {
-            "max_model_len": too_long(model, self._env, release_in(self._runtime)),
-            "quantize": uneven(model, self._env),
+            "max_model_len": too_long(args, release_in(self._runtime)),
+            "quantize": uneven(args),
         }
-        for sentence in unmet(model, self._env):
+        for sentence in unmet(args):
             yield self._at("quantize", sentence, "warning", bare=True)
         answers = partial(kept_here, runtime=InquiryRuntime(self._runtime, places(self._config.state_dir)))
-        for key, reason in [*reasons.items(), *misfits(model, self._env, self._config.engine.platform, Evidence(ask=answers))]:
+        for key, reason in [*reasons.items(), *misfits(args, model.speculative, self._config.engine.platform, Evidence(ask=answers))]:
             if reason:
                 yield self._at(key, reason)
 

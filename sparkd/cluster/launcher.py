@@ -11,13 +11,14 @@ from typing import Any
 
 from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.requirement import said_to
-from sparkd.capacity.reservation import GIB, Placement
+from sparkd.capacity.reservation import Placement
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import remember
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes
+from sparkd.hardware import GIB
 from sparkd.state.nouns import RankHandle
 from sparkd.vllm.translate import Translation
 from workers.rank.command import parallel_flags

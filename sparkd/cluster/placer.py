@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from sparkd.capacity.account import Ways
+from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.fit import AS_STORED, quality_of
-from sparkd.capacity.requirement import Node, Requirement, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
+from sparkd.capacity.requirement import Node, Requirement, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
@@ -122,7 +123,7 @@ class Siting:
         """The bytes that a model takes on each of so many nodes. Blocks."""
         spec = at_trusted_commit(spec, config)
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
-        return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
+        return requirement_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
     async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Requirement | None) -> Placement | None:
         """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
@@ -198,7 +199,7 @@ class Siting:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
         # A file beside a model here need not lie beside it on another node.
         beside = ways == ALONE and len(self._in_sight()) == 1
-        need = await asyncio.to_thread(need_of, spec, config, where, free_gib, self._total_gib, ways, beside)
+        need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, self._total_gib, ways, beside)
         flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
         if flags.refused:
             raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {flags.refused[0]}")
@@ -219,7 +220,7 @@ class Siting:
         offered = sorted((gib for node, gib in self._places.offered().items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
-        refusal = await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+        refusal = await asyncio.to_thread(too_large, need, most_gib, where)
         if refusal and only and need.entrypoint not in GUARDED and len(self._in_sight()) > 1:
             refusal += f" No other node can serve it: its engine, {need.entrypoint}, is no vLLM and asks for no key on an address."
         return refusal

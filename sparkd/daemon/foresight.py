@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from sparkd.capacity.account import Ways, recipe_of
-from sparkd.capacity.consultation import UNCHANGED, Consultation
+from sparkd.capacity.account import Ways
+from sparkd.capacity.consultation import Consultation
 from sparkd.capacity.requirement import platform_of, runtime_of, this_node
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config
@@ -24,11 +24,13 @@ from sparkd.errors import SparkdError
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import Agents, NodeInquiry
 from sparkd.models.source import folder_of
+from sparkd.schema.engine_args import recipe_of
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.quantize import AUTO
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
+from workers.quantization.recipe import AS_IT_IS
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ def answers_about(
         return answers[-len(questions) :]
 
     consultation = Consultation(collect, read_checkpoint(folder), flags_of(spec), env, this_node(platform))
-    formats = [UNCHANGED] if spec.quantize == AUTO else list(dict.fromkeys([UNCHANGED, recipe_of(spec, env)]))
+    formats = [AS_IT_IS] if spec.quantize == AUTO else list(dict.fromkeys([AS_IT_IS, recipe_of(spec, env)]))
     consultation.ask((recipe, *split) for recipe in formats for split in _splits(spec, nodes))
     return answers
 

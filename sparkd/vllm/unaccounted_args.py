@@ -8,13 +8,10 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from sparkd.vllm.arg_check import amount
 from sparkd.vllm.translate import flag_name, values_of, without
-
-if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.capacity.consultation).
@@ -243,24 +240,12 @@ def in_blocks(env: Mapping[str, str]) -> bool:
     return env.get(LAYOUT, "").startswith("B")
 
 
-def at_any_length(spec: ModelConfig) -> ModelConfig:
-    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
-    if not is_longest(spec.extra_args):
-        return spec
-    args = list(spec.extra_args)
+def without_length(args: Sequence[str]) -> list[str]:
+    """`args` without --max-model-len and its value, however it is abbreviated."""
+    left = list(args)
     for begun in _written(args, _LENGTH):
-        args = without(args, begun)
-    return spec.model_copy(update={"max_model_len": "auto", "extra_args": tuple(args)})
-
-
-def counted(spec: ModelConfig) -> ModelConfig:
-    """The entry with its keys as the flags of extra_args have them, which vLLM reads last: for counting, never for a start."""
-    args = spec.extra_args
-    flags: dict[str, Any] = {name.replace("-", "_"): number_of(args, name) for name in NUMBERS}
-    flags |= {"max_model_len": length_of(args), "kv_cache_dtype": kv_dtype_of(args), "enforce_eager": switched(args, "enforce-eager")}
-    flags |= {"gpu_memory_utilization": share_of(args)}
-    overlay = {key: value for key, value in flags.items() if value is not None}
-    return spec.model_copy(update=overlay) if overlay else spec
+        left = without(left, begun)
+    return left
 
 
 def switched(args: Sequence[str], name: str) -> bool | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.requirement import need_of
+from sparkd.capacity.requirement import requirement_of
 from sparkd.config.config import load_config
 from sparkd.errors import ModelUnusable
 from sparkd.models.folder import unusable
@@ -90,7 +90,7 @@ def test_an_added_model_that_is_loaded_later_fails_in_the_same_words(tmp_path: P
         make(path)
         spec = config.models["m"].model_copy(update={"model": str(path)})
         with pytest.raises(ModelUnusable) as refused:
-            need_of(spec, config, Runtime("e"), 1.0, 1.0)
+            requirement_of(spec, config, Runtime("e"), 1.0, 1.0)
         words.add(refused.value.message.replace(str(path), "PATH"))
     assert len(words) == 1
 

@@ -38,7 +38,7 @@ from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
 from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
 
-__all__ = ["Assignment", "Format", "FormatRule", "QuantizationRecipe"]
+__all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe"]
 
 # Each is held against each weight.
 MAX_RULES = 256
@@ -280,3 +280,7 @@ def _no_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) ->
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]}" if near else ""
             raise refused(f"{where}: the key {key!r} is not known{hint}; known are {', '.join(known)}")
+
+
+# The recipe that leaves a model as it is stored.
+AS_IT_IS = QuantizationRecipe(BF16)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.capacity.account import Account, account, advice, machine
-from sparkd.capacity.auto_resolve import resolved
+from sparkd.capacity.account import Account, machine
+from sparkd.capacity.advice import too_large
 from sparkd.capacity.kv_cache import KvLayout, Serving, sized
-from sparkd.capacity.requirement import Requirement, need_of, said_to, too_large
-from sparkd.capacity.reservation import needed_gib
+from sparkd.capacity.requirement import requirement_of, said_to
 from sparkd.config.config import Config, parse_model
 from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError, ModelUnusable, RankError
@@ -26,6 +25,7 @@ from sparkd.schema.kv_cache import kv_cache, spelled
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
+from tests.support.accounts import account, advice, needed_gib, needing, resolved
 from tests.support.shards import layered, write_sparse
 
 BOOK = RecipeLibrary(None, AsWritten())
@@ -101,7 +101,7 @@ def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tm
         found = of(folder, max_model_len=8192, extra_args=blocks, **keys)
         assert found.cache == 4096 * 16 * TOKEN_BYTES
         for platform, tokens in (("cuda", 16), ("cpu", 128)):
-            need = need_of(
+            need = requirement_of(
                 spec_of(folder, max_model_len=8192, extra_args=blocks, **keys), config, Runtime("e", platform=platform), 200.0, 200.0
             )
             assert need.account is not None and need.account.cache == 4096 * tokens * TOKEN_BYTES
@@ -118,17 +118,17 @@ def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tm
 def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
-    told = too_large(need_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node", {})
+    told = too_large(requirement_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node")
     needs = "m does not fit: --num-gpu-blocks-override is 64, and one request of 8,192 tokens needs 65 blocks."
     assert told == f"{needs} Give --num-gpu-blocks-override 65, or choose max_model_len 8,064 or less."
     many = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "99999"])
-    told = too_large(need_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node", {}) or ""
+    told = too_large(requirement_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") or ""
     assert "as asked for (--num-gpu-blocks-override 99999), " in told
     fitting = re.search(r"What would fit: --num-gpu-blocks-override (\d+) \(", told)
     assert fitting is not None
     less = many.model_copy(update={"extra_args": ["--num-gpu-blocks-override", fitting[1]]})
-    assert too_large(need_of(less, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node", {}) is None
-    longest = need_of(
+    assert too_large(requirement_of(less, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") is None
+    longest = requirement_of(
         spec.model_copy(update={"max_model_len": "auto"}), config, Runtime("e", platform="cpu"), 100.0, 100.0
     ).spec.max_model_len
     assert isinstance(longest, int) and 0 < longest <= 63 * 128
@@ -314,12 +314,12 @@ def test_what_is_given_stays(folder: Path) -> None:
 
 def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16)
-    why = too_large(Requirement(spec, "cuda", "x", 121, of(folder, max_num_seqs=16)), 24, "this node", {})
+    why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16)), 24, "this node")
     assert why is not None
     assert why.startswith("m does not fit: it needs at least ")
     assert "this node offers 24 GiB. What would fit: max_model_len " in why
     assert "tokens" in why
-    assert too_large(Requirement(spec, "cuda", "x", 20, of(folder, max_num_seqs=16)), 121, "this node", {}) is None
+    assert too_large(needing(spec, "cuda", 20, of(folder, max_num_seqs=16)), 121, "this node") is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
 
 
@@ -329,7 +329,7 @@ def test_a_cache_of_tokens_holds_a_request_of_as_many_tokens_where_layers_keep_a
     layout = KvLayout(1 << 20, ((16, None, False), (16, 1024, False)), Serving(8192, max_num_batched_tokens=512))
     cache = sized(size, layout, 8192)
     spec = spec_of(folder, max_model_len=8192, kv_cache=size)
-    why = too_large(Requirement(spec, "cuda", "x", 20, Account(2 * GIB, GIB, cache, "", 8192, layout)), 100, "this node", {})
+    why = too_large(needing(spec, "cuda", 20, Account(2 * GIB, GIB, cache, "", 8192, layout)), 100, "this node")
     assert why is not None and "max_model_len 1,000 or less" in why
 
 
@@ -337,7 +337,7 @@ def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -
     """18 GiB a node hold half of the weights and a shorter request, and not all of the weights beside an engine."""
     spec = spec_of(folder, tensor_parallel=2, max_num_seqs=16)
     known = account(spec, SPARK, {}, ways=(2, 1))
-    why = too_large(Requirement(spec, "cuda", "x", 121, known, ways=(2, 1)), 18, "each of 2 nodes", {})
+    why = too_large(needing(spec, "cuda", 121, known, ways=(2, 1)), 18, "each of 2 nodes")
     assert why is not None and "What would fit: max_model_len " in why and "as it is" in why
     assert "as it is" not in advice(spec, SPARK, {}, 18 * GIB)
     shorter = int(why.partition("max_model_len ")[2].partition(" ")[0].replace(",", ""))
@@ -355,7 +355,7 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
         spec = spec_of(folder, **keys | more)
         found = account(spec, machine(platform, 121 * GIB, 0), {})
         assert found is not None
-        return too_large(Requirement(spec, platform, "x", 10, found), most_gib, "this node", {})
+        return too_large(needing(spec, platform, 10, found), most_gib, "this node")
 
     least = known.least / GIB
     assert refused() is None and refused(memory_gib=least) is None
@@ -397,7 +397,7 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
         spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16, "kv_cache": given, **own, **more})
         found = account(spec, SPARK, {})
         assert found is not None
-        return too_large(Requirement(spec, "cuda", "x", memory_gib or 1, found), 30, "this node", {})
+        return too_large(needing(spec, "cuda", memory_gib or 1, found), 30, "this node")
 
     why = refused(size)
     assert why is not None and f"as asked for (kv_cache: {spelled(kv_cache(size))}), " in why
@@ -421,7 +421,7 @@ def test_of_a_cache_that_holds_no_request_what_would_is_told(folder: Path) -> No
         spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16} | more)
         found = account(spec, SPARK, {})
         assert found is not None
-        return too_large(Requirement(spec, "cuda", "x", 10, found), most_gib, "this node", {})
+        return too_large(needing(spec, "cuda", 10, found), most_gib, "this node")
 
     for size in ({"tokens": 100}, {"bytes": "100MiB"}, {"sequences": 1, "at": 100}):
         why = refused(kv_cache=size)
@@ -436,7 +436,7 @@ def test_of_a_cache_that_holds_no_request_what_would_is_told(folder: Path) -> No
 
 def test_where_one_request_is_too_much_a_smaller_cache_is_told_with_what_else_has_to_be_smaller(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16, kv_cache={"sequences": 9})
-    why = too_large(Requirement(spec, "cuda", "x", 121, of(folder, max_num_seqs=16, kv_cache={"sequences": 9})), 24, "this node", {})
+    why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16, kv_cache={"sequences": 9})), 24, "this node")
     assert why is not None and "What would fit: max_model_len " in why and ", with kv_cache: {sequences: 1}." in why
 
 
@@ -467,13 +467,13 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     sized = spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, quantize="auto", max_num_seqs=16)
-    found = need_of(sized, config, Runtime("e"), 100.0, 100.0)
+    found = requirement_of(sized, config, Runtime("e"), 100.0, 100.0)
     assert found.spec.quantize is None
     assert found.account is not None
     assert found.account.total is not None
     assert found.gib - 1 < found.account.total / GIB <= found.gib
     with pytest.raises(RankError, match="has no vLLM"):
-        need_of(sized, config, Runtime(None), 100.0, 100.0)
+        requirement_of(sized, config, Runtime(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").touch()
@@ -481,7 +481,7 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
     for name, why in (("gone", "is not on this node"), ("empty", "is empty, so it holds no model"), ("notes", "has neither config.json")):
         with pytest.raises(ModelUnusable, match=why):
-            need_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
+            requirement_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -492,22 +492,18 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
         ({"kv_cache": {"utilization": 0.99}}, "(kv_cache: {utilization: 0.99})"),
     ],
 )
-def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(
-    keys: dict[str, Any], written: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparkd.capacity.requirement.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
+def test_a_share_of_more_than_a_node_lends_is_answered_with_the_largest(keys: dict[str, Any], written: str) -> None:
     spec = parse_model("m", {"model": "o/m", **keys}, over_admin=False)
     gib = needed_gib(spec, "cuda", 121.6, {}, 117.0)
-    why = too_large(Requirement(spec, "cuda", "x", gib, None), 117, "this node", {})
+    why = too_large(needing(spec, "cuda", gib, None), 117, "this node")
     assert gib == 121 and why is not None and "0.95" in why and written in why
     share = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.95}, over_admin=False)
     assert needed_gib(share, "cuda", 121.6, {}, 117.0) <= 117
 
 
-def test_a_share_is_no_cure_where_another_number_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.capacity.requirement.sample", lambda: {"mem_total_bytes": int(121.6 * GIB)})
+def test_a_share_is_no_cure_where_another_number_decided() -> None:
     spec = parse_model("m", {"model": "o/m", "gpu_memory_utilization": 0.5}, over_admin=False)
     env = {"VLLM_CPU_KVCACHE_SPACE": "200"}
     gib = needed_gib(spec, "cpu", 121.6, env, 117.0)
-    why = too_large(Requirement(spec, "cpu", "x", gib, None), 117, "this node", env)
+    why = too_large(needing(spec, "cpu", gib, None, env=env), 117, "this node")
     assert gib == 202 and why is not None and "or less" not in why and "memory_gib" in why

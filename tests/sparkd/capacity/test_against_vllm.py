@@ -359,12 +359,13 @@ def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) ->
     ("hardware", "wish"),
     [
         ("spark", FitRequest()),
-        ("spark", FitRequest(nodes=2, requests=4, quantize="nvfp4", margin_bytes=2 << 30)),
+        ("spark", FitRequest(nodes=2, requests=4, quantize=QuantizationRecipe.parse("nvfp4"), margin_bytes=2 << 30)),
         ("spark", FitRequest(nodes=2, max_model_len=4096, eager=True, unlinked={2: "no cable"})),
         (
             "h200",
             FitRequest(
-                quantize={"format": "int4-g32", "keep": ["o_proj"]}, serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048)
+                quantize=QuantizationRecipe.parse({"format": "int4-g32", "keep": ["o_proj"]}),
+                serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048),
             ),
         ),
         (
@@ -373,7 +374,7 @@ def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) ->
                 nodes=2, drafting=Drafting("ngram", 4, args=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'))
             ),
         ),
-        ("cpu", FitRequest(quantize="mxfp4", serving=Serving(0, platform="cpu"))),
+        ("cpu", FitRequest(quantize=QuantizationRecipe.parse("mxfp4"), serving=Serving(0, platform="cpu"))),
     ],
 )
 def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: FitRequest, parser: Any, tmp_path: Path) -> None:

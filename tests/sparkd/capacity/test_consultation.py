@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.account import Evidence, account, illegal
-from sparkd.capacity.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
-from sparkd.capacity.entry_check import misfits
+from sparkd.capacity.account import Evidence
+from sparkd.capacity.advice import exceeds
+from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.plan_request import answer as plan
-from sparkd.capacity.requirement import exceeds, need_of
-from sparkd.capacity.reservation import needed_gib
+from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
@@ -30,9 +29,10 @@ from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal, Tensor
 from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.support.accounts import account, illegal, misfits, needed_gib
 from tests.support.sketches import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
-from workers.quantization.recipe import QuantizationRecipe
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 FP8 = QuantizationRecipe.parse("fp8")
 ODD = ModelRefusal("config", "ValueError", "9 heads are odd.", True)
@@ -64,19 +64,19 @@ def folder(tmp_path: Path) -> Path:
 def test_a_question_says_what_changes_a_models_memory_and_runs_none_of_its_code(folder: Path) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
     flags = ["--max-model-len", "4096", "--kv-cache-dtype", "fp8", "--trust-remote-code", "--max-num-seqs=4", "--kv-offloading-size", "4"]
-    Consultation(vllm, read_checkpoint(str(folder)), flags, {"A": "b"}, SPARK).ask([(UNCHANGED, 2, 1), (FP8, 2, 1)])
+    Consultation(vllm, read_checkpoint(str(folder)), flags, {"A": "b"}, SPARK).ask([(AS_IT_IS, 2, 1), (FP8, 2, 1)])
     stored, fp8 = vllm.asked
     assert stored.args == ("--kv-cache-dtype", "fp8") and stored.env == {"A": "b"} and stored.folder == folder
     assert (stored.tensor_parallel, stored.pipeline_parallel, stored.platform) == (2, 1, "cuda:12.1")
     assert json.loads(fp8.args[-1])["quantize"] == FP8.canonical() and "spark_stream" in fp8.args
-    Consultation(vllm, read_checkpoint(str(folder)), [], {}, KNOWN["h200"]).ask([(UNCHANGED, 1, 1)])
-    Consultation(vllm, read_checkpoint(str(folder)), [], {}, replace(SPARK, platform="cpu")).ask([(UNCHANGED, 1, 1)])
+    Consultation(vllm, read_checkpoint(str(folder)), [], {}, KNOWN["h200"]).ask([(AS_IT_IS, 1, 1)])
+    Consultation(vllm, read_checkpoint(str(folder)), [], {}, replace(SPARK, platform="cpu")).ask([(AS_IT_IS, 1, 1)])
     assert [each.platform for each in vllm.asked[2:]] == ["cuda:9.0", OWN]
 
 
 def test_a_short_flag_stays_behind_one_that_is_left_out(folder: Path) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
-    Consultation(vllm, read_checkpoint(str(folder)), ["--max-model-len", "-1", "-q", "fp8"], {}, SPARK).ask([(UNCHANGED, 1, 1)])
+    Consultation(vllm, read_checkpoint(str(folder)), ["--max-model-len", "-1", "-q", "fp8"], {}, SPARK).ask([(AS_IT_IS, 1, 1)])
     assert vllm.asked[0].args == ("-q", "fp8")
 
 
@@ -90,7 +90,7 @@ def test_a_draft_of_the_hub_is_asked_about_where_it_lies(folder: Path, tmp_path:
     for env, place in (({"HF_HUB_CACHE": str(tmp_path / "hub")}, str(snapshot)), ({"HF_HUB_CACHE": str(tmp_path)}, "o/draft")):
         vllm = Vllm(answer(FULL, blocks=1))
         draft = json.dumps({"model": "o/draft", "num_speculative_tokens": 2, "method": "eagle"})
-        Consultation(vllm, read_checkpoint(str(folder)), ["--speculative-config", draft], env, SPARK).ask([(UNCHANGED, 1, 1)])
+        Consultation(vllm, read_checkpoint(str(folder)), ["--speculative-config", draft], env, SPARK).ask([(AS_IT_IS, 1, 1)])
         assert json.loads(vllm.asked[0].args[1])["model"] == place
 
 
@@ -100,7 +100,7 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
     words = "--speculative-config", json.dumps({"model": "o/draft", "revision": "r", "num_speculative_tokens": 2, "method": "eagle"})
     for headers, model in ((draft, DRAFT), (replace(draft, folder=str(folder)), "o/draft"), (None, "o/draft")):
         vllm = Vllm(answer(FULL, blocks=1))
-        Consultation(vllm, read_checkpoint(str(folder)), words, {"HF_HUB_CACHE": "/none"}, SPARK, headers).ask([(UNCHANGED, 1, 1)])
+        Consultation(vllm, read_checkpoint(str(folder)), words, {"HF_HUB_CACHE": "/none"}, SPARK, headers).ask([(AS_IT_IS, 1, 1)])
         config = json.loads(vllm.asked[0].args[1])
         assert (config["model"], vllm.asked[0].draft) == (model, draft if headers is draft else None)
         assert ("revision" in config) is (headers is not draft)
@@ -147,7 +147,7 @@ def test_a_model_elsewhere_is_asked_about_by_its_headers_in_any_format(folder: P
     vllm = Vllm(answer(FULL, blocks=1))
     checkpoint = replace(read_checkpoint(str(folder)), folder="hf://owner/name@0")
     consultation = Consultation(vllm, checkpoint, [], {}, SPARK)
-    consultation.ask([(UNCHANGED, 1, 1), (FP8, 1, 1)])
+    consultation.ask([(AS_IT_IS, 1, 1), (FP8, 1, 1)])
     stored, fp8 = vllm.asked
     assert stored.folder is None and json.loads(stored.files["config.json"]) == checkpoint.config and list(stored.files) == ["config.json"]
     assert fp8.tensors == stored.tensors == tuple(checkpoint.tensors.values())
@@ -158,7 +158,7 @@ def test_a_model_elsewhere_is_asked_about_by_its_headers_in_any_format(folder: P
 
 def test_a_format_that_was_not_asked_about_has_the_cache_of_the_model_as_stored(folder: Path) -> None:
     consultation = Consultation(Vllm(answer(FULL, blocks=1)), read_checkpoint(str(folder)), [], {}, SPARK)
-    consultation.ask([(UNCHANGED, 1, 1)])
+    consultation.ask([(AS_IT_IS, 1, 1)])
     exact = consultation.exact(FP8, Serving(4096))
     assert exact is not None and exact.layout is not None and exact.weight_bytes is None
 
@@ -168,8 +168,8 @@ def test_what_vllm_refuses_of_a_stored_format_refuses_no_other(folder: Path) -> 
     quantized = replace(plain, quantization=SourceQuantization("fp8_block"))
     for checkpoint, refusal in ((plain, "9 heads are odd"), (quantized, None)):
         consultation = Consultation(Vllm(replace(answer(), refusal=ODD)), checkpoint, [], {}, SPARK)
-        consultation.ask([(UNCHANGED, 1, 1)])
-        stored, other = consultation.exact(UNCHANGED, Serving(4096)), consultation.exact(QuantizationRecipe.parse("int4"), Serving(4096))
+        consultation.ask([(AS_IT_IS, 1, 1)])
+        stored, other = consultation.exact(AS_IT_IS, Serving(4096)), consultation.exact(QuantizationRecipe.parse("int4"), Serving(4096))
         assert stored is not None and stored.refusal == "9 heads are odd"
         assert (None if other is None else other.refusal) == refusal
 
@@ -178,7 +178,7 @@ def test_a_quantization_that_config_json_is_silent_about_goes_with_the_question(
     vllm = Vllm(answer(FULL, blocks=1))
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}')
     checkpoint = replace(read_checkpoint(str(folder)), folder="hf://owner/name@0")
-    Consultation(vllm, checkpoint, [], {}, SPARK).ask([(UNCHANGED, 1, 1)])
+    Consultation(vllm, checkpoint, [], {}, SPARK).ask([(AS_IT_IS, 1, 1)])
     modelopt = json.loads(vllm.asked[0].files["hf_quant_config.json"])
     assert modelopt["quantization"] == {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
     assert modelopt["producer"] == {"name": "modelopt"}
@@ -187,7 +187,7 @@ def test_a_quantization_that_config_json_is_silent_about_goes_with_the_question(
 def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     checkpoint = read_checkpoint(str(folder))
     known = inventory(checkpoint, shape_of(checkpoint.config))
-    wish = FitRequest(quantize="bf16", serving=Serving(0))
+    wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0))
     formula = choose(known, SPARK, wish).options[0].footprint
     vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
     found, informed = Consultation(vllm, checkpoint, [], {}, SPARK).informed(known, wish)
@@ -203,7 +203,7 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
     known = inventory(checkpoint, shape_of(checkpoint.config))
     for reply, reason in ((replace(answer(), refusal=ODD), "9 heads are odd"), (answer(FULL, blocks=1), None)):
         # Three ranks are none of a power of two heads, as far as the formulas know.
-        wish = FitRequest(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+        wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0), nodes=3, ways=((3, 1),))
         _, informed = Consultation(Vllm(reply), checkpoint, [], {}, SPARK).informed(known, wish)
         (option,) = choose(known, SPARK, informed).options
         assert option.reason == reason
@@ -214,7 +214,8 @@ def test_an_answer_without_numbers_stands_for_no_refusal_of_the_formulas(folder:
     vllm = Vllm(replace(answer(refusal=ModelRefusal("cache", "KeyError", "page", False)), stages=()))
     checkpoint = read_checkpoint(str(folder))
     _, wish = Consultation(vllm, checkpoint, [], {}, SPARK).informed(
-        inventory(checkpoint, shape_of(checkpoint.config)), FitRequest(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+        inventory(checkpoint, shape_of(checkpoint.config)),
+        FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0), nodes=3, ways=((3, 1),)),
     )
     (option,) = choose(inventory(checkpoint, shape_of(checkpoint.config)), SPARK, wish).options
     assert option.cause == "split"
@@ -245,8 +246,8 @@ def test_a_format_whose_weights_vllm_did_not_count_is_no_surer_than_its_formula(
         checkpoint = read_checkpoint(str(write(tmp_path / architecture, config, tensors_of(config))))
         known = inventory(checkpoint, shape_of(config))
         consultation = Consultation(Vllm(answer(FULL, blocks=1)), checkpoint, [], {}, SPARK)
-        consultation.ask([(UNCHANGED, 1, 1)])
-        wish = FitRequest(8192, quantize="fp8", serving=Serving(0), exact=consultation.exact)
+        consultation.ask([(AS_IT_IS, 1, 1)])
+        wish = FitRequest(8192, quantize=QuantizationRecipe.parse("fp8"), serving=Serving(0), exact=consultation.exact)
         (option,) = choose(known, SPARK, wish).options
         assert option.footprint is not None and option.footprint.kv.per_request == 512 * 1000 and option.footprint.sureness == sureness
 
@@ -272,7 +273,7 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     for keys in ({}, {"quantize": "auto"}, {"max_model_len": "auto"}, {"kv_cache": {"sequences": 1}}):
         spec = parse_model("m", {"model": path, **keys}, over_admin=False)
         with pytest.raises(error) as refused:
-            need_of(spec, Config(state_dir=tmp_path), Runtime(), 100.0, 100.0)
+            requirement_of(spec, Config(state_dir=tmp_path), Runtime(), 100.0, 100.0)
         assert refused.value.message == caught.value.message
         assert ("model", caught.value.message) in misfits(spec, {}, "cuda", Evidence(ask=vllm))
 
@@ -283,7 +284,7 @@ def test_an_answer_that_lacks_a_stage_of_the_pipeline_contradicts_no_file(tmp_pa
     plain = answer(refusal=ModelRefusal("model", "ImportError", "no such kernel", False))
     parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(2))
     consultation = Consultation(Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),))), checkpoint, [], {}, SPARK)
-    consultation.ask([(UNCHANGED, 1, 2)])
+    consultation.ask([(AS_IT_IS, 1, 2)])
     assert consultation.completed(inventory(checkpoint, shape_of(config))).shape.layers == 4
 
 
@@ -292,7 +293,9 @@ def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(
     shape = dense(architectures=["NobodysForCausalLM"], sliding_window=128, layer_types=kinds)
     checkpoint = read_checkpoint(str(write(tmp_path / "m", shape, tensors_of(shape))))
     known = inventory(checkpoint, shape_of(checkpoint.config))
-    options = choose(known, SPARK, FitRequest(8192, quantize="bf16", serving=Serving(0, max_num_batched_tokens=512))).options
+    options = choose(
+        known, SPARK, FitRequest(8192, quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0, max_num_batched_tokens=512))
+    ).options
     found = options[0].footprint
     assert found is not None and found.sureness == "guess" and found.upper_bytes > found.parts["kv"]
     spare = found.free_bytes
@@ -406,7 +409,7 @@ def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path)
     vllm = Vllm(answer(FULL, blocks=1))
     answers = Answers(vllm)
     for _ in range(2):
-        ways = [(UNCHANGED, ranks, 1) for ranks in range(1, 40)]
+        ways = [(AS_IT_IS, ranks, 1) for ranks in range(1, 40)]
         Consultation(answers.ask, read_checkpoint(str(folder)), [], {}, SPARK).ask(ways)
     assert len(vllm.asked) == MOST_QUESTIONS
     others = [replace(vllm.asked[0], args=("--x",)), replace(vllm.asked[0], env={"VLLM_X": "1"})]
@@ -454,8 +457,8 @@ def test_a_plan_says_once_that_it_starts_vllm(folder: Path, monkeypatch: pytest.
 def test_an_answer_about_another_device_says_nothing(folder: Path, hardware: Hardware, platform: str, taken: bool) -> None:
     for reply in (answer(FULL, blocks=1), replace(answer(), refusal=ODD)):
         consultation = Consultation(Vllm(replace(reply, platform=platform)), read_checkpoint(str(folder)), [], {}, hardware)
-        consultation.ask([(UNCHANGED, 1, 1)])
-        assert (consultation.exact(UNCHANGED, Serving(4096)) is not None) is taken
+        consultation.ask([(AS_IT_IS, 1, 1)])
+        assert (consultation.exact(AS_IT_IS, Serving(4096)) is not None) is taken
 
 
 def test_odd_files_beside_a_model_stop_no_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

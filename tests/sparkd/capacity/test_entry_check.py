@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.account import NOTHING, Evidence
-from sparkd.capacity.entry_check import misfits
 from sparkd.config.config import parse_model
 from sparkd.inquiry.model_answers import OWN, SPARK, ask, kept_here
 from tests.sparkd.capacity.test_consultation import ODD, Vllm
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.sparkd.inquiry.test_model_answers import Engine, one
 from tests.sparkd.inquiry.test_model_answers import answer as written
+from tests.support.accounts import misfits
 from tests.support.sketches import dense, tensors_of, write
 
 

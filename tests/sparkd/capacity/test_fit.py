@@ -40,8 +40,8 @@ def machine(size: int) -> Hardware:
     return replace(SPARK, memory_bytes=SPARK.system_bytes + size)
 
 
-def chosen(inventory: Inventory, hardware: Hardware = SPARK, **wish: Any) -> FitResult:
-    return choose(inventory, hardware, FitRequest(**wish))
+def chosen(inventory: Inventory, hardware: Hardware = SPARK, quantize: Any = None, **wish: Any) -> FitResult:
+    return choose(inventory, hardware, FitRequest(**wish, quantize=None if quantize is None else QuantizationRecipe.parse(quantize)))
 
 
 def plain(**more: Any) -> Inventory:

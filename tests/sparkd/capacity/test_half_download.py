@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.account import fault
 from sparkd.capacity.plan_request import PlanRequest, answer
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.checkpoint import read_checkpoint
@@ -18,6 +17,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
 from sparkd.hardware import SPARK
+from tests.support.accounts import fault
 from tests.support.sketches import Tensor, dense, tensors_of, write
 
 CONFIG = dense(num_hidden_layers=2)

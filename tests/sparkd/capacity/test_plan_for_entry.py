@@ -23,10 +23,11 @@ from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
 from sparkd.capacity import container, plan_for_entry, plan_for_node, requirement
 from sparkd.capacity.account import machine
+from sparkd.capacity.advice import too_large
 from sparkd.capacity.plan_for_entry import PlannedEntry
 from sparkd.capacity.plan_report import OWN
 from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.requirement import need_of
+from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cluster.launcher import Attempt, Starter
@@ -110,7 +111,7 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     async def read(_node: str) -> Any:
         raise AssertionError("a rank alone asks for no cables")
 
-    need = need_of(pinned(spec, config), config, Runtime(), FREE / GIB, FREE / GIB, ways)
+    need = requirement_of(pinned(spec, config), config, Runtime(), FREE / GIB, FREE / GIB, ways)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
     placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
@@ -277,8 +278,8 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     file.write_text(json.dumps({"models": {"m": entry}}))
     chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
     config = load_config(file, environ={})
-    need = need_of(config.models["m"], config, Runtime(), most, most)
-    why = requirement.too_large(need, most, "a node", {})
+    need = requirement_of(config.models["m"], config, Runtime(), most, most)
+    why = too_large(need, most, "a node")
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
     assert why is not None and reasons == [why.rstrip(".")]
     entry["gpu_memory_utilization"] = float(re.findall(r"choose ([0-9.]+) or less", why)[0])
@@ -577,7 +578,7 @@ def test_auto_is_what_the_daemon_decides(
     loaded = load_config(file, environ={})
     monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, total, 4 * GIB))
     for ways in ((1, 1), (2, 1)):
-        decided = need_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
+        decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next((one for one in mine if one["fits"]), None)

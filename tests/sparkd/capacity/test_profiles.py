@@ -10,7 +10,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_report
-from sparkd.capacity.account import Evidence, account, machine
+from sparkd.capacity.account import Evidence, machine
 from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.profiles import engine_of
 from sparkd.capacity.requirement import said_to
@@ -18,6 +18,7 @@ from sparkd.config.config import Config, parse_model
 from sparkd.hardware import GIB
 from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
+from tests.support.accounts import account
 from tests.support.sketches import dense, tensors_of, write
 from workers.kv.arithmetic import Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of
@@ -111,9 +112,10 @@ def test_a_hub_id_is_known_by_its_snapshot(folder: str, tmp_path: Path) -> None:
 
 def test_the_name_of_an_engine_says_nothing_of_its_secrets(folder: str) -> None:
     spec = spec_of(folder)
-    plain = engine_of(spec, {}, None, "cuda")
-    assert engine_of(spec, {"HF_TOKEN": "a"}, None, "cuda") == plain != engine_of(spec, {"VLLM_A": ""}, None, "cuda")
-    assert engine_of(spec, {}, None, "cpu") != plain
+    keys = spec.vllm_flags(), spec.quantize
+    plain = engine_of(*keys, {}, None, "cuda")
+    assert engine_of(*keys, {"HF_TOKEN": "a"}, None, "cuda") == plain != engine_of(*keys, {"VLLM_A": ""}, None, "cuda")
+    assert engine_of(*keys, {}, None, "cpu") != plain
 
 
 def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Requirement
-from sparkd.capacity.reservation import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
+from sparkd.capacity.reservation import VLLM_DEFAULT_UTILIZATION, stored_bytes
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
+from sparkd.hardware import GIB
+from tests.support.accounts import needed_gib, needing
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6
@@ -79,7 +81,7 @@ def test_on_the_cpu_weights_kv_cache_and_processes(folder: Path, keys: dict[str,
 
 
 def test_a_cache_of_so_many_bytes_leaves_room_for_other_models(folder: Path) -> None:
-    assert need("cuda", model=str(folder), kv_cache={"bytes": "8GiB"}) == 11 + 8 + 2
+    assert need("cuda", model=str(folder), kv_cache={"bytes": "8GiB"}) == 11 + 8 + 3
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_kv_cache_size_that_vllm_would_not_read(args: list[str]) -> None:
 def test_what_is_not_on_disk_weighs_nothing(tmp_path: Path) -> None:
     (tmp_path / "gone.safetensors").symlink_to("/nowhere/at/all")
 
-    assert [weights_gib(model) for model in ("owner/name", "/nowhere", str(tmp_path))] == [0.0] * 3
+    assert [stored_bytes(model) for model in ("owner/name", "/nowhere", str(tmp_path))] == [0] * 3
     assert need("cpu") == CPU_KV_CACHE_GIB + 2
 
 
@@ -130,9 +132,8 @@ async def test_what_the_release_of_the_runtime_does_not_understand_is_not_starte
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
-    monkeypatch.setattr(
-        "sparkd.cluster.placer.need_of", lambda *_: Requirement(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0")
-    )
+    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm="0.32.0")
+    monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
 
     with pytest.raises(RankError, match="by the vLLM of its runtime: VLLM_USE_V1: vLLM 0"):
         await cluster.place(spec)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity import account as admission
-from sparkd.capacity.account import account
+from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving, kv_cost
 from sparkd.capacity.plan_request import PlanRequest, _counted, answer
@@ -24,6 +23,7 @@ from sparkd.recipes.speculation import BATCH_LIMIT
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from tests.support.accounts import account
 from tests.support.published_headers import checkpoint_of
 from tests.support.sketches import Tensor, dense, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
@@ -200,4 +200,4 @@ def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path
     assert least("--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 4, "model": "/none"})) is None
     assert least("--speculative-config", json.dumps(MTP), "--mamba-cache-mode", "all") is None
     assert least("--attention-backend", "TRITON_ATTN") == plain
-    admission._read.cache_clear()
+    headers._read.cache_clear()

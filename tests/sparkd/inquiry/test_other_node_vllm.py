@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.requirement import need_of
+from sparkd.capacity.requirement import requirement_of
 from sparkd.config.config import Config, load_config
 from sparkd.daemon.foresight import Foresight
 from sparkd.entry.node_runtime import NodeRuntime, runtimes_in_sight
@@ -117,7 +117,7 @@ async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, confi
 
     assert await sureness() != "exact"
     runtime = await nodes.runtime(str(spec.runtime))
-    before = need_of(spec, config, runtime, 8.0, 8.0)
+    before = requirement_of(spec, config, runtime, 8.0, 8.0)
 
     readings = [SimpleNamespace(node_id=node, reading=SimpleNamespace(mem_available_bytes=64 << 30)) for node in (HERE, THERE)]
     resting = {"m": SimpleNamespace(state=ModelState.STOPPED)}
@@ -135,6 +135,6 @@ async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, confi
         await Foresight(lambda: config, lambda: snapshot, nodes, rest=rest).run()
 
     assert await sureness() == "exact"
-    after = need_of(spec, config, runtime, 8.0, 8.0)
+    after = requirement_of(spec, config, runtime, 8.0, 8.0)
     assert after.vllm == before.vllm == full_version_in(None)
     assert before.account is not None and after.account is not None

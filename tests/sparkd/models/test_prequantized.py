@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.account import account, advice
-from sparkd.capacity.auto_resolve import resolved
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
+from tests.support.accounts import account, advice, resolved
 from tests.support.sketches import dense, tensors_of, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}

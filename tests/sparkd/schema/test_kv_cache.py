@@ -13,6 +13,7 @@ from sparkd.capacity.auto_resolve import room_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
+from sparkd.schema.engine_args import engine_args
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import VARIABLE, CacheSettings
 
@@ -209,7 +210,7 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
     spark = machine("cuda", 100 * GIB, 0)
     assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
     kept = 3 * GIB if margin is None else margin
-    assert room_of(spec, spark, spec.environment(EngineSettings()), 100 * GIB).engine == 100 * GIB - kept
+    assert room_of(engine_args(spec, spec.environment(EngineSettings())), spark, 100 * GIB).engine == 100 * GIB - kept
 
 
 @pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])

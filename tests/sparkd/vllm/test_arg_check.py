@@ -8,12 +8,13 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Requirement, said_to
+from sparkd.capacity.requirement import said_to
 from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Attempt
@@ -24,6 +25,7 @@ from sparkd.inquiry.flag_table import flag_table, places, refused
 from sparkd.recipes import admin_flags
 from sparkd.vllm.arg_check import FlagTable, misfits, unspeculative
 from tests.sparkd.vllm.test_installed import environment
+from tests.support.accounts import needing
 
 TAKEN = [
     "--max-model-len 8192",
@@ -465,8 +467,8 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: Fl
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
-    need = Requirement(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
-    monkeypatch.setattr("sparkd.cluster.placer.need_of", lambda *_: need)
+    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=table.version)
+    monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.place(spec)
     assert caught.value.message == (

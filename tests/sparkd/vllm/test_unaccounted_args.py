@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.reservation import needed_gib
 from sparkd.config.config import parse_model
+from sparkd.schema.engine_args import at_any_length
 from sparkd.schema.kv_cache import WORKERS, vllm_sizes
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.unaccounted_args import (
@@ -18,7 +18,6 @@ from sparkd.vllm.unaccounted_args import (
     CACHE,
     OTHER,
     WEIGHTS,
-    at_any_length,
     blocks_of,
     changed_by,
     length_of,
@@ -31,6 +30,7 @@ from sparkd.vllm.unaccounted_args import (
     uncounted,
     unsized,
 )
+from tests.support.accounts import needed_gib
 
 FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.

@@ -1,0 +1,71 @@
+"""Owns the headers of a model and its draft, read once. Counts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sparkd.capacity.speculative import Drafting, of_config
+from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.models.shape import Shape, shape_of
+from sparkd.models.source import folder_of
+from sparkd.schema.engine_args import EngineArgs
+from workers.kv.profiles import checkpoint_of
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """The headers of a model, wherever they are. model: of model and draft together."""
+
+    model: Inventory
+    drafting: Drafting | None = None
+
+    @staticmethod
+    def of(args: EngineArgs, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
+        """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
+        model = inventory(checkpoint, shape_of(checkpoint.config))
+        refuse_incomplete(model)
+        drafted = of_config(args.draft, model.shape, read) if args.draft is not None else None
+        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape), drafted)
+
+
+def headers_here(args: EngineArgs) -> Headers | None:
+    """With the draft that its flags ask for; None where the model's are not on this machine, or none of the kinds that are counted."""
+    folder = folder_of(args.model, args.revision, args.env)
+    if folder is None:
+        return None
+    try:
+        model = inventory_in(folder)
+        drafted = drafting_here(args, model.shape)
+        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape), drafted)
+    except (CheckpointError, ConfigError, OSError):
+        return None
+
+
+def inventory_in(folder: str) -> Inventory:
+    """Raises CheckpointError and OSError."""
+    return _read(folder, checkpoint_of(folder))
+
+
+def drafting_here(args: EngineArgs, shape: Shape) -> Drafting | None:
+    """None where there is none, and where nothing is seen of it."""
+
+    def read(name: str) -> Checkpoint:
+        return read_checkpoint(folder_of(name, None, args.env) or "")
+
+    try:
+        return of_config(args.draft, shape, read) if args.draft is not None else None
+    except (CheckpointError, ConfigError, OSError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _read(folder: str, _identity: str) -> Inventory:
+    """Kept while the files are the same: a model that waits for room is asked about again and again."""
+    checkpoint = read_checkpoint(folder)
+    model = inventory(checkpoint, shape_of(checkpoint.config))
+    refuse_incomplete(model)
+    return model

@@ -1,0 +1,241 @@
+"""Owns a model's entry parsed once: what its keys, the flags of its `extra_args` and its engine's variables come to. Reads no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparkd.errors import ConfigError
+from sparkd.schema import kv_cache as kv_sizing
+from sparkd.schema.engine_flags import flags_of
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.vllm.arg_check import amount
+from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of
+from sparkd.vllm.unaccounted_args import (
+    BYTES,
+    CACHE,
+    KV_DTYPES,
+    LAYOUT,
+    NARROW,
+    SHARE,
+    WEIGHTS,
+    block_of,
+    changed_by,
+    in_blocks,
+    is_longest,
+    kv_dtype_of,
+    length_of,
+    number_of,
+    share_of,
+    switched,
+    unsized,
+    without_length,
+)
+from workers.kv.settings import MARGIN_VARIABLE
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+
+# Flags that tell vLLM another longest request than config.json does.
+_OTHER_CONFIG = ("hf-", "config-f", "revision")
+# Types of twice the width of what is stored.
+_WIDE = ("float32", "float")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """A value is that of the last flag in extra_args, as vLLM reads it, and of the key where no flag is there.
+
+    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as it is stored; recipe: the same parsed, as stored for `auto`,
+    None where the variables of its rules cannot be read. max_model_len: tokens, `auto` for as many as fit, None for the model's own.
+    cache: the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: the same as it is written. cache_bytes: of
+    --kv-cache-memory-bytes; cpu_space_bytes: of the CPU backend's variable. share: of the node's memory that vLLM is to take; share_words:
+    as it is written. vllm_sizes: whether vLLM sizes the cache itself, or a worker class that is not ours. margin_bytes: that stay free,
+    None for the default. memory_gib: that the operator gives the engine. draft: vLLM's configuration of drafts; drafts: whether there is a
+    flag for one, which may be unreadable. uncounted: the flags whose effect no formula has; changes: what they and other settings change,
+    of WEIGHTS, CACHE and OTHER in sparkd.vllm.unaccounted_args. own_quantization: vLLM quantizes by itself. rest: the flags but for two
+    that a decision changes, the revision and the length; length_by_flag: extra_args alone have the length.
+    """
+
+    name: str
+    model: str
+    revision: str | None
+    env: Mapping[str, str]
+    quantize: dict[str, Any] | str | None
+    recipe: QuantizationRecipe | None
+    own_quantization: bool
+    tensor_parallel: int | None
+    max_model_len: int | str | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    kv_cache_dtype: str
+    block_tokens: int | None
+    enforce_eager: bool
+    prefix_caching: bool
+    chunked_prefill: bool
+    cache: Mapping[str, Any] | str | None
+    cache_words: str
+    cache_bytes: int | None
+    cpu_space_bytes: int | None
+    share: float | None
+    share_words: str
+    vllm_sizes: bool
+    margin_bytes: int | None
+    margin_words: str
+    memory_gib: float | None
+    draft: Mapping[str, Any] | None
+    drafts: bool
+    uncounted: tuple[str, ...]
+    changes: frozenset[str]
+    trusts_code: bool
+    other_config: bool
+    load_format: str | None
+    length_by_flag: bool
+    rest: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """As sparkd.schema.engine_flags.flags_of."""
+        flags = [] if self.revision is None else ["--revision", self.revision]
+        if self.max_model_len is not None and not self.length_by_flag:
+            flags += ["--max-model-len", str(self.max_model_len)]
+        return [*flags, *self.rest]
+
+    @property
+    def sized(self) -> bool:
+        """Whether an account tells what the cache takes: it has a size, or takes what is left by sparkd's sizing."""
+        return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
+
+    @property
+    def blocks(self) -> int | None:
+        return self.cache.get("blocks") if isinstance(self.cache, Mapping) else None
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Tensor-parallel and pipeline-parallel size as the entry has them, one rank where it leaves them open."""
+        return self.tensor_parallel or 1, 1
+
+    def given_cache(self, platform: str) -> Mapping[str, Any] | None:
+        """The size of the cache, by its key, its flag or the CPU backend's variable; None where that is found at the start."""
+        if isinstance(self.cache, Mapping):
+            return None if "utilization" in self.cache else self.cache
+        own = self.cpu_space_bytes if self.cache is None and platform == "cpu" and not self.vllm_sizes else None
+        return {"bytes": own} if own else None
+
+    def quantized(self, recipe: QuantizationRecipe) -> EngineArgs:
+        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe)
+
+    def undecided(self) -> EngineArgs:
+        """As it is stored instead of in a format of `auto`."""
+        return replace(self, quantize=None) if self.quantize == AUTO else self
+
+
+def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
+    """env: of its engine (ModelConfig.environment). Raises ConfigError for a number that vLLM would not read either."""
+    spec = at_any_length(spec)
+    args = spec.extra_args
+    kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
+    uncounted = tuple(dict.fromkeys(unsized(args)))
+    changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if spec.dtype in _WIDE else frozenset())
+    changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
+    share = _share(spec)
+    space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
+    cache = kv_sizing.cache_of(spec)
+    return EngineArgs(
+        name=spec.name,
+        model=spec.model,
+        revision=spec.revision,
+        env=env,
+        quantize=spec.quantize,
+        recipe=_recipe(spec, env),
+        own_quantization=spec.quantization is not None,
+        tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
+        max_model_len=length_of(args) or spec.max_model_len,
+        max_num_seqs=number_of(args, "max-num-seqs") or spec.max_num_seqs,
+        max_num_batched_tokens=number_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        kv_cache_dtype=kv_dtype,
+        block_tokens=block_of(args),
+        enforce_eager=spec.enforce_eager if (eager := switched(args, "enforce-eager")) is None else eager,
+        prefix_caching=switched(args, "enable-prefix-caching") is not False,
+        chunked_prefill=switched(args, "enable-chunked-prefill") is not False,
+        cache=cache,
+        cache_words=kv_sizing.in_words(cache) if isinstance(cache, Mapping) else "",
+        cache_bytes=_cache_bytes(args),
+        cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
+        share=share,
+        share_words=_share_words(spec),
+        vllm_sizes=kv_sizing.vllm_sizes(spec),
+        margin_bytes=None if share is not None else kv_sizing.margin_bytes(spec, env),
+        margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
+        memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
+        draft=speculative_config(args),
+        drafts=any(flag_name(arg) == SPECULATIVE[2:] for arg in args),
+        uncounted=uncounted,
+        changes=changes,
+        trusts_code=spec.trusts_code(),
+        other_config=any((flag_name(arg) or "").startswith(_OTHER_CONFIG) for arg in args),
+        load_format=next((value for *_, value in reversed(list(values_of(args, "load-format")))), spec.load_format),
+        length_by_flag=spec.max_model_len is None and length_of(args) is not None,
+        rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
+    )
+
+
+def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
+    """The entry with what was `auto` in it as args have it."""
+    spec = at_any_length(spec)
+    values: dict[str, Any] = {"model": args.model, "revision": args.revision, "quantize": args.quantize}
+    if not length_of(spec.extra_args):
+        values["max_model_len"] = args.max_model_len
+    changed = {key: value for key, value in values.items() if value != getattr(spec, key)}
+    return spec.model_copy(update=changed) if changed else spec
+
+
+def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
+    """The settings, as they are written, whose effect on memory no formula has."""
+    names = [f"{flag} (extra_args)" for flag in args.uncounted]
+    names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
+    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
+    return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
+
+
+def at_any_length(spec: ModelConfig) -> ModelConfig:
+    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
+    if not is_longest(spec.extra_args):
+        return spec
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})
+
+
+def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe:
+    """The entry's recipe; as stored where `quantize` is absent or still `auto`. Raises ConfigError."""
+    return AS_IT_IS if spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize or None, dict(env))
+
+
+def _recipe(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe | None:
+    try:
+        return recipe_of(spec, env)
+    except ConfigError:
+        return None
+
+
+def _share(spec: ModelConfig) -> float | None:
+    """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
+    share = share_of(spec.extra_args)
+    if share is None and any(True for _ in values_of(spec.extra_args, SHARE)):
+        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
+    return kv_sizing.utilization_of(spec) if share is None else share
+
+
+def _share_words(spec: ModelConfig) -> str:
+    if (share := share_of(spec.extra_args)) is not None:
+        return f"--{SHARE} {share:g}"
+    if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
+        return f"kv_cache: {kv_sizing.spelled(spec.kv_cache)}"
+    return "" if spec.gpu_memory_utilization is None else f"gpu_memory_utilization {spec.gpu_memory_utilization:g}"
+
+
+def _cache_bytes(args: Sequence[str]) -> int | None:
+    sizes = [size for *_, size in values_of(args, BYTES)]
+    size_bytes = amount(sizes[-1]) if sizes else None
+    if sizes and size_bytes is None:
+        raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
+    return size_bytes

@@ -1,0 +1,86 @@
+"""The account of an entry as the tests ask for it: parsed and with its headers read, then counted as sparkd.capacity does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sparkd.capacity import account as accounts
+from sparkd.capacity import advice as advices
+from sparkd.capacity import auto_resolve, entry_check, reservation, unloadable
+from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
+from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.requirement import Requirement
+from sparkd.errors import CheckpointError
+from sparkd.hardware import GIB, Hardware
+from sparkd.schema.engine_args import decided, engine_args
+from sparkd.schema.model import ModelConfig
+
+Env = Mapping[str, str]
+
+
+def account(
+    spec: ModelConfig,
+    hardware: Hardware,
+    env: Env,
+    evidence: Evidence = NOTHING,
+    ways: Ways = (1, 1),
+    headers: Headers | None = None,
+    *,
+    guesses: bool = False,
+) -> Account | None:
+    args = engine_args(spec, env)
+    headers = headers or headers_here(args)
+    return None if headers is None else accounts.account(args, headers, hardware, evidence, ways, guesses=guesses)
+
+
+def illegal(
+    spec: ModelConfig, hardware: Hardware, env: Env, ways: Ways, evidence: Evidence = NOTHING, headers: Headers | None = None
+) -> str | None:
+    args = engine_args(spec, env)
+    headers = headers or headers_here(args)
+    return None if headers is None else accounts.illegal(args, headers, hardware, ways, evidence)
+
+
+def resolved(
+    spec: ModelConfig,
+    hardware: Hardware,
+    env: Env,
+    free_bytes: int,
+    ways: Ways = (1, 1),
+    evidence: Evidence = NOTHING,
+    *,
+    beside: bool = False,
+) -> ModelConfig:
+    args = engine_args(spec, env)
+    headers = headers_here(args)
+    if headers is None:
+        return decided(spec, args.undecided())
+    others = auto_resolve.neighbours(args, headers) if beside else ()
+    return decided(spec, auto_resolve.resolved(args, headers, hardware, free_bytes, ways, evidence, others))
+
+
+def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1), **more: Any) -> str:
+    args = engine_args(spec, env)
+    return advices.advice(args, headers_here(args), hardware, offered_bytes, ways, **more)
+
+
+def needed_gib(
+    spec: ModelConfig, platform: str, node_gib: float, env: Env, offered_gib: float | None = None, known: Account | None = None
+) -> int:
+    return reservation.needed_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
+
+
+def needing(
+    spec: ModelConfig, platform: str, gib: int, known: Account | None, ways: Ways = (1, 1), env: Env | None = None, node_gib: float = 121.6
+) -> Requirement:
+    args = engine_args(spec, env or {})
+    return Requirement(spec, args, machine(platform, int(node_gib * GIB), 0), "x", gib, known, ways=ways, headers=headers_here(args))
+
+
+def fault(spec: ModelConfig, env: Env) -> CheckpointError | None:
+    return unloadable.fault(engine_args(spec, env))
+
+
+def misfits(spec: ModelConfig, env: Env, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
+    return entry_check.misfits(engine_args(spec, env), spec.speculative, platform, evidence)
