@@ -276,7 +276,8 @@ def test_what_cannot_be_read_here_is_not_judged(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.listdir", refuse)
-    monkeypatch.setattr("sparkd.capacity.headers.read_checkpoint", refuse)
+    for module in ("headers", "unloadable"):
+        monkeypatch.setattr(f"sparkd.capacity.{module}.read_checkpoint", refuse)
     for keys in ({"quantize": "int4-g128"}, {"max_model_len": 4097}):
         refuse_unloadable(parse_model("m", {"model": folder, **keys}, over_admin=False), scene.config)
 
