@@ -118,7 +118,7 @@ def answer(
     others: Others | None = None,
     ask: Ask = nobody,
 ) -> dict[str, Any]:
-    """As sparkd.capacity.plan_request.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
+    """As sparkd.capacity.plan_for_checkpoint.answer; the question overrides the entry. Raises ConfigError and CheckpointError."""
     written = entry.spec.tensor_parallel
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, args = entry.spec, engine_args(entry.spec, entry.env)

@@ -18,9 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.consultation import Witness
+from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
 from sparkd.capacity.plan_report import Site, vllm_json
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest, answer
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.api_keys import KeySettings

@@ -308,7 +308,7 @@ def events(
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
     from sparkd.cli.plan_run import consult
-    from sparkd.render.page import headers_of
+    from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
     with headers_of(model) as progress:

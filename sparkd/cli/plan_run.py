@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.capacity.consultation import Consultation, Witness
+from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_report import STATE_DIR, Site, vllm_json
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest, answer
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest
 from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
 from sparkd.cli.layers import meant, of_recipe, settings_around, value_of
@@ -24,7 +25,8 @@ from sparkd.models.prequantized import prequantized
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.models.source import source_of
 from sparkd.render import plan as show_plan
-from sparkd.render.page import headers_of, printable, say_json, standard
+from sparkd.render.page import printable, say_json
+from sparkd.render.terminal import headers_of, standard
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.installed import full_version_in

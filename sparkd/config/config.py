@@ -313,7 +313,7 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     own = canonical(table_of({"models": {name: dict(raw)}}, Location()), Config, problems)["models"].get(name)
     model, tree = None, own
     if over_admin and own is not None:
-        refuse_paths(own, book)
+        refuse_paths(own, lambda name: book is not None and book.has(name))
     try:
         if own is not None:
             tree = expanded(name, own, book or RecipeLibrary(None, {}), problems)

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sparkd import metrics
+from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT, RouteKind
-
-if TYPE_CHECKING:
-    from sparkd.gateway.heartbeat import Heartbeat
 
 _log = logging.getLogger("sparkd.access")
 
@@ -24,6 +22,17 @@ CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; ne
 
 class ClientGone(Exception):
     """The client closed its connection: nobody is left to answer."""
+
+
+class EarlyAnswer(Protocol):
+    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request needs. begun: the client has its head already.
+    anthropic: the client expects Anthropic's events."""
+
+    begun: bool
+    anthropic: bool
+
+    def stop(self) -> None: ...
+    def refuse(self, error: SparkdError) -> None: ...
 
 
 class Exchange:
@@ -69,7 +78,7 @@ class Exchange:
         self.whole = False
         self.gone = False
         self.hang_up: Callable[[], None] | None = None
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: EarlyAnswer | None = None
 
     def close(self) -> None:
         """Called once, at the end. `model` is a configured name or one of "" and "unknown", so that the series stay bounded."""

@@ -8,9 +8,8 @@ from time import perf_counter
 
 from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
-from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.exchange import EarlyAnswer, Exchange
 from sparkd.gateway.headers import response_headers
-from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import RawHeaders, error_event
 
@@ -164,7 +163,7 @@ class Pipe:
             self._peek = None
 
 
-def _event(body: bytes, heartbeat: Heartbeat | None) -> bytes:
+def _event(body: bytes, heartbeat: EarlyAnswer | None) -> bytes:
     """A body as one server-sent event; the Anthropic API names those that are errors."""
     name = b"event: error\n" if heartbeat is not None and heartbeat.anthropic else b""
     return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"

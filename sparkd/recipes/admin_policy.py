@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.yaml_file import Table
-
-if TYPE_CHECKING:
-    from sparkd.recipes.library import RecipeLibrary
 
 # Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
 KEYS = frozenset(
@@ -31,14 +27,14 @@ LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistr
 _CURE = "set it in the configuration file."
 
 
-def refuse_paths(own: Table, book: RecipeLibrary | None) -> None:
+def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
     """Raises ConfigError for a recipe by its path, before anything is looked at: whether a file is there is no caller's business.
 
-    own: the keys of the request. book: the recipes; one of a registry may have folders in its name. A model that begins with '.' or '~' is
-    refused too, because the daemon's folders are not the caller's.
+    own: the keys of the request. is_recipe: whether a recipe has this name; that of a registry may have folders in it. A model that
+    begins with '.' or '~' is refused too, because the daemon's folders are not the caller's.
     """
     recipe = str(own.get("recipe") or "")
-    if "/" in recipe and not (book is not None and book.has(recipe)):
+    if "/" in recipe and not is_recipe(recipe):
         raise ConfigError("recipe must be a name here, not a path: put the file into recipes_dir.", param="recipe")
     if str(own.get("model", "")).startswith((".", "~")):
         raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")

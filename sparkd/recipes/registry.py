@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, StateError
 from sparkd.nearest import nearest
+from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
+from sparkd.recipes.admin_policy import KEYS, LOAD_FORMATS
 from workers.host.hub_cache import is_hub_id
 from workers.host.private_files import private_folder, write_private
 
@@ -192,9 +194,6 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
 
     The lists are those for models that come over the admin API.
     """
-    from sparkd.recipes import admin_policy as added
-    from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-
     cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
     if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
         raise ConfigError(f"{file.name}: {path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}")
@@ -202,9 +201,9 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
         raise ConfigError(f"{file.name}: a value out of this machine's environment is refused {_WHERE}: {cure}")
     for table in file.every_settings():
         for key, value in table.items():
-            if key not in added.KEYS and key != _TRUST and value not in (None, False):
+            if key not in KEYS and key != _TRUST and value not in (None, False):
                 raise ConfigError(f"{file.name}: {key} is refused {_WHERE}: {cure}", param=key)
-        if table.get("load_format") is not None and str(table["load_format"]) not in added.LOAD_FORMATS:
+        if table.get("load_format") is not None and str(table["load_format"]) not in LOAD_FORMATS:
             raise ConfigError(f"{file.name}: this load_format is refused {_WHERE}: {cure}", param="load_format")
         # The validation of the entry refuses a value of another kind.
         args, env = (value if isinstance(value, Mapping | list | tuple) else () for value in (table.get("extra_args"), table.get("env")))

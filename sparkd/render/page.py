@@ -1,27 +1,16 @@
-"""Owns what a verb writes on standard output line by line: plain text in a pipe, with colours on a terminal. Never says what.
-
-To import rich and to lay out the tables of a plan with it takes a sixth of the time of `sparkd plan` of the largest checkpoints, and where
-nobody sees colours it is for nothing.
-"""
+"""Plain text on standard output line by line, and values as text. The same on a terminal: sparkd.render.terminal."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any, Protocol
 
 # Output that goes to a file or a pipe is never folded or cut.
 PIPE_WIDTH = 4096
-# Make rich write colours into a pipe too (rich/console.py, Console.is_terminal).
-COLOURED = ("FORCE_COLOR", "TTY_COMPATIBLE")
 _GAP = "  "
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -72,46 +61,6 @@ class PlainText:
             self.line(_GAP.join(cell.rjust(width) if name in table.right else cell.ljust(width) for cell, width, name in placed).rstrip())
 
 
-class Styled:
-    """As rich shows it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @property
-    def width(self) -> int:
-        return self._console.width
-
-    def line(self, text: str = "", style: str = "", *, whole: bool = False) -> None:
-        self._console.print(text, style=style or None, markup=False, soft_wrap=whole)
-
-    def pieces(self, pieces: Sequence[tuple[str, str]]) -> None:
-        from rich.text import Text
-
-        self._console.print(Text.assemble(*pieces))
-
-    def columns(self, table: Columns) -> None:
-        from rich.text import Text
-
-        from sparkd.render.ragged_table import Ragged
-
-        made = Ragged(box=None, pad_edge=False, header_style="bold")
-        for name in table.names:
-            made.add_column(name, justify="right" if name in table.right else "left", no_wrap=True)
-        for cells, style in table.rows:
-            made.add_row(*map(Text, cells), style=style or None)
-        self._console.print(made)
-
-
-def standard() -> Page:
-    """Standard output."""
-    if not sys.stdout.isatty() and not any(os.environ.get(name) for name in COLOURED):
-        return PlainText()
-    from sparkd.render.models import terminal
-
-    return Styled(terminal())
-
-
 def say_json(value: Any) -> None:
     """One JSON document on stdout."""
     sys.stdout.write(json_text(value, indent=2) + "\n")
@@ -143,20 +92,3 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{int(seconds // length)}{unit}"
     return f"{max(0, int(seconds))}s"
-
-
-@contextmanager
-def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
-    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
-    with ExitStack() as shown:
-        known: Mapping[str, Any] = {}
-
-        def told(done: int, total: int) -> None:
-            nonlocal known
-            if not known:
-                from sparkd.render.models import progress, terminal
-
-                known = {"line": shown.enter_context(progress(terminal(stderr=True)))}
-            known["line"](f"{source}: headers of {done} of {total} files", "")
-
-        yield told

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sparkd.schema import kv_cache as kv_sizing
+from sparkd.schema.model_keys import EngineKeys
 from sparkd.vllm.arg_check import amount
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import values_of
@@ -28,51 +29,6 @@ _SWITCHES = ("trust_remote_code", "enforce_eager")
 _SAMPLING_FLAG = "override-generation-config"
 # Two spellings of one value.
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
-
-
-class SamplingKeys(Protocol):
-    def flag(self) -> str: ...
-
-
-class EngineKeys(Protocol):
-    """The keys of a model's entry that bear on how an engine loads it, sizes its cache and is called; see
-    sparkd.schema.model.ModelConfig."""
-
-    @property
-    def quantize(self) -> dict[str, Any] | str | None: ...
-    @property
-    def quantized_cache(self) -> bool: ...
-    @property
-    def allow_missing_weights(self) -> bool: ...
-    @property
-    def quantization(self) -> str | None: ...
-    @property
-    def load_format(self) -> str | None: ...
-    @property
-    def kv_cache(self) -> dict[str, Any] | str | None: ...
-    @property
-    def kv_margin_gib(self) -> float | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def tool_call_parser(self) -> str | None: ...
-    @property
-    def sampling(self) -> SamplingKeys | None: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def enforce_eager(self) -> bool: ...
-    @property
-    def extra_args(self) -> Sequence[str]: ...
-
-
-class CacheKeys(EngineKeys, Protocol):
-    """And the numbers that bound its cache."""
-
-    @property
-    def max_model_len(self) -> int | str | None: ...
-    @property
-    def memory_gib(self) -> float | str: ...
 
 
 def flags_of(model: EngineKeys) -> list[str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkd.errors import ConfigError
+from sparkd.schema.model_keys import CacheKeys, EngineKeys
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.unaccounted_args import blocks_of, length_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
-
-if TYPE_CHECKING:
-    from sparkd.schema.engine_flags import CacheKeys, EngineKeys
 
 GIB = 1 << 30
 AUTO = "auto"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, SparkdError
+from sparkd.schema.model_keys import EngineKeys
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
 from sparkd.vllm.unaccounted_args import unanswered
 
 if TYPE_CHECKING:
-    from sparkd.schema.engine_flags import EngineKeys
     from workers.quantization.recipe import QuantizationRecipe
 
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_for_checkpoint import answer as planned
 from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.plan_request import answer as planned
 from sparkd.capacity.vllm_figures import EXACT, GUESS, exact_of
 from sparkd.checkpoint import MODELOPT, Checkpoint, TensorRef
 from sparkd.checkpoint.header import DTYPE_BITS

@@ -17,8 +17,8 @@ from sparkd.capacity.advice import exceeds
 from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_for_checkpoint import answer as plan
 from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.plan_request import answer as plan
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.plan_request import PlanRequest, answer
+from sparkd.capacity.plan_for_checkpoint import answer
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli.config_check import check

@@ -11,7 +11,8 @@ import pytest
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving, kv_cost
-from sparkd.capacity.plan_request import PlanRequest, _counted, answer
+from sparkd.capacity.plan_for_checkpoint import _counted, answer
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.speculative import METHODS, drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint

@@ -36,7 +36,7 @@ class Fp8Quantizer(Quantizer):
                 value[rows, columns] = matrix[rows, columns].to(torch.float32, copy=True).div_(scale[rows])
 
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        kernels.fp8(weight, out["weight"], out["weight_scale"])
+        kernels.fp8(weight, out["weight"], out["weight_scale"], LARGEST, SMALLEST_SCALE)
 
 
 class Fp8BlockQuantizer(Quantizer):
@@ -67,7 +67,7 @@ class Fp8BlockQuantizer(Quantizer):
                 value[rows, columns] = blocks[:height, :width]
 
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        kernels.fp8_block(weight, out["weight"], out["weight_scale"])
+        kernels.fp8_block(weight, out["weight"], out["weight_scale"], LARGEST, SMALLEST_SCALE, BLOCK)
 
 
 def _scale(amax: Tensor, out: Tensor | None = None) -> Tensor:

@@ -44,7 +44,7 @@ class Int4Quantizer(GroupQuantizer):
 
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         self._fill_shape(weight, out)
-        kernels.int4(weight, out["weight_packed"], out["weight_scale"], self.group_size)
+        kernels.int4(weight, out["weight_packed"], out["weight_scale"], self.group_size, DIVISORS, SMALLEST_SCALE)
 
     @staticmethod
     def _fill_shape(weight: Tensor, out: Parts) -> None:

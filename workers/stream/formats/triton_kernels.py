@@ -7,14 +7,12 @@ is not promised by Triton, so of two scales with the same error another one may 
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from workers.stream.formats import fp8 as fp8_format
-from workers.stream.formats import int4 as int4_format
-from workers.stream.formats import nvfp4 as nvfp4_format
 
 # Elements of a program: 16 for each of 128 threads, so that a thread loads 16 bytes twice.
 _TILE = 2048
@@ -29,10 +27,9 @@ def amax(weight: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def nvfp4(weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor) -> None:
-    """[B, N, K] -> words int32 [B, N, K/8], scale uint8 [B, N, K/16] (E4M3); divisor float32 [B]."""
-    first, last, count = nvfp4_format.SMALLEST_SCALE, nvfp4_format.LARGEST_SCALE, nvfp4_format.SCALES
-    _launch(_nvfp4, weight, 16, words, scale, divisor, BIAS=nvfp4_format.SCALE_BIAS, FIRST=first, LAST=last, SCALES=count)
+def nvfp4(weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor, **constants: float) -> None:
+    """[B, N, K] -> words int32 [B, N, K/8], scale uint8 [B, N, K/16] (E4M3); divisor float32 [B]. constants: BIAS, FIRST, LAST, SCALES."""
+    _launch(_nvfp4, weight, 16, words, scale, divisor, **constants)
 
 
 def mxfp4(weight: Tensor, words: Tensor, scale: Tensor) -> None:
@@ -40,27 +37,27 @@ def mxfp4(weight: Tensor, words: Tensor, scale: Tensor) -> None:
     _launch(_mxfp4, weight, 32, words, scale)
 
 
-def int4(weight: Tensor, words: Tensor, scale: Tensor, group_size: int) -> None:
-    """[B, N, K] -> words int32 [B, N, K/8], scale bfloat16 [B, N, K/group_size]."""
-    a, b, c, d, e = (1 / divisor for divisor in int4_format.DIVISORS)
-    _launch(_int4, weight, group_size, words, scale, A=a, B=b, C=c, D=d, E=e, SMALLEST=int4_format.SMALLEST_SCALE)
+def int4(weight: Tensor, words: Tensor, scale: Tensor, group_size: int, divisors: Sequence[float], smallest: float) -> None:
+    """[B, N, K] -> words int32 [B, N, K/8], scale bfloat16 [B, N, K/group_size]. divisors: five, in the order in which they are tried."""
+    a, b, c, d, e = (1 / divisor for divisor in divisors)
+    _launch(_int4, weight, group_size, words, scale, A=a, B=b, C=c, D=d, E=e, SMALLEST=smallest)
 
 
-def fp8(weight: Tensor, value: Tensor, scale: Tensor) -> None:
+def fp8(weight: Tensor, value: Tensor, scale: Tensor, largest: float, smallest: float) -> None:
     """[B, N, K] -> value float8_e4m3fn [B, N, K], scale float32 [B, N, 1]."""
     matrices, rows, columns = weight.shape
     block = min(triton.next_power_of_2(columns), 8192)
     arguments = (weight, value.view(torch.uint8), scale, rows, columns, *weight.stride())
-    constants = {"INVERSE": 1 / fp8_format.LARGEST, "SMALLEST": fp8_format.SMALLEST_SCALE, "BLOCK": block}
+    constants = {"INVERSE": 1 / largest, "SMALLEST": smallest, "BLOCK": block}
     with torch.cuda.device_of(weight):
         _fp8[(rows, matrices)](*arguments, **constants, num_warps=4 if block <= 4096 else 8, enable_fp_fusion=False)
 
 
-def fp8_block(weight: Tensor, value: Tensor, scale: Tensor) -> None:
-    """[B, N, K] -> value float8_e4m3fn [B, N, K], scale float32 [B, ceil(N/128), ceil(K/128)]."""
+def fp8_block(weight: Tensor, value: Tensor, scale: Tensor, largest: float, smallest: float, block: int) -> None:
+    """[B, N, K] -> value float8_e4m3fn [B, N, K], scale float32 [B, ceil(N/block), ceil(K/block)]."""
     matrices, rows, columns = weight.shape
     arguments = (weight, value.view(torch.uint8), scale, rows, columns, *weight.stride())
-    constants = {"INVERSE": 1 / fp8_format.LARGEST, "SMALLEST": fp8_format.SMALLEST_SCALE, "BLOCK": fp8_format.BLOCK}
+    constants = {"INVERSE": 1 / largest, "SMALLEST": smallest, "BLOCK": block}
     with torch.cuda.device_of(weight):
         _fp8_block[(scale.shape[1] * scale.shape[2], matrices)](*arguments, **constants, num_warps=8, enable_fp_fusion=False)
 
