@@ -18,7 +18,7 @@ from sparkd.cluster.node_tracker import (
     NodeObservation,
     Observation,
     Sight,
-    Unreadable,
+    UnreadableFacts,
     facts_of,
     told_of,
     told_of_strangers,
@@ -114,7 +114,7 @@ class Cluster:
         self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
         self._reconcile_at_s = float("-inf")
         # Reports that the last looks could not use, by what they are about.
-        self._unreadable: dict[str, Unreadable] = {}
+        self._unreadable: dict[str, UnreadableFacts] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -442,7 +442,7 @@ class Cluster:
         except NodeRefused as error:
             # The agent answers: its node lives, but its ranks are unknown.
             self._sight.stays(node_ip, time.monotonic())
-            self._unreadable[f"node {node_ip}"] = Unreadable(node_ip, error.message)
+            self._unreadable[f"node {node_ip}"] = UnreadableFacts(node_ip, error.message)
             return None
         except ClusterError as error:
             if ours:
@@ -483,9 +483,9 @@ class Cluster:
         try:
             now = reading(node_ip, facts["reading"], facts["now_s"])
         except ValueError as error:
-            self._unreadable[f"the memory of {node_ip}"] = Unreadable(node_ip, str(error))
+            self._unreadable[f"the memory of {node_ip}"] = UnreadableFacts(node_ip, str(error))
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
-        self._unreadable |= {f"rank {rank_id} on {node_ip}": Unreadable(node_ip, why) for rank_id, why in left_out.items()}
+        self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, why) for rank_id, why in left_out.items()}
         return NodeObservation(view, ranks)

@@ -63,7 +63,7 @@ class NodeObservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableFacts:
     """A report of a node that cannot be used, and the error."""
 
     node: str
@@ -141,7 +141,7 @@ def told_of(missing: Sequence[NodeView]) -> Condition | None:
     return Condition("NodeUnseen", message, missing[0].address if len(missing) == 1 else None)
 
 
-def told_of_unreadable(unreadable: Mapping[str, Unreadable]) -> Condition | None:
+def told_of_unreadable(unreadable: Mapping[str, UnreadableFacts]) -> Condition | None:
     """The condition for a node's report that cannot be used, by what it is about."""
     for of, report in unreadable.items():
         message = f"What is told of {of} cannot be used ({report.error}). What runs there is left alone: see to it there."

@@ -67,8 +67,8 @@ class Nvfp4Quantizer(GroupQuantizer):
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         divisor = out["weight_global_scale"].view(-1)
         divisor.copy_(_global_scale(kernels.amax(weight)) if global_scale is None else global_scale.view(-1))
-        constants = {"BIAS": SCALE_BIAS, "FIRST": SMALLEST_SCALE, "LAST": LARGEST_SCALE, "SCALES": SCALES}
-        kernels.nvfp4(weight, out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8), divisor, **constants)
+        words, scale = out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8)
+        kernels.nvfp4(weight, words, scale, divisor, range(SMALLEST_SCALE, LARGEST_SCALE + 1), SCALE_BIAS, SCALES)
 
     def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
         value, magnitude, scaled, a, b = groups

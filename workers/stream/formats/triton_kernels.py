@@ -27,9 +27,12 @@ def amax(weight: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def nvfp4(weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor, **constants: float) -> None:
-    """[B, N, K] -> words int32 [B, N, K/8], scale uint8 [B, N, K/16] (E4M3); divisor float32 [B]. constants: BIAS, FIRST, LAST, SCALES."""
-    _launch(_nvfp4, weight, 16, words, scale, divisor, **constants)
+def nvfp4(weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor, scales: range, bias: int, count: int) -> None:
+    """[B, N, K] -> words int32 [B, N, K/8], scale uint8 [B, N, K/16] (E4M3); divisor float32 [B].
+
+    scales: the codes of a scale that are tried; bias: see nvfp4.SCALE_BIAS; count: how many of them for each group.
+    """
+    _launch(_nvfp4, weight, 16, words, scale, divisor, BIAS=bias, FIRST=scales.start, LAST=scales.stop - 1, SCALES=count)
 
 
 def mxfp4(weight: Tensor, words: Tensor, scale: Tensor) -> None:
