@@ -143,7 +143,7 @@ def test_the_documents_name_every_route(path: str) -> None:
 
 
 def test_the_documents_name_every_route_of_the_admin_api() -> None:
-    document: FastAPI = admin_app(SimpleNamespace(boundary=None), dict)  # type: ignore[arg-type]
+    document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4)  # type: ignore[arg-type]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
         assert re.search(rf"`(?:{PREFIX}/)?{first}\b", DOCUMENTS), path

@@ -41,11 +41,16 @@ from sparkd.admin.answers import (
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
+from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
+from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
+from sparkd.control.journal import Ledger
+from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import (
     REQUEST_ID,
@@ -75,13 +80,16 @@ _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 def admin_app(
     supervisor: Supervisor,
-    costs: Callable[[], dict[str, Any]],
+    registry: Roster,
+    journal: Ledger,
+    cluster: Cluster,
     pulls: Pulls | None = None,
     reload: Reload | None = None,
     measures: Measures | None = None,
     question: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> FastAPI:
-    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread;
+    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body.
+
     `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
     app = FastAPI(
         title="sparkd admin API",
@@ -96,7 +104,7 @@ def admin_app(
     )
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    app.include_router(_router(supervisor, costs, pulls, reload, measures, question))
+    app.include_router(_router(supervisor, registry, journal, cluster, pulls, reload, measures, question))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
@@ -105,7 +113,9 @@ def admin_app(
 
 def _router(
     supervisor: Supervisor,
-    costs: Callable[[], dict[str, Any]],
+    registry: Roster,
+    journal: Ledger,
+    cluster: Cluster,
     pulls: Pulls | None,
     reload: Reload | None,
     measures: Measures | None,
@@ -119,12 +129,13 @@ def _router(
         },
     )
 
-    offers = Offers(lambda: supervisor.fabric())
+    offers = Offers(lambda: fabric_of(registry, cluster))
+    operator = Operator(supervisor.want, registry, journal, cluster)
 
     @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(costs), "question": question()}
+        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": question()}
 
     @api.get(
         "/nodes",
@@ -133,7 +144,7 @@ def _router(
     )
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        one = await asyncio.to_thread(hardware_here, "node", supervisor.config)
+        one = await asyncio.to_thread(hardware_here, "node", registry.config)
         head = {"head": snapshot.cluster.get("address"), "hardware": asdict(one)}
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.address for node in snapshot.nodes}
@@ -144,7 +155,7 @@ def _router(
         "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
     )
     async def fabric() -> dict[str, Any]:
-        return await supervisor.fabric(measures.rates() if measures else ())
+        return await fabric_of(registry, cluster, measures.rates() if measures else ())
 
     @api.post(
         "/fabric/measure", **answers(Accepted, 202), summary="Measure the rate between each two nodes, with at most 512 MiB for each pair"
@@ -154,7 +165,7 @@ def _router(
             raise UnknownRoute("This daemon measures nothing.")
         return _accepted(measures.start(between.nodes, force=between.force))
 
-    register_upkeep(api, supervisor, reload)
+    register_upkeep(api, supervisor, registry, cluster, reload)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
@@ -171,16 +182,16 @@ def _router(
 
     async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
         # Else it would be tried again and again. Before anybody can see it.
-        if load and not _known(supervisor, name) and (why := await supervisor.unusable(name, spec)):
+        if load and not _known(registry, name) and (why := await operator.unusable(name, spec)):
             raise CheckpointError(f"{name} was not added: {why}")
-        supervisor.add(name, spec, replace=replace)
+        operator.add(name, spec, replace=replace)
         if not load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
         return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Wish a model RUNNING, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
-        known = supervisor.lay_recipe(name, how.recipe) if how.recipe is not None else name
+        known = operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
         return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Wish a model STOPPED; requests in flight may finish")
@@ -207,16 +218,16 @@ def _router(
         max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536,
         rank: Annotated[int, Query(ge=0)] = 0,
     ) -> dict[str, Any] | Endless:
-        if not _known(supervisor, name) and _known(supervisor, f"{name}/log"):
-            return model_body(supervisor.snapshot().models[supervisor.record(f"{name}/log").name])
+        if not _known(registry, name) and _known(registry, f"{name}/log"):
+            return model_body(supervisor.snapshot().models[registry.find(f"{name}/log").name])
         if not follow:
-            return await supervisor.log_text(name, cursor, max_bytes, rank)
-        supervisor.record(name)
-        return Endless(followed_log(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
+            return await log_of(registry, cluster, name, cursor, max_bytes, rank)
+        registry.find(name)
+        return Endless(followed_log(registry, cluster, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
     @api.get("/models/{name:path}", **answers(ModelBody), summary="One model")
     async def model(name: str) -> dict[str, Any]:
-        return model_body(supervisor.snapshot().models[supervisor.record(name).name])
+        return model_body(supervisor.snapshot().models[registry.find(name).name])
 
     @api.put("/models/{name:path}", **answers(Accepted | TakenIn, 202), summary="Change a model that was added here, or add it")
     async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> dict[str, Any]:
@@ -224,7 +235,7 @@ def _router(
 
     @api.delete("/models/{name:path}", **answers(Accepted, 202), summary="Unload and forget a model that was added here")
     async def remove(name: str) -> dict[str, Any]:
-        return _accepted(supervisor.remove(name))
+        return _accepted(operator.remove(name))
 
     @api.get("/operations", **answers(Operations), summary="Long actions, newest first")
     async def operations() -> dict[str, Any]:
@@ -232,19 +243,19 @@ def _router(
 
     @api.get("/operations/{operation_id}", **answers(Operation), summary="One long action; wait_s waits for its end")
     async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:
-        found = supervisor.operation(operation_id)
+        found = operator.operation(operation_id)
         if wait_s and found.state is OperationState.RUNNING:
-            found = await _wait(supervisor, operation_id, wait_s)
+            found = await _wait(operator, journal, operation_id, wait_s)
         return asdict(found)
 
     @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
         ended = (part.cancel(operation_id) for part in (pulls, measures) if part)
-        return asdict(next(filter(None, ended), None) or supervisor.cancel(operation_id))
+        return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
-        return await asyncio.to_thread(_recipes, supervisor.config.recipes_dir)
+        return await asyncio.to_thread(_recipes, registry.config.recipes_dir)
 
     @api.get(
         "/recipes/{name:path}",
@@ -252,7 +263,7 @@ def _router(
         summary="One recipe, NAME@VARIANT or NAME@REGISTRY, and what it comes to with a profile and a way to speculate",
     )
     async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
-        book = RecipeLibrary(supervisor.config.recipes_dir, AsWritten(), supervisor.config.state_dir)
+        book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
             raise UnknownRecipe(name)
         recipe_name, variant = book.split(name)
@@ -268,11 +279,11 @@ def _router(
     )
     async def fit(question: QuestionHere) -> dict[str, Any]:
         def find(name: str) -> ModelConfig | None:
-            return supervisor.record(name).spec if _known(supervisor, name) else None
+            return registry.find(name).spec if _known(registry, name) else None
 
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
-        places = supervisor.model_places()
-        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight, places, supervisor.runtime)
+        places = registry.model_places()
+        return await planned_here(question, find, cluster.unlinked, registry.config, in_sight, places, cluster.runtime)
 
     @api.get(
         "/events",
@@ -283,10 +294,10 @@ def _router(
         request: Request, after: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
     ) -> Response:
         if "text/event-stream" not in request.headers.get("accept", ""):
-            return Response(await event_page(supervisor, after, limit), media_type="application/json")
+            return Response(await event_page(journal, after, limit), media_type="application/json")
         last = request.headers.get("last-event-id", "")
         start = int(last) if _EVENT_ID.fullmatch(last) else after
-        stream = event_stream(supervisor, start, limit)
+        stream = event_stream(journal, start, limit)
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return api
@@ -317,24 +328,23 @@ def _accepted(operation: Operation) -> dict[str, Any]:
     return {"operation": operation.id, "href": f"{PREFIX}/operations/{operation.id}", **asdict(operation)}
 
 
-async def _wait(supervisor: Supervisor, operation_id: str, wait_s: float) -> Operation:
-    ledger = supervisor.ledger
+async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: float) -> Operation:
     try:
         async with asyncio.timeout(wait_s):
-            while (operation := supervisor.operation(operation_id)).state is OperationState.RUNNING:
+            while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
                 try:
                     async with asyncio.timeout(1.0):
-                        await ledger.wait_for_more(ledger.written)
+                        await journal.wait_for_more(journal.written)
                 except TimeoutError:
                     continue
     except TimeoutError:
-        operation = supervisor.operation(operation_id)
+        operation = operator.operation(operation_id)
     return operation
 
 
-def _known(supervisor: Supervisor, name: str) -> bool:
+def _known(registry: Roster, name: str) -> bool:
     try:
-        supervisor.record(name)
+        registry.find(name)
     except UnknownModel:
         return False
     return True

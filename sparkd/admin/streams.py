@@ -10,7 +10,10 @@ from dataclasses import fields
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from sparkd.control.supervisor import Supervisor
+from sparkd.admin.readings import log_of
+from sparkd.cluster.cluster import Cluster
+from sparkd.control.journal import Ledger
+from sparkd.control.registry import Roster
 from sparkd.errors import LATER, ClusterError, UnknownModel
 from sparkd.state.nouns import Event
 
@@ -33,11 +36,11 @@ class Endless(StreamingResponse):
         scope[LATER].append(self.body_iterator)
 
 
-async def followed_log(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
+async def followed_log(registry: Roster, cluster: Cluster, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
     """Until the client has gone or the model is forgotten. A node that does not answer for a while is waited for."""
     while True:
         try:
-            page = await supervisor.log_text(name, cursor, PAGE_BYTES, rank)
+            page = await log_of(registry, cluster, name, cursor, PAGE_BYTES, rank)
         except UnknownModel:
             return
         except ClusterError:
@@ -50,13 +53,12 @@ async def followed_log(supervisor: Supervisor, name: str, cursor: str | None, ra
             await asyncio.sleep(FOLLOW_EVERY_S)
 
 
-async def event_page(supervisor: Supervisor, after: int, limit: int) -> str:
+async def event_page(journal: Ledger, after: int, limit: int) -> str:
     """The answer's JSON: the next `limit` events behind `after`, or the newest where that is 0."""
-    ledger = supervisor.ledger
-    seen = after or ledger.behind_newest(limit)
+    seen = after or journal.behind_newest(limit)
     texts: list[str] = []
     while len(texts) < limit:
-        events, last = await ledger.slice_of_events(seen, limit - len(texts))
+        events, last = await journal.slice_of_events(seen, limit - len(texts))
         if last == seen:
             break
         seen = last
@@ -64,13 +66,12 @@ async def event_page(supervisor: Supervisor, after: int, limit: int) -> str:
     return f'{{"events": [{", ".join(texts)}]}}'
 
 
-async def event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncIterator[str]:
+async def event_stream(journal: Ledger, after: int, limit: int) -> AsyncIterator[str]:
     """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
-    ledger = supervisor.ledger
-    seen = after if 0 < after <= ledger.behind_newest(0) else ledger.behind_newest(limit)
+    seen = after if 0 < after <= journal.behind_newest(0) else journal.behind_newest(limit)
     while True:
-        written = ledger.written
-        events, last = await ledger.slice_of_events(seen, limit)
+        written = journal.written
+        events, last = await journal.slice_of_events(seen, limit)
         if events:
             yield "".join(map(_sse, events))
         if last != seen:
@@ -78,7 +79,7 @@ async def event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncI
             continue
         try:
             async with asyncio.timeout(HEARTBEAT_S):
-                await ledger.wait_for_more(written)
+                await journal.wait_for_more(written)
         except TimeoutError:
             yield ": still here\n\n"
 

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from sparkd.admin.answers import Examination, Incident, Incidents, Reloaded, answers
+from sparkd.cluster.cluster import Cluster
+from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.doctor.report import examined
 from sparkd.errors import UnknownIncident, UnknownRoute
@@ -19,7 +21,7 @@ HOSTS_KEPT_S = 5.0
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | None) -> None:
+def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cluster: Cluster, reload: Reload | None) -> None:
     @api.post(
         "/reload",
         **answers(Reloaded),
@@ -31,19 +33,19 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | Non
         return await reload()
 
     # Each reading starts programs on every node.
-    hosts = Recent(lambda runtime: supervisor.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
+    hosts = Recent(lambda runtime: cluster.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
 
     @api.get(
         "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong and what helps, and why models failed"
     )
     async def doctor() -> dict[str, Any]:
-        snapshot, config = supervisor.snapshot(), supervisor.config
+        snapshot, config = supervisor.snapshot(), registry.config
         readings = await hosts.get(str(config.engine.runtime or sys.executable))
         return examined(readings, config, snapshot.models.values())
 
     @api.get("/incidents", **answers(Incidents), summary="What the memory guards of the nodes did, newest first")
     async def incidents() -> dict[str, Any]:
-        found = await supervisor.everywhere("incidents")
+        found = await cluster.everywhere("incidents")
         rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
         return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
 
@@ -53,7 +55,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | Non
         summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted",
     )
     async def incident(incident_id: str) -> dict[str, Any]:
-        found = await supervisor.everywhere("incident", incident_id)
+        found = await cluster.everywhere("incident", incident_id)
         known = next((told for told in found.values() if told), None)
         if known is None:
             raise UnknownIncident(incident_id)

@@ -48,7 +48,7 @@ class Ledger:
 
     def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
         self._store = store
-        self._wall = wall
+        self.wall = wall
         self._boundary = boundary or Boundary(time.monotonic)
         self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
         self._reading = asyncio.Lock()
@@ -75,6 +75,10 @@ class Ledger:
     def forget_wish(self, name: str) -> None:
         self._persist(lambda: self._store.forget_desired(name))
 
+    def handles(self) -> list[RankHandle]:
+        """Of ranks that were started and have not been ended, by any daemon."""
+        return list(self._store.handles().values())
+
     def keep_handle(self, handle: RankHandle) -> None:
         self._persist(lambda: self._store.save_handle(handle))
 
@@ -82,7 +86,7 @@ class Ledger:
         self._persist(lambda: self._store.forget_handle(rank_id))
 
     def keep_answered(self, rank_id: str, load_s: float) -> None:
-        self._persist(lambda: self._store.save_answered(rank_id, self._wall(), load_s))
+        self._persist(lambda: self._store.save_answered(rank_id, self.wall(), load_s))
 
     def answered(self, rank_id: str) -> Served | None:
         """None where it is not known: then it is asked again."""
@@ -92,7 +96,7 @@ class Ledger:
                 found = self._store.answered(rank_id)
             except StateError as error:
                 self._note(error.message)
-        return None if found is None else Served(None if found[0] is None else max(0.0, self._wall() - found[0]), found[1])
+        return None if found is None else Served(None if found[0] is None else max(0.0, self.wall() - found[0]), found[1])
 
     def operation(self, operation_id: str) -> Operation:
         operation = self._operations.get(operation_id)
@@ -110,7 +114,7 @@ class Ledger:
 
     def begin(self, record: Record, kind: str, by: str) -> Operation:
         self.finish(record, OperationState.CANCELLED, f"Superseded by {kind}.")
-        operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self.wall())
         record.operation = operation.id
         self._keep(operation)
         return operation
@@ -120,12 +124,12 @@ class Ledger:
         operation = self._operations.get(record.operation or "")
         if operation is None or operation.state is not OperationState.RUNNING or (kind and operation.kind != kind):
             return
-        self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=record.progress))
+        self._keep(replace(operation, state=state, message=message, finished_at_s=self.wall(), progress=record.progress))
         record.operation = None
 
     def open(self, kind: str, model: str, by: str) -> Operation:
         """Begin an operation that is no wish for the model: a pull goes on whatever becomes of the model's engine."""
-        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Asked for by {by}.", self.wall())
         self._keep(operation)
         return operation
 
@@ -137,7 +141,7 @@ class Ledger:
     def close(self, operation_id: str, state: OperationState, message: str) -> None:
         """End an operation of `open`."""
         if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
-            self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall()))
+            self._keep(replace(operation, state=state, message=message, finished_at_s=self.wall()))
 
     def take_over(self, records: dict[str, Record]) -> None:
         """An operation of an earlier daemon goes on where its wish still stands, and ends otherwise."""
@@ -149,20 +153,20 @@ class Ledger:
             if record and record.operation is None and kind == operation.kind:
                 record.operation = operation.id
             else:
-                self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self._wall()))
+                self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self.wall()))
 
     def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
         """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
         found: dict[str, list[float]] = {}
         for event in self._store.events(0, EVENTS_KEPT, kind="failed"):
-            age_s = max(0.0, self._wall() - event.at_s)
+            age_s = max(0.0, self.wall() - event.at_s)
             if event.model and event.data.get("reason") == reason and age_s < window_s:
                 found.setdefault(event.model, []).append(age_s)
         return found
 
     def loads(self, now_s: float) -> Loads:
         """The cost of evictions so far, by earlier daemons' events. now_s: this moment, of the clock that the answer goes by."""
-        return recalled(self._store.events(0, EVENTS_KEPT), now_s, self._wall())
+        return recalled(self._store.events(0, EVENTS_KEPT), now_s, self.wall())
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
@@ -170,7 +174,7 @@ class Ledger:
         written = False
         with self._boundary.around("store", failed=self._note):
             try:
-                self._store.add_event(self._wall(), kind, model, message, data)
+                self._store.add_event(self.wall(), kind, model, message, data)
                 written = True
             except StateError as error:
                 self._note(error.message)
@@ -224,3 +228,9 @@ class Ledger:
         if self.trouble is None:
             log.error("state is not saved: %s", message)
         self.trouble = Condition("StateNotSaved", message)
+
+
+def say_change(journal: Ledger, kind: str, name: str, origin: str) -> None:
+    """kind: added, changed or removed. origin: `file` or `api`."""
+    actor = "The configuration file" if origin == "file" else "The admin API"
+    journal.say(kind, name, f"{actor} has {kind} it.", origin=origin)

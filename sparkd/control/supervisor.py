@@ -6,10 +6,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.cluster import Cluster
@@ -19,28 +18,22 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction
 from sparkd.control.facts import ModelFacts
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
 from sparkd.control.observation import Found
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
 from sparkd.control.pressure import told_of
-from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.scheduler import Turn
 from sparkd.control.swap import Swap, bar_of
 from sparkd.control.watchdog import Pulse
 from sparkd.control.wishes import Wishes
-from sparkd.engine.upstream import Upstream
-from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import Conflict, DoesNotFit
+from sparkd.errors import DoesNotFit
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.rates import Rate
-from sparkd.fabric.report import report
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Operation, OperationState, Store, Want
+from sparkd.state.nouns import STARTING, ModelState, Operation, Want
 from sparkd.state.snapshot import Snapshot
-from workers.host.network import VARIABLES
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -54,20 +47,18 @@ class Supervisor:
     """Owns the state of every model.
 
     `ask(model, timeout_s)` puts one real question to the model through the gateway; it returns when it was answered, raises
-    SparkdError otherwise. `outside` gives a condition of the rest of the daemon. `clock` is monotonic, `wall` is the calendar; both in
-    seconds.
+    SparkdError otherwise. `outside` gives a condition of the rest of the daemon. `clock` is monotonic seconds.
     """
 
     def __init__(
         self,
-        config: Config,
-        store: Store,
+        registry: Roster,
+        journal: Ledger,
         cluster: Cluster,
         *,
         ask: AskFunction,
         outside: Callable[[], Condition | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         boundary: Boundary | None = None,
     ) -> None:
@@ -75,7 +66,6 @@ class Supervisor:
         self._cluster = cluster
         self._outside = outside
         self._clock = clock
-        self._wall = wall
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
@@ -86,12 +76,12 @@ class Supervisor:
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
-        self.ledger = Ledger(store, wall, self.boundary)
+        self.registry = registry
+        self.ledger = journal
         self.ledger.tell_damages()
-        self._roster = Roster(config, store, clock, wall)
-        self._wishes = Wishes(self._roster, self.ledger, self._wake, clock, wall)
+        self._wishes = Wishes(self.registry, self.ledger, self._wake, clock, journal.wall)
         self._door = LeaseQueue(
-            self._roster,
+            self.registry,
             wishes=self._wishes,
             wake=self._wake,
             clock=clock,
@@ -101,19 +91,19 @@ class Supervisor:
             boundary=self.boundary,
         )
         self._gate = Gate(
-            self.ledger, self._door, self._wishes, clock, self._roster.holders, lambda total: self.config.memory.limits(total)
+            self.ledger, self._door, self._wishes, clock, self.registry.holders, lambda total: self.registry.config.memory.limits(total)
         )
-        self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self._wishes, clock)
-        hands = (self._roster, self.ledger, cluster, self._door, self.boundary)
+        self._swap = Swap(self.ledger, cluster.book, lambda: self.registry.ties, self._wishes, clock)
+        hands = (self.registry, self.ledger, cluster, self._door, self.boundary)
         jitter = rng or random.Random()
         self._actions = Actions(
-            *hands, ask=ask, left=self._gate.release.left, wishes=self._wishes, wake=self._wake, clock=clock, wall=wall, rng=jitter
+            *hands, ask=ask, left=self._gate.release.left, wishes=self._wishes, wake=self._wake, clock=clock, wall=journal.wall, rng=jitter
         )
         self._pulse = Pulse(self._actions.spawn, ask, clock)
-        for record in self._roster.missing():
+        for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
-        self.ledger.take_over(self._roster.records)
-        self._actions.recall(store.handles().values())
+        self.ledger.take_over(self.registry.records)
+        self._actions.recall(journal.handles())
 
     # The three verbs.
 
@@ -133,103 +123,28 @@ class Supervisor:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
         operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
-            self._actions.end_backoff(self.record(name))
+            self._actions.end_backoff(self.registry.find(name))
         return operation
 
     def snapshot(self) -> Snapshot:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        own = (self._refused, self.ledger.trouble, *self._roster.conditions)
+        own = (self._refused, self.ledger.trouble, *self.registry.conditions)
         every = (*own, seen, *self._gate.conditions, *self._pulse.conditions, self.boundary.condition, self._outside())
         return Snapshot(
-            at_s=self._wall(),
+            at_s=self.ledger.wall(),
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={name: self._roster.view(record, now_s, self._pulse.doubt(record)) for name, record in self._roster.records.items()},
+            models={name: self.registry.view(record, now_s, self._pulse.doubt(record)) for name, record in self.registry.records.items()},
             nodes=observation.nodes if observation else (),
-            operations=self.ledger.operations(self._roster.records),
+            operations=self.ledger.operations(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
         )
 
-    # The admin API and the daemon need these besides.
-
-    def record(self, name: str) -> Record:
-        """The record behind a name or an alias; UnknownModel names the known ones. Read-only outside this module and queue."""
-        return self._roster.find(name)
-
-    def cancel(self, operation_id: str) -> Operation:
-        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
-
-        Raises Conflict for an operation of another kind: the part that runs it cancels it.
-        """
-        operation = self.ledger.operation(operation_id)
-        if operation.state is not OperationState.RUNNING:
-            return operation
-        opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
-        if opposite is None:
-            raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: it ends by itself.")
-        record = self._roster.records.get(operation.model)
-        if record is None or record.operation != operation_id:
-            # The model has gone, or does something else by now.
-            self.ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled; its model is left as it is.")
-        else:
-            self.want(operation.model, opposite, "admin")
-        return self.ledger.operation(operation_id)
-
-    def operation(self, operation_id: str) -> Operation:
-        """One operation with its progress; UnknownOperation where it is not kept."""
-        self.ledger.operation(operation_id)
-        return self.ledger.operations(self._roster.records)[operation_id]
-
-    def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Take in a model that the configuration file does not have. Adding the same again changes nothing.
-
-        replace: other keys for one that was added before. Raises ConfigError for a specification that cannot be used, Conflict for a name
-        that the file or another model has, or that was added with other keys.
-        """
-        self._tell_change(name, self._roster.add(name, raw, replace=replace))
-        self.wake()
-
-    async def unusable(self, name: str, raw: Mapping[str, Any]) -> str | None:
-        """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
-        return await self._cluster.unusable(self._roster.judged(name, raw))
-
-    def model_places(self) -> tuple[str, ...]:
-        """See Config.model_places."""
-        return self._roster.model_places()
-
-    def lay_recipe(self, name: str, recipe: str) -> str:
-        """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
-
-        Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
-        """
-        known, change = self._roster.lay_recipe(name, recipe)
-        self._tell_change(known, change)
-        self.wake()
-        return known
-
-    def remove(self, name: str) -> Operation:
-        """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
-        if self._roster.forget_left_out(name):
-            operation = self.ledger.open("unload", name, "admin")
-            self.ledger.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
-            return self.ledger.operation(operation.id)
-        record = self.record(name)
-        self._roster.check_removable(record)
-        operation = self.want(record.name, Want.STOPPED, "admin")
-        self._roster.remove(record)
-        self._tell_change(record.name, "removed")
-        self.wake()
-        return operation
-
-    def _tell_change(self, name: str, kind: str | None, origin: str = "api") -> None:
-        """kind: added, changed or removed; None where nothing is."""
-        if kind is not None:
-            how = "The configuration file" if origin == "file" else "The admin API"
-            self.ledger.say(kind, name, f"{how} has {kind} it.", origin=origin)
+    # The daemon needs these besides.
 
     def next_actions(self) -> list[Action]:
         """The actions that a tick would plan now from the last one's input. Takes none of them."""
@@ -238,10 +153,10 @@ class Supervisor:
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Take a new configuration; which models are added, removed, restarted, adjusted. Engines whose own settings did not change keep
         running untouched, and what is to be preloaded from now on is."""
-        before = dict(self._roster.records)
-        changes = self._roster.configure(config)
+        before = dict(self.registry.records)
+        changes = self.registry.configure(config)
         self._wishes.end_removed()
-        for name in before.keys() - self._roster.records.keys():
+        for name in before.keys() - self.registry.records.keys():
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
@@ -249,10 +164,10 @@ class Supervisor:
         self._actions.end_backoffs(FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
-                self._tell_change(name, kind, "file")
+                say_change(self.ledger, kind, name, "file")
         told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
         self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
-        self.wake()
+        self._wake.set()
         return changes
 
     def tell_refused(self, why: str | None) -> None:
@@ -262,50 +177,10 @@ class Supervisor:
         message = f"The configuration file is not in force: {why}"
         self._refused = Condition("ConfigRefused", message) if why is not None else None
 
-    @property
-    def config(self) -> Config:
-        """The file's configuration with the added models on top."""
-        return self._roster.config
-
-    async def log_text(self, name: str, cursor: str | None, max_bytes: int, rank: int = 0) -> dict[str, str]:
-        """The log of one rank of the engine: {"text", "cursor"}; give the cursor back to go on from there."""
-        record = self.record(name)
-        other = next((handle for handle in record.handles if rank and handle.rank == rank), None)
-        node, path = (other.node_id, other.log_path) if other else (record.node_id, None if rank else record.log_path)
-        if path is None:
-            return {"text": "", "cursor": cursor or ""}
-        return await self._cluster.read_log(node, path, cursor, max_bytes)
-
-    async def fabric(self, rates: Sequence[Rate] = ()) -> dict[str, Any]:
-        """See fabric_report.report."""
-        readings, env = await self._cluster.fabric(), self.config.engine.env
-        proved = [one for record in self._roster.records.values() for one in record.transport]
-        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved, rates)
-
-    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """See Cluster.everywhere."""
-        return await self._cluster.everywhere(method, *arguments)
-
-    async def runtime(self, interpreter: str) -> NodeRuntime:
-        """See Cluster.runtime."""
-        return await self._cluster.runtime(interpreter)
-
-    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
-        """By a number of nodes, up to all in sight: why no so many may share a model by tensor parallelism, and what helps."""
-        return await self._cluster.unlinked(rdma=rdma)
-
-    def wake(self) -> None:
-        self._wake.set()
-
     def drain(self, *, wholly: bool = True) -> None:
         """The daemon is going down: nobody waits for a model any more, and no new lease; not wholly: of what is not READY."""
         self._draining = True
-        self._door.close(self._roster.records.values(), wholly=wholly)
-
-    def upstreams(self) -> list[tuple[str, str, Upstream]]:
-        """(model, node, upstream) of every engine that serves."""
-        ready = [record for record in self._roster.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
-        return [(record.name, record.node_id or "", record.upstream) for record in ready if record.upstream]
+        self._door.close(self.registry.records.values(), wholly=wholly)
 
     async def first_look(self, timeout_s: float) -> None:
         """Returns once the first tick has acted and what it adopted answers, or after timeout_s."""
@@ -315,7 +190,7 @@ class Supervisor:
 
     async def finish_placing(self, timeout_s: float) -> None:
         """Let a rank that is being started be started: cancelled half-way, it would come to life after everything was stopped."""
-        placing = [record.task for record in self._roster.records.values() if record.busy == "place" and record.task]
+        placing = [record.task for record in self.registry.records.values() if record.busy == "place" and record.task]
         if placing:
             await asyncio.wait(placing, timeout=timeout_s)
 
@@ -331,7 +206,7 @@ class Supervisor:
                 self._gate.release.left(fact.handle, left)
         for node in sorted(observation.unseen):
             log.error("what runs on %s was not stopped: that node does not answer", node)
-        for record in self._roster.records.values():
+        for record in self.registry.records.values():
             if record.upstream:
                 await record.upstream.close()
 
@@ -344,7 +219,7 @@ class Supervisor:
             while True:
                 with self.boundary.around("tick"), metrics.TICK_SECONDS.time():
                     await self.tick()
-                hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
+                hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self.registry.records.values())
                 hurry = hurry or bool(self._gate.room_gib)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
@@ -356,7 +231,7 @@ class Supervisor:
 
         Each step has a boundary of its own: what goes wrong in one, or with one model, keeps nothing else from being done.
         """
-        around, records = self.boundary.around, self._roster.records
+        around, records = self.boundary.around, self.registry.records
         # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
         steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
@@ -418,19 +293,19 @@ class Supervisor:
         started, and what is to end ends."""
         now_s, around = self._clock(), self.boundary.around
         facts: dict[str, ModelFacts] = {}
-        for name, record in self._roster.records.items():
+        for name, record in self.registry.records.items():
             with around("facts", name):
-                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen)
+                facts[name] = found.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):
             bar = bar_of(found.observation, self._gate, strangers)
             whose = self._swap.turn(facts, bar)
-            can_place = is_open and bar is None and len(facts) == len(self._roster.records)
+            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
         return plan(facts, strangers, can_place, now_s, whose), whose
 
     def _give_up(self, model: str, sentence: str) -> None:
-        if record := self._roster.records.get(model):
+        if record := self.registry.records.get(model):
             self._actions.give_up(record, sentence)
 
     def _act(self, action: Action, observation: Observation) -> None:
@@ -438,14 +313,14 @@ class Supervisor:
             if self._actions.rests(action.rank_id):
                 return
             ranks = observation.of_start(action.rank_id)
-            record = self._roster.records.get(action.model)
+            record = self.registry.records.get(action.model)
             if record:
                 self._actions.start(record, "destroy", self._actions.destroy(ranks, action.why))
             else:
                 self._actions.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.model}")
                 self._actions.strays.add(action.rank_id)
             return
-        record = self._roster.records[action.model]
+        record = self.registry.records[action.model]
         match action:
             case Place():
                 self._actions.start(record, "place", self._actions.place(record))
@@ -458,8 +333,8 @@ class Supervisor:
             case Ask():
                 self._actions.start(record, "ask", self._actions.ask(record))
             case Unwant(idle_s=idle_s):
-                ttl_s = self.config.ttl_s(record.spec) if record.spec else 0.0
-                if self._swap.is_used(record.name, self._roster.records, self._clock() - ttl_s):
+                ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
+                if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
                     return
                 self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")

@@ -29,6 +29,8 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.control.journal import Ledger
+from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
@@ -45,7 +47,7 @@ from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
-from sparkd.state.nouns import Store, Want
+from sparkd.state.nouns import ModelState, Store, Want
 from sparkd.systemd import Systemd
 from workers.host import memlock, processes
 from workers.host.private_files import private_file
@@ -132,12 +134,17 @@ class Daemon:
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
         self._cluster = Cluster(config, environ, self._boundary)
+        self._registry = Roster(config, store, time.monotonic, time.time)
+        self._journal = Ledger(store, time.time, self._boundary)
         self._supervisor = Supervisor(
-            *(config, store, self._cluster), ask=self._asker.warm, boundary=self._boundary, outside=lambda: self._server.condition
+            *(self._registry, self._journal, self._cluster),
+            ask=self._asker.warm,
+            boundary=self._boundary,
+            outside=lambda: self._server.condition,
         )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
-        nodes, ledger, now = self._cluster, self._supervisor.ledger, lambda: self._supervisor.config
+        nodes, ledger, now = self._cluster, self._journal, lambda: self._registry.config
         self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
         kept = config.state_dir / "rates.json"
         self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
@@ -211,8 +218,8 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin.app import admin_app
 
-        parts = self._supervisor, self._cluster.costs, self._pulls, self._reloader.now, self._measures
-        return admin_app(*parts, lambda: self._foresight.open)
+        parts = self._supervisor, self._registry, self._journal, self._cluster
+        return admin_app(*parts, self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""
@@ -235,7 +242,7 @@ class Daemon:
 
     async def _end(self, serving: asyncio.Task[None], background: Iterable[asyncio.Task[None]]) -> None:
         self._systemd.stopping("open requests may finish")
-        self._console.say_ending(self._stop_engines, self._running(), self._supervisor.config.unload_timeout_s)
+        self._console.say_ending(self._stop_engines, self._running(), self._registry.config.unload_timeout_s)
         # A client that has a connection already may ask a READY model: its engine stays.
         self._supervisor.drain(wholly=self._stop_engines)
         await self._server.finish(serving, self._at_once, self._running if self._stop_engines else None)
@@ -318,13 +325,15 @@ class Daemon:
         return snapshot.settled and not snapshot.draining, facts
 
     def _spec_of(self, name: str) -> ModelConfig | None:
-        return self._supervisor.config.lookup(name)
+        return self._registry.config.lookup(name)
 
     def _names(self) -> list[str]:
-        return [model.name for model in self._supervisor.config.models.values() if not model.unlisted]
+        return [model.name for model in self._registry.config.models.values() if not model.unlisted]
 
     def _engines(self) -> list[tuple[str, str, Upstream]]:
-        return self._supervisor.upstreams()
+        """(model, node, upstream) of every engine that serves."""
+        ready = [record for record in self._registry.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
+        return [(record.name, record.node_id or "", record.upstream) for record in ready if record.upstream]
 
     def _keys(self, config: Config) -> KeyDigests:
         ring = load_keys(config.keys, self._environ)

@@ -236,7 +236,7 @@ async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Tim
 
 async def _pass(made: Scene, seconds: float) -> float:
     """Let so much time pass; for what share of it, since the first model was READY, something was loading."""
-    records = made.supervisor._roster.records
+    records = made.supervisor.registry.records
     loading_s, end_s = 0.0, made.clock.now_s + seconds
     since_s: float | None = None
     while made.clock.now_s < end_s:

@@ -10,14 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparkd.admin.operator import Operator
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import Attempt
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.control.effects import AskFunction
+from sparkd.control.journal import Ledger
+from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
+from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Held, Lack, MemoryBook
@@ -166,6 +171,9 @@ class FakeCluster:
         self.log.append(f"transport {' '.join(handle.node_id for handle in handles)}")
         return self.proof()
 
+    def costs(self) -> dict[str, Any]:
+        return {}
+
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings
 
@@ -232,13 +240,29 @@ class Scene:
     def take_over(self) -> None:
         """The next daemon begins over what runs; of this one nothing is heard any more."""
         tasks, before = self.supervisor._actions.tasks, self.supervisor
-        self.supervisor = before.__class__(
-            self.config, self.store, self.cluster, ask=before._actions._ask, clock=self.clock, wall=before._wall, rng=random.Random(1)
-        )  # type: ignore[arg-type]
+        self.supervisor = supervised(self.config, self.store, self.cluster, before._actions._ask, self.clock, before.ledger.wall)
         self.supervisor._actions.tasks = tasks
+
+    @property
+    def operator(self) -> Operator:
+        """What the admin API does besides wishing."""
+        return Operator(self.supervisor.want, self.supervisor.registry, self.supervisor.ledger, self.cluster)  # type: ignore[arg-type]
 
     def state(self, model: str = "m") -> str:
         return self.supervisor.snapshot().models[model].state.value
+
+
+def supervised(
+    config: Config,
+    store: Store,
+    cluster: Any,
+    ask: AskFunction,
+    clock: Callable[[], float],
+    wall: Callable[[], float],
+) -> Supervisor:
+    boundary = Boundary(clock)
+    registry, journal = Roster(config, store, clock, wall), Ledger(store, wall, boundary)
+    return Supervisor(registry, journal, cluster, ask=ask, clock=clock, rng=random.Random(1), boundary=boundary)
 
 
 def scene(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -> Scene:
@@ -257,7 +281,7 @@ def scene(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -
         found.answer(model)
 
     wall = lambda: clock.now_s - 995.0  # noqa: E731
-    supervisor = Supervisor(config, store, made, ask=ask, clock=clock, wall=wall, rng=random.Random(1))  # type: ignore[arg-type]
+    supervisor = supervised(config, store, made, ask, clock, wall)
     found = Scene(config, store, made, clock, supervisor)
     return found
 
@@ -271,7 +295,7 @@ async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: 
         yield made
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()
-    for record in made.supervisor._roster.records.values():
+    for record in made.supervisor.registry.records.values():
         if record.upstream:
             await record.upstream.close()
     made.store.close()

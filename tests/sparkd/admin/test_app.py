@@ -77,7 +77,8 @@ class Admin:
 @asynccontextmanager
 async def admin_of(tmp_path: Path, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
-        app = admin_app(made.supervisor, lambda: COSTS)
+        made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
+        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
@@ -493,12 +494,12 @@ async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
             loaded = await made.ask("POST", f"/models/{name}/load", 202, json={"recipe": "mine"})
             assert (loaded["kind"], loaded["model"]) == ("load", "other")
         assert (await made.ask("GET", "/models/other"))["source"] == "o/mine"
-        spec = made.scene.supervisor.record("other").spec
+        spec = made.scene.supervisor.registry.find("other").spec
         assert spec is not None and (spec.recipe, spec.max_num_seqs) == ("mine", 8)
 
         await made.ask("POST", "/models", 202, json={"name": "own", "spec": {"model": "/y", "aliases": ["alias"]}, "load": False})
         assert (await made.ask("POST", "/models/alias/load", 202, json={"recipe": "mine"}))["model"] == "own"
-        spec = made.scene.supervisor.record("own").spec
+        spec = made.scene.supervisor.registry.find("own").spec
         assert spec is not None and (spec.recipe, spec.model, spec.max_num_seqs) == ("mine", "/y", 8)
 
         assert (await made.ask("POST", "/models/m/load", 202, json={"recipe": None}))["model"] == "m"
@@ -594,7 +595,7 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
         spec = {"recipe": "mine", "profile": "balanced", "speculative": "ngram"}
         added = await made.ask("POST", "/models", 202, json={"name": "new", "spec": spec, "load": False})
         assert added["model"]["source"] == "o/m"
-        spec = made.scene.supervisor.config.models["new"]
+        spec = made.scene.supervisor.registry.config.models["new"]
         assert (spec.recipe, spec.max_num_seqs, spec.kv_cache) == ("mine", 4, "auto")
         for wrong in ({"recipe": f"{tmp_path}/mine.yaml"}, {"recipe": "nobody"}, {"recipe": "mine@x"}):
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
@@ -612,7 +613,7 @@ async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_
 
         for name in ("4x/mine@eugr", "mine@eugr"):
             await made.ask("POST", "/models", 202, json={"name": name.replace("@", "-"), "spec": {"recipe": name}, "load": False})
-            assert not made.scene.supervisor.config.models[name.replace("@", "-")].trust_remote_code
+            assert not made.scene.supervisor.registry.config.models[name.replace("@", "-")].trust_remote_code
         for name in ("loads@eugr", "nobody@eugr", "etc/passwd@nobody"):
             body = {"name": "other", "spec": {"recipe": name}}
             assert (await made.refused("POST", "/models", 422, json=body))["code"] == "invalid_config"

@@ -310,7 +310,8 @@ async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said:
 async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.waits = True
-        app = admin_app(made.supervised.supervisor, dict, measures=made.measures)
+        supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
+        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, measures=made.measures)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")

@@ -290,7 +290,7 @@ async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> 
     pulling = Pulls(nodes, made.supervisor.ledger, made.config.lookup, lambda: ["m"], lambda: made.config)
     running = asyncio.create_task(pulling.run())
     await asyncio.sleep(0)
-    app = admin_app(made.supervisor, dict, pulling)
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, pulling)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
         began = (await client.post("/models/gpt-4o/pull")).json()
         refused = [

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from sparkd.admin.readings import fabric_of, log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.plan import Backoff
 from sparkd.metrics import REGISTRY
@@ -133,22 +134,22 @@ async def test_whatever_a_seam_raises_the_loop_goes_on_and_all_is_well_afterward
 
 async def use(made: Scene) -> None:
     """Every verb that others have; what is raised is theirs."""
-    supervisor = made.supervisor
+    supervisor, operator, cluster = made.supervisor, made.operator, cast(Any, made.cluster)
     raw = {"model": "/somewhere"}
     for ask in (
-        lambda: supervisor.log_text("m", None, 100),
-        lambda: supervisor.everywhere("host", None),
-        lambda: supervisor.unlinked(rdma=True),
-        lambda: supervisor.fabric(),
-        lambda: supervisor.unusable("new", raw),
+        lambda: log_of(supervisor.registry, cluster, "m", None, 100),
+        lambda: cluster.everywhere("host", None),
+        lambda: cluster.unlinked(rdma=True),
+        lambda: fabric_of(supervisor.registry, cluster),
+        lambda: operator.unusable("new", raw),
     ):
         with suppress(Exception, asyncio.CancelledError):
             await ask()
     for do in (
-        lambda: supervisor.add("new", raw),
-        lambda: supervisor.remove("new"),
+        lambda: operator.add("new", raw),
+        lambda: operator.remove("new"),
         lambda: supervisor.ledger.events(0, 10),
-        lambda: supervisor.operation(supervisor.want("m", Want.RUNNING, "admin").id),
+        lambda: operator.operation(supervisor.want("m", Want.RUNNING, "admin").id),
     ):
         with suppress(Exception, asyncio.CancelledError):
             do()

@@ -120,7 +120,7 @@ async def changes(made: Scene, restarts: bool, *names: str, load_s: int = 40) ->
     for name in names:
         states.append((await change(made, name, load_s))[0])
         if restarts:
-            await asyncio.gather(*(record.upstream.close() for record in made.supervisor._roster.records.values() if record.upstream))
+            await asyncio.gather(*(record.upstream.close() for record in made.supervisor.registry.records.values() if record.upstream))
             made.take_over()
             made.cluster.names = ["a", "b"]
             await made.tick(3)
@@ -154,19 +154,19 @@ async def test_a_load_that_fails_costs_what_it_took(tmp_path: Path) -> None:
         for attempt in (1, 2):
             made.cluster.names = None
             made.supervisor.want("b", Want.RUNNING, "request")
-            made.supervisor.record("b").queue.promised_at_s = made.clock.now_s
+            made.supervisor.registry.find("b").queue.promised_at_s = made.clock.now_s
             await made.tick(6)
             assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING"), attempt
             await made.tick(100)
-            made.supervisor.record("b").queue.promised_at_s = None
+            made.supervisor.registry.find("b").queue.promised_at_s = None
             made.cluster.show(alive=False, processes=0, exit_code=1)
             await made.tick(20)
             await make_ready(made, "a")
-            made.supervisor.record("b").backoff_until_s = made.clock.now_s
+            made.supervisor.registry.find("b").backoff_until_s = made.clock.now_s
             if attempt == 1:
                 assert 100 < made.supervisor._swap._loads.budget.spent_s < 140
         assert made.supervisor._swap._loads.budget.spent_s > 200
         made.supervisor.want("b", Want.RUNNING, "request")
-        made.supervisor.record("b").queue.promised_at_s = made.clock.now_s
+        made.supervisor.registry.find("b").queue.promised_at_s = made.clock.now_s
         await made.tick(6)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")

@@ -180,7 +180,7 @@ async def test_who_waits_where_each_node_is_shut_for_a_reason_of_its_own_hears_t
             "absent cannot be loaded now: o is tight, 0.0 GiB available; "
             "n is to be restarted, because memory of an engine that ended has not come back."
         )
-        assert (made.state("absent"), made.supervisor.record("absent").desired.want) == ("STOPPED", Want.STOPPED)
+        assert (made.state("absent"), made.supervisor.registry.find("absent").desired.want) == ("STOPPED", Want.STOPPED)
 
 
 async def test_who_waits_for_an_open_node_that_misses_a_look_waits_on(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ async def test_who_waits_for_an_engine_that_a_new_daemon_sees_in_part_does_not_e
     async with stage(tmp_path, cluster=cluster, models=given) as made:
         asking = asyncio.ensure_future(asked(made, "m"))
         await made.tick(3)
-        assert (asking.done(), made.supervisor.record("m").desired.want) == (False, Want.RUNNING)
+        assert (asking.done(), made.supervisor.registry.find("m").desired.want) == (False, Want.RUNNING)
         cluster.agents, cluster.unseen = ("n", "o"), frozenset()
         await made.tick(4)
         await asyncio.wait_for(asking, 5)

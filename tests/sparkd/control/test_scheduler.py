@@ -215,7 +215,7 @@ async def fill(made: Scene, by: str) -> None:
 
 
 def waits_of(made: Scene, name: str) -> str:
-    return made.supervisor.record(name).wait.reason
+    return made.supervisor.registry.find(name).wait.reason
 
 
 async def make_ready(made: Scene, name: str) -> None:
@@ -249,7 +249,7 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         made.cluster.offered = {"n": 100}
 
         def shown(name: str) -> tuple[str, int | None, str | None]:
-            view, wait = made.supervisor.snapshot().models[name], made.supervisor.record(name).wait
+            view, wait = made.supervisor.snapshot().models[name], made.supervisor.registry.find(name).wait
             assert view.message == (None if wait is None else wait.message)
             return view.state.value, view.turn, None if wait is None else wait.reason
 
@@ -324,7 +324,7 @@ async def test_a_requested_model_takes_the_place_of_one_in_use_after_its_time_an
 ) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=30, swap_idle_s=10, unload_timeout_s=0) as made:
         await fill(made, "admin")
-        made.supervisor.record("a").queue.in_flight += int(used)
+        made.supervisor.registry.find("a").queue.in_flight += int(used)
         await made.tick(2)
         waiting = asyncio.create_task(enter(made, "b"))
         await made.tick(2)
@@ -440,7 +440,7 @@ async def test_a_client_that_leaves_does_not_empty_the_machine(when: str, tmp_pa
                 await made.tick()
         elif when == "b is placed":
             made.cluster.placing.clear()
-            while made.supervisor.record("b").lack is None:
+            while made.supervisor.registry.find("b").lack is None:
                 made.cluster.placing.set()
                 await made.tick()
             made.cluster.placing.clear()
@@ -505,7 +505,7 @@ async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(t
                 async with made.supervisor.lease("b", wait_s=0):
                     raise AssertionError
             await made.tick(3)
-            assert made.supervisor.record("b").claims
+            assert made.supervisor.registry.find("b").claims
             await made.tick(seconds=PROMISE_S)
         await made.tick(4, seconds=60)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
@@ -590,7 +590,7 @@ async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_fail
         made.cluster.place_error = LoadRefused("Nothing of it can be quantized.")
         operation = made.supervisor.want("b", Want.RUNNING, "admin")
         await made.tick(2)
-        assert made.supervisor.operation(operation.id).state is OperationState.FAILED
+        assert made.operator.operation(operation.id).state is OperationState.FAILED
         made.cluster.place_error = None
         made.supervisor.want("a", Want.RUNNING, "config")
         await made.tick()

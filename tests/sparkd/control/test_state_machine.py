@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sparkd.config.config import Config, load_config
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import EngineError, SparkdError, Unavailable
 from sparkd.state.nouns import STARTING, ModelState, Progress, Store, Want
-from tests.support.fakes import FakeClock, Loop
+from tests.support.fakes import FakeClock, Loop, supervised
 from tests.support.machine_cluster import UP, MachineCluster
 
 WAIT_S = 300.0
@@ -101,15 +100,7 @@ class Machine(RuleBasedStateMachine):
         self.store = Store(Path(self._folder.name) / "state.db")
         self.cluster.new_daemon()
         self.tasks = Tasks(self.loop)
-        self.supervisor = Supervisor(
-            self._config(),
-            self.store,
-            self.cluster,  # type: ignore[arg-type]
-            ask=self._ask,
-            clock=self.clock,
-            wall=self.clock,
-            rng=random.Random(1),
-        )
+        self.supervisor = supervised(self._config(), self.store, self.cluster, self._ask, self.clock, self.clock)
         self.supervisor._actions.tasks = self.tasks  # type: ignore[assignment]
 
     async def _ask(self, model: str, timeout_s: float) -> None:
@@ -130,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         self.tasks.check()
 
     def _record(self, name: str) -> Any:
-        return self.supervisor._roster.records.get(name)
+        return self.supervisor.registry.records.get(name)
 
     # What happens.
 
@@ -263,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         self._folder.cleanup()
 
     def _records(self) -> list[Any]:
-        return list(self.supervisor._roster.records.values()) if hasattr(self, "supervisor") else []
+        return list(self.supervisor.registry.records.values()) if hasattr(self, "supervisor") else []
 
     def _of(self, name: str) -> list[Client]:
         return [client for client in self.clients if client.model == name]

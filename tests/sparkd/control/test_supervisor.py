@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.admin.readings import log_of
 from sparkd.control.effects import LOOK_AGAIN_S
 from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.plan import Backoff
@@ -77,7 +78,7 @@ async def test_a_load_goes_from_wish_to_ready_and_ready_means_it_answered(tmp_pa
         await made.tick()
 
         assert (made.state(), made.asked) == ("READY", ["m"])
-        assert made.supervisor.operation(operation.id).state is OperationState.SUCCEEDED
+        assert made.operator.operation(operation.id).state is OperationState.SUCCEEDED
         assert made.cluster.log == ["place m", "spawn m"]
 
 
@@ -180,7 +181,7 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
         async with stage(tmp_path, cluster=cluster, min_residency_s=5) as second:
             second.clock.now_s = now_s + later_s
             await second.tick(3)
-            record = second.supervisor.record("m")
+            record = second.supervisor.registry.find("m")
             assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
             assert record.ready_since_s == pytest.approx(now_s, abs=4.0)
 
@@ -231,11 +232,11 @@ async def test_tools_for_a_model_without_a_parser_load_nothing(tmp_path: Path) -
 
         assert "tool_call_parser: llama3_json" in caught.value.message
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
-        assert made.supervisor.record("m").desired.want is Want.STOPPED
+        assert made.supervisor.registry.find("m").desired.want is Want.STOPPED
 
         with pytest.raises(ModelLoading):
             await ask_with_tools(made, tools=False)
-        assert made.supervisor.record("m").desired.want is Want.RUNNING
+        assert made.supervisor.registry.find("m").desired.want is Want.RUNNING
 
 
 @pytest.mark.parametrize("known", [Parsers("hermes"), None], ids=["chosen", "unknown"])
@@ -244,7 +245,7 @@ async def test_tools_for_a_model_that_may_have_a_parser_load_it(known: Parsers |
         made.cluster.expected_parsers = known
         with pytest.raises(ModelLoading):
             await ask_with_tools(made)
-        assert made.supervisor.record("m").desired.want is Want.RUNNING
+        assert made.supervisor.registry.find("m").desired.want is Want.RUNNING
 
 
 async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_pa
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick(2)
         for parsers, error in (({"tool": None, "nearest": "hermes"}, NoToolParser), (None, ModelLoading)):
-            record = made.supervisor.record("m")
+            record = made.supervisor.registry.find("m")
             record.handles = tuple(replace(handle, parsers=parsers) for handle in record.handles)
             assert record.handles and record.state in STARTING
             with pytest.raises(error):
@@ -267,7 +268,7 @@ async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(
     monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(initial_s=0.0, max_s=0.0))
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record, tries = made.supervisor.record("m"), list[str]()
+        record, tries = made.supervisor.registry.find("m"), list[str]()
         errors: list[SparkdError] = [AgentLost("The agent of node n does not answer.")]
 
         async def hold(*_: object) -> None:
@@ -407,7 +408,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
     """No file is read again for one that came by `sparkd run MODEL -- FLAGS`, and to load it again gives it the same flags."""
     async with stage(tmp_path) as made:
         made.cluster.place_error = FlagRefused("new cannot be started by the vLLM of its runtime: --no-such-flag")
-        made.supervisor.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
+        made.operator.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
         made.supervisor.want("new", Want.RUNNING, "admin")
         await made.tick()
         told = made.supervisor.snapshot().models["new"].message
@@ -488,14 +489,14 @@ async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
 
         assert made.state() == "STOPPED"
         assert made.cluster.log[-2:] == ["destroy m", "release m"]
-        assert made.supervisor.operation(operation.id).state is OperationState.SUCCEEDED
+        assert made.operator.operation(operation.id).state is OperationState.SUCCEEDED
 
 
 async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         load = made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick()
-        cancelled = made.supervisor.cancel(load.id)
+        cancelled = made.operator.cancel(load.id)
         await made.tick(3)
 
         assert cancelled.state is OperationState.CANCELLED
@@ -511,7 +512,7 @@ async def test_the_unload_of_a_model_that_never_started_speaks_of_no_process(tmp
         unload = made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(2)
 
-        ended = made.supervisor.operation(unload.id)
+        ended = made.operator.operation(unload.id)
         assert (made.state(), ended.state) == ("STOPPED", OperationState.SUCCEEDED) and "process" not in ended.message
 
 
@@ -561,7 +562,7 @@ async def enter(made: Scene, name: str, wait_s: float | None = None) -> str:
 async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody_is(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record = made.supervisor.record("m")
+        record = made.supervisor.registry.find("m")
         for answered in (False, True, False):
             async with made.supervisor.lease("m") as lease:
                 lease.answered = answered
@@ -727,7 +728,7 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         elif why == "an operator wishes it":
             made.supervisor.want("m", Want.RUNNING, "admin")
         else:
-            made.supervisor.record("m").queue.in_flight += 1
+            made.supervisor.registry.find("m").queue.in_flight += 1
         await left(waiting)
         await made.tick(3)
 
@@ -832,8 +833,8 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
     models = {"m": {"model": "/x"}, "big": {"model": "/y", "unlisted": True}, "other": {"model": "/z"}}
     async with stage(tmp_path, models=models) as made:
         await make_ready(made, "other")
-        made.supervisor.record("big").memory_gib, made.supervisor.record("big").rank_id = 90, "big-1"
-        made.supervisor.record("other").memory_gib = 20
+        made.supervisor.registry.find("big").memory_gib, made.supervisor.registry.find("big").rank_id = 90, "big-1"
+        made.supervisor.registry.find("other").memory_gib = 20
         made.cluster.place_error = DoesNotFit("no room")
         waiting = asyncio.create_task(enter(made, "m"))
         await made.tick(2)
@@ -850,7 +851,7 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
 async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))
-        await soon(lambda: len(made.supervisor.record("m").queue.waiters) == 2)
+        await soon(lambda: len(made.supervisor.registry.find("m").queue.waiters) == 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await made.tick()
@@ -913,7 +914,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
             await asyncio.wait_for(enter(made, name), 5)
         assert refused.value.message.startswith(f"The model {name} cannot be started. {told}")
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
-        assert made.supervisor.record(name).desired.want is Want.STOPPED
+        assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
         why = unusable(str(folder), vllm=True)
         made.cluster.place_error = ModelUnusable(str(why))
@@ -978,7 +979,7 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
         await made.tick(2, seconds=1.0)
         assert looks == 2
         # Another entry is looked at at once.
-        made.supervisor.record("m").hash = "other"
+        made.supervisor.registry.find("m").hash = "other"
         await made.tick(2, seconds=1.0)
         assert looks == 3
 
@@ -996,7 +997,7 @@ def test_a_look_that_could_not_begin_is_not_taken_for_one_that_goes_on(tmp_path:
 async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/m", "preload": False}}) as made:
         looks = made.supervisor._door._look = Looks()
-        made.supervisor.record("m").looked = None
+        made.supervisor.registry.find("m").looked = None
 
         async def ask() -> None:
             async with made.supervisor.lease("m", need=RequestNeeds("/v1/embeddings", POOL)):
@@ -1021,7 +1022,7 @@ async def test_what_cannot_be_said_without_a_path_is_left_to_the_owner(tmp_path:
         with pytest.raises(ModelFailed, match=r"m cannot be started\. What its entry names cannot be used: .*`sparkd ps`") as refused:
             await asyncio.wait_for(enter(made, "m"), 5)
         assert "/nowhere" not in refused.value.message
-        assert made.supervisor.record("m").desired.want is Want.STOPPED
+        assert made.supervisor.registry.find("m").desired.want is Want.STOPPED
 
 
 async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_path: Path) -> None:
@@ -1060,7 +1061,7 @@ RESTS = {"DoesNotFit": False, "ModelUnusable": False, "UnknownFlag": False, "Eng
 @pytest.mark.parametrize(("reason", "rests"), RESTS.items(), ids=RESTS)
 async def test_a_reload_lets_those_try_again_whose_engine_never_started(reason: str, rests: bool, tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        record = made.supervisor.record("m")
+        record = made.supervisor.registry.find("m")
         record.fail(reason, "why", made.clock() + 900)
         made.supervisor._actions.move(record, ModelState.FAILED)
         made.supervisor.reconfigure(made.config)
@@ -1099,15 +1100,15 @@ async def test_a_stray_rank_of_an_unknown_model_is_destroyed(tmp_path: Path) -> 
 
 async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        made.supervisor.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
+        made.operator.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
         await make_ready(made, "new")
         with pytest.raises(Conflict, match="configuration file"):
-            made.supervisor.add("m", {"model": "/y"})
+            made.operator.add("m", {"model": "/y"})
         with pytest.raises(Conflict):
-            made.supervisor.remove("m")
+            made.operator.remove("m")
         with pytest.raises(ConfigError):
-            made.supervisor.add("evil", {"model": "/y", "extra_args": ["--trust-remote-code"]})
-        made.supervisor.remove("new")
+            made.operator.add("evil", {"model": "/y", "extra_args": ["--trust-remote-code"]})
+        made.operator.remove("new")
         await made.tick(4)
 
         assert set(made.supervisor.snapshot().models) == {"m"}
@@ -1116,7 +1117,7 @@ async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> Non
 
 async def test_an_added_model_is_known_to_the_next_daemon(tmp_path: Path) -> None:
     async with stage(tmp_path) as first:
-        first.supervisor.add("new", {"model": "/y"})
+        first.operator.add("new", {"model": "/y"})
     async with stage(tmp_path) as second:
         assert set(second.supervisor.snapshot().models) == {"m", "new"}
 
@@ -1190,7 +1191,7 @@ async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Pa
 async def test_unknown_operations_are_said_to_be_unknown(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         with pytest.raises(UnknownOperation):
-            made.supervisor.cancel("nope")
+            made.operator.cancel("nope")
 
 
 async def test_the_log_is_kept_for_a_model_that_failed(tmp_path: Path) -> None:
@@ -1199,7 +1200,7 @@ async def test_the_log_is_kept_for_a_model_that_failed(tmp_path: Path) -> None:
         made.cluster.show(alive=False, exit_code=1)
         await made.tick(3)
 
-        assert (await made.supervisor.log_text("m", None, 100))["text"] == "log of /log/m"
+        assert (await log_of(made.supervisor.registry, made.cluster, "m", None, 100))["text"] == "log of /log/m"
 
 
 async def test_a_look_that_began_before_a_rank_was_started_does_not_make_it_lost(tmp_path: Path) -> None:
@@ -1286,7 +1287,7 @@ async def test_an_operators_load_is_not_taken_back_by_a_client_that_leaves(tmp_p
         await asyncio.gather(waiting, return_exceptions=True)
         await made.tick()
 
-        assert made.supervisor.operation(operation.id).state is OperationState.RUNNING
+        assert made.operator.operation(operation.id).state is OperationState.RUNNING
         assert made.cluster.log == ["place m", "spawn m"]
 
 
@@ -1327,9 +1328,9 @@ async def test_a_tick_that_fails_does_not_end_the_loop(tmp_path: Path) -> None:
 
     made.cluster.observe = stumble  # type: ignore[method-assign]
     running = asyncio.create_task(made.supervisor.run())
-    made.supervisor.wake()
+    made.supervisor._wake.set()
     await made.settle()
-    made.supervisor.wake()
+    made.supervisor._wake.set()
     await made.settle()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -1415,7 +1416,7 @@ async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(5)
         tries = made.cluster.log.count("destroy m")
-        assert (made.state(), made.supervisor.record("m").busy) == ("STOPPING", None)
+        assert (made.state(), made.supervisor.registry.find("m").busy) == ("STOPPING", None)
         await made.tick(5)
         assert made.cluster.log.count("destroy m") == tries == 1
         made.cluster.immortal = False

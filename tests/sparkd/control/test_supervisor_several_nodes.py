@@ -143,7 +143,7 @@ async def test_unloading_ends_both_whatever_becomes_of_one(tmp_path: Path, monke
         await scene.tick(3)
 
         assert scene.state() == "STOPPED"
-        assert scene.supervisor.operation(operation.id).state is OperationState.SUCCEEDED
+        assert scene.operator.operation(operation.id).state is OperationState.SUCCEEDED
 
 
 @pytest.mark.parametrize(("error", "starts"), [(DoesNotFit("m needs 2 nodes."), True), (AgentLost("o is away."), False)])

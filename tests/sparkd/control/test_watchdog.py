@@ -188,7 +188,7 @@ async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
 async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record, pulse = made.supervisor.record("m"), made.supervisor._pulse
+        record, pulse = made.supervisor.registry.find("m"), made.supervisor._pulse
         assert made.supervisor.snapshot().models["m"].doubt is None
         record.queue.in_flight = 1
         pulse.look([record])
@@ -360,12 +360,12 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
         waits = []
         for _ in range(3):
             await make_ready(made)
-            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             waits.append(made.supervisor.snapshot().models["m"].retry_in_s)
             made.cluster.ranks = {}
             await made.tick(2)
         assert waits == [1, 2, 900]
-        assert "It has hung 3 times within 15 minutes: it rests for as long." in (made.supervisor.record("m").message or "")
+        assert "It has hung 3 times within 15 minutes: it rests for as long." in (made.supervisor.registry.find("m").message or "")
 
 
 @pytest.mark.parametrize(
@@ -381,8 +381,8 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         await make_ready(made)
         for _ in range(stalls):
-            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
-            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineExited", "It ended.")
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineExited", "It ended.")
         made.cluster.ranks = {}
         made.supervisor.want("m", want, "admin")
     made.store.close()
@@ -398,7 +398,7 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
             await again.tick()
             assert again.state() == "LOADING", "it has rested"
         for wait_s in waits:
-            again.supervisor._actions.fail(again.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            again.supervisor._actions.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
 
 
@@ -406,7 +406,7 @@ async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
         for _ in range(3):
-            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
     made.store.close()
 
@@ -445,7 +445,7 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
 async def test_an_unload_does_not_wait_for_an_engine_that_hangs_either(tmp_path: Path, reason: str, how: str) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=60) as made:
         await make_ready(made)
-        made.supervisor._actions.fail(made.supervisor.record("m"), reason, "It is of no use.")
+        made.supervisor._actions.fail(made.supervisor.registry.find("m"), reason, "It is of no use.")
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(3)
 

@@ -188,8 +188,8 @@ async def test_a_wish_for_a_model_that_went_while_no_daemon_ran_is_forgotten(tmp
 async def test_an_added_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         for _ in range(2):
-            made.supervisor.add("new", {"model": "/y"})
+            made.operator.add("new", {"model": "/y"})
             assert made.supervisor.snapshot().models["new"].want is Want.STOPPED
             made.supervisor.want("new", Want.RUNNING, "admin")
-            made.supervisor.remove("new")
+            made.operator.remove("new")
         assert "new" not in made.store.desired()

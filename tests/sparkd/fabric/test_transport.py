@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparkd.admin.app import model_body
+from sparkd.admin.readings import fabric_of
 from sparkd.errors import AgentLost
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
 from sparkd.fabric.nccl_log import parse
@@ -180,7 +181,7 @@ async def test_the_verdict_is_an_event_and_stands_in_the_model_and_in_the_fabric
         assert (event.data["verdict"], event.message) == (FAIL, f"fail, {B}, network: network Socket. 2.1 GB/s instead of 20 to 24.")
         (told,) = model_body(made.supervisor.snapshot().models["m"])["transport"]
         assert (told["verdict"], told["about"]) == (FAIL, "NCCL of m")
-        found = await made.supervisor.fabric()
+        found = await fabric_of(made.supervisor.registry, made.cluster)  # type: ignore[arg-type]
         assert found["verdict"] == FAIL
         assert [one["node"] for one in found["findings"] if one["about"] == "NCCL of m"] == ["spark-2"]
 

@@ -163,7 +163,7 @@ def go_every_way_out(folder: Path) -> list[str]:
                 verb, name = WAY_OUT.findall(conditions[0].message)[-1]
                 quote(name).encode()
                 if verb == "rm":
-                    made.supervisor.remove(name)
+                    made.operator.remove(name)
                 else:
                     made.supervisor.want(name, Want.RUNNING if verb == "load" else Want.STOPPED, "admin")
                 reasons.append(conditions[0].reason)
@@ -243,7 +243,7 @@ async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_
         (condition,) = made.supervisor.snapshot().conditions
         assert condition.reason == "ModelLeftOut" and "other" in condition.message
         assert "other" not in made.supervisor.snapshot().models
-        made.supervisor.remove("other")
+        made.operator.remove("other")
         assert made.supervisor.snapshot().conditions == ()
         assert set(made.store.specs()) == {"m"}
 

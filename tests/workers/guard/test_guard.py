@@ -191,7 +191,7 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.2, backoff__max_s=0.2)
     made.clock = time.monotonic  # type: ignore[assignment]
     supervisor = made.supervisor
-    for part in (supervisor, supervisor._actions, supervisor._door, supervisor._gate.pressure, supervisor._roster, supervisor._swap):
+    for part in (supervisor, supervisor._actions, supervisor._door, supervisor._gate.pressure, supervisor.registry, supervisor._swap):
         part._clock = time.monotonic
     async with asyncio.TaskGroup() as tasks:
         supervisor._actions.tasks = tasks
@@ -204,12 +204,12 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
 
         supervisor.want("m", Want.RUNNING, "admin")
         await tick_until("READY")
-        first = supervisor.record("m").rank_id
+        first = supervisor.registry.find("m").rank_id
         await asyncio.to_thread(until, lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
         hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
         try:
             await tick_until("FAILED")
-            assert supervisor.record("m").reason == "MemoryGuard"
+            assert supervisor.registry.find("m").reason == "MemoryGuard"
             until(lambda: agent.sentry.reading["level"] != "ok")
             for _ in range(10):
                 await supervisor.tick()
@@ -224,7 +224,7 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
             hog.wait()
         show(folder / "proc", 60.0)
         await tick_until("READY")
-        assert supervisor.record("m").rank_id != first
+        assert supervisor.registry.find("m").rank_id != first
         kinds = [event.kind for event in supervisor.ledger.events(0, 200)]
         assert "memory" in kinds and "failed" in kinds
         supervisor.want("m", Want.STOPPED, "admin")
@@ -342,7 +342,7 @@ def test_a_driver_that_falls_silent_between_two_questions_leaves_no_old_answer(
 
 def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
     made = scene(tmp_path, models={"m": {"model": "/x", "pin": True, "priority": 7}})
-    record = made.supervisor.record("m")
+    record = made.supervisor.registry.find("m")
     assert told_of([record]) == {}
     record.rank_id, record.queue.in_flight, record.memory_gib = "m-1", 2, 30.0
     assert told_of([record]) == {

@@ -1,0 +1,84 @@
+"""Owns what an operator may change by the admin API besides a wish: added models, recipes of them, operations that are cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparkd.cluster.cluster import Cluster
+from sparkd.control.journal import Ledger, say_change
+from sparkd.control.registry import Roster
+from sparkd.errors import Conflict
+from sparkd.state.nouns import Operation, OperationState, Want
+
+
+class Operator:
+    """`want(name, want, by)` is the supervisor's. Its loop sees an added model with its next look."""
+
+    def __init__(self, want: Callable[[str, Want, str], Operation], registry: Roster, journal: Ledger, cluster: Cluster) -> None:
+        self._want = want
+        self._registry = registry
+        self._journal = journal
+        self._cluster = cluster
+
+    async def unusable(self, name: str, raw: Mapping[str, Any]) -> str | None:
+        """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
+        return await self._cluster.unusable(self._registry.judged(name, raw))
+
+    def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
+        """Take in a model that the configuration file does not have. Adding the same again changes nothing.
+
+        replace: other keys for one that was added before. Raises ConfigError for a specification that cannot be used, Conflict for a name
+        that the file or another model has, or that was added with other keys.
+        """
+        self._tell(name, self._registry.add(name, raw, replace=replace))
+
+    def lay_recipe(self, name: str, recipe: str) -> str:
+        """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
+
+        Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
+        """
+        known, change = self._registry.lay_recipe(name, recipe)
+        self._tell(known, change)
+        return known
+
+    def remove(self, name: str) -> Operation:
+        """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
+        if self._registry.forget_left_out(name):
+            operation = self._journal.open("unload", name, "admin")
+            self._journal.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
+            return self._journal.operation(operation.id)
+        record = self._registry.find(name)
+        self._registry.check_removable(record)
+        operation = self._want(record.name, Want.STOPPED, "admin")
+        self._registry.remove(record)
+        self._tell(record.name, "removed")
+        return operation
+
+    def operation(self, operation_id: str) -> Operation:
+        """One operation with its progress; UnknownOperation where it is not kept."""
+        self._journal.operation(operation_id)
+        return self._journal.operations(self._registry.records)[operation_id]
+
+    def cancel(self, operation_id: str) -> Operation:
+        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
+
+        Raises Conflict for an operation of another kind: the part that runs it cancels it.
+        """
+        operation = self._journal.operation(operation_id)
+        if operation.state is not OperationState.RUNNING:
+            return operation
+        opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
+        if opposite is None:
+            raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: it ends by itself.")
+        record = self._registry.records.get(operation.model)
+        if record is None or record.operation != operation_id:
+            # The model has gone, or does something else by now.
+            self._journal.close(operation_id, OperationState.CANCELLED, "It was cancelled; its model is left as it is.")
+        else:
+            self._want(operation.model, opposite, "admin")
+        return self._journal.operation(operation_id)
+
+    def _tell(self, name: str, kind: str | None) -> None:
+        if kind is not None:
+            say_change(self._journal, kind, name, "api")
