@@ -15,11 +15,11 @@ from typing import Any
 import anthropic
 import httpx
 import openai
-import psutil
 import pytest
 
 from tests.e2e.conftest import NAME, START_S, Kinds
 from tests.support.daemon_process import DaemonProcess, alive, until
+from workers.host.processes import descendants, table
 
 GIB = 1 << 30
 QUESTION = "What is the capital of France?"
@@ -219,7 +219,8 @@ def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> N
 
 def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> None:
     rank = served.pid_of(NAME)
-    core = max(psutil.Process(rank).children(recursive=True), key=lambda process: process.memory_info().rss).pid  # it holds the weights
+    below = descendants([rank], table())
+    core = max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))  # it holds the weights
     os.kill(core, signal.SIGKILL)
     until(lambda: served.model(NAME)["failures"] == 1, 60, "the failure is seen")
     events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]

@@ -1,0 +1,18 @@
+"""What is in sparkd's wheel: the two packages, without the stub engine and the tests."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from setuptools import find_packages
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_has_every_package_but_the_stub_engine() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    shipped = set(find_packages(str(ROOT), include=settings["include"], exclude=settings["exclude"]))
+    there = {".".join(path.parent.relative_to(ROOT).parts) for top in ("sparkd", "workers") for path in (ROOT / top).rglob("__init__.py")}
+    assert there - shipped == {"workers.stub"}
+    assert {name.partition(".")[0] for name in shipped} == {"sparkd", "workers"}
