@@ -75,7 +75,7 @@ class Requirement:
 class Node(Protocol):
     def runtime(self, interpreter: str) -> Mapping[str, Any]:
         """The abilities of a Python environment: `platform`, and `entrypoint` and `vllm` (its version) or None; `packages`, a digest of
-        them."""
+        them; `mem_total_bytes` of its node, where that is not this one."""
 
 
 def requirement_of(
@@ -83,9 +83,9 @@ def requirement_of(
 ) -> Requirement:
     """As `need_of`, of an entry, with its parsers chosen. beside: see `subject_of`, which says what is raised."""
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
-    if not spec.runs_vllm(config.engine):
-        return need
-    spec, parsers = with_parsers(need.spec, need.args.env, spec.runtime_of(config.engine))
+    spec, parsers = decided(spec, need.args), None
+    if spec.runs_vllm(config.engine):
+        spec, parsers = with_parsers(spec, need.args.env, spec.runtime_of(config.engine))
     return replace(need, spec=spec, parsers=parsers)
 
 
@@ -110,25 +110,26 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)
+    if headers is None:
+        args = args.undecided()
     others = neighbours(args, headers) if beside and headers is not None else ()
-    evidence, here = evidence_of(spec, config, found), this_node(platform_of(found, config))
-    return Subject(spec, args, headers, others, evidence, here, entrypoint, found.get("vllm"))
+    total_bytes, platform = found.get("mem_total_bytes"), platform_of(found, config)
+    there = machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
+    return Subject(spec, args, headers, others, evidence_of(spec, config, found), there, entrypoint, found.get("vllm"))
 
 
 def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
     """free_gib: the most that a node has beside the other models; offered_gib: what it lends. ways: over how many ranks, each on a node of
-    its own. Reads only profiles of earlier starts. Raises CheckpointError as sparkd.capacity.account.account."""
+    its own. Of what was `auto` the decision is in the requirement's args. Reads only profiles of earlier starts. Raises CheckpointError as
+    sparkd.capacity.account.account."""
     args, here, evidence, known = subject.args, subject.hardware, subject.evidence, None
     headers = subject.headers
-    if headers is None:
-        args = args.undecided()
-    else:
+    if headers is not None:
         args = resolved(args, headers, here, int(free_gib * GIB), ways, evidence, subject.others)
         headers = next((there for other, there in subject.others if other.model == args.model), headers)
         known = account(args, headers, here, evidence, ways)
     gib = needed_gib(args, here, offered_gib, known)
-    spec = decided(subject.spec, args)
-    return Requirement(spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
+    return Requirement(subject.spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
 
 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:

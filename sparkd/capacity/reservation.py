@@ -15,8 +15,8 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.hardware import GIB, Hardware
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.vllm.parsers import Parsers
-from sparkd.vllm.translate import Translation, flag_name
-from sparkd.vllm.unaccounted_args import BYTES, SHARE
+from sparkd.vllm.translate import Translation
+from sparkd.vllm.unaccounted_args import BYTES
 from workers.host.meminfo import sample
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
@@ -73,8 +73,8 @@ def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None =
     cache_bytes = args.cache.get("bytes") if isinstance(args.cache, Mapping) else None
     if known is not None and known.total is not None and args.sized:
         return max(_lent(known, known.total, offered_gib), shared)
-    sized = (SHARE, BYTES) if platform == "cpu" else (SHARE,)
-    uncounted = known is None and any(flag_name(flag) not in sized for flag in args.uncounted)
+    flags = {flag.strip("-").replace("_", "-") for flag in args.uncounted}
+    uncounted = known is None and bool(flags - {BYTES} if platform == "cpu" else flags)
     if args.blocks is not None or (args.share is None and uncounted):
         return max(whole, shared)
     weights_bytes = stored_bytes(args.model)

@@ -87,7 +87,8 @@ class Siting:
         return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
 
     async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Requirement) -> Requirement:
-        """By the release of the node that it goes to, where that has another than this one; where it cannot be there, of this one."""
+        """By the release and the memory of the node that it goes to, where that has others than this one; where it cannot be there, of
+        this one."""
         node = next(iter(self._places.with_room(spec.name, need.gib)), where.node)
         if where.only is not None or node == where.node or not spec.runs_vllm(config.engine):
             return need
@@ -96,7 +97,7 @@ class Siting:
             facts = await self._runtime_on(runtime_of(spec, config), node)
         except RankError:
             return here
-        if is_alike(facts, where.facts):
+        if is_alike(facts, where.facts) and facts.get("mem_total_bytes") in (None, need.hardware.memory_bytes):
             return need
         if facts["entrypoint"] is None:
             return here
@@ -199,7 +200,8 @@ class Siting:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
         # A file beside a model here need not lie beside it on another node.
         beside = ways == ALONE and len(self._in_sight()) == 1
-        need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, self._total_gib, ways, beside)
+        lent_gib = self._places.offered().get(where.node, self._total_gib)
+        need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
         flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
         if flags.refused:
             raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {flags.refused[0]}")

@@ -12,16 +12,19 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.host.meminfo import ACCOUNTED, RECLAIMABLE, unaccounted_bytes
+
 BUFFER_BYTES = 32 * 1024
 KEPT_S = 120.0
 # At the fastest pace two minutes are that many looks.
 ROWS = 1200
 COLUMNS = ("at_s", "available", "free", "cached", "swap_free", "cma_free", "unaccounted", "scanned", "swapped", "psi_full")
 SHORT_S, MIDDLE_S, LONG_S = 1.0, 5.0, 60.0
-_MEMINFO = (
-    b"MemTotal:", b"MemAvailable:", b"MemFree:", b"Cached:", b"SwapTotal:", b"SwapFree:", b"CmaTotal:", b"CmaFree:", b"Buffers:",
-    b"SwapCached:", b"AnonPages:", b"KReclaimable:", b"SUnreclaim:", b"KernelStack:", b"PageTables:", b"SecPageTables:", b"Percpu:",
-)  # fmt: skip
+# Its lines, and what begins each.
+_MEMINFO = {
+    name: f"{name}:".encode()
+    for name in ("MemTotal", "MemAvailable", "Cached", "SwapTotal", "SwapFree", "CmaTotal", "CmaFree", *RECLAIMABLE, *ACCOUNTED)
+}
 # Of Documentation/mm and mm/vmstat.c: pages that a process had to look through itself because none was free, and pages swapped.
 _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 
@@ -142,21 +145,21 @@ class Vitals:
         """None where /proc/meminfo cannot be read now."""
         if not self.meminfo.read():
             return None
-        found = {name: self.meminfo.number(name) for name in _MEMINFO}
-        kib = {name: value * 1024 for name, value in found.items() if value is not None}
+        found = {name: self.meminfo.number(line) for name, line in _MEMINFO.items()}
+        fields = {name: value * 1024 for name, value in found.items() if value is not None}
         has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
         counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
         look = MemorySample(
             now_s,
-            kib.get(b"MemTotal:", 0),
-            kib.get(b"MemAvailable:", 0),
-            kib.get(b"MemFree:", 0),
-            kib.get(b"Cached:", 0),
-            kib.get(b"SwapTotal:", 0),
-            kib.get(b"SwapFree:", 0),
-            kib.get(b"CmaTotal:"),
-            kib.get(b"CmaFree:"),
-            _unaccounted(kib),
+            fields.get("MemTotal", 0),
+            fields.get("MemAvailable", 0),
+            fields.get("MemFree", 0),
+            fields.get("Cached", 0),
+            fields.get("SwapTotal", 0),
+            fields.get("SwapFree", 0),
+            fields.get("CmaTotal"),
+            fields.get("CmaFree"),
+            unaccounted_bytes(fields),
             counters[0],
             counters[1] + counters[2],
             self.pressure.psi_total_us() if has_psi else 0,
@@ -222,14 +225,3 @@ class Vitals:
     def _per_s(self, back: int, column: int) -> float:
         elapsed_s = self._at(1, 0) - self._at(back, 0)
         return (self._at(1, column) - self._at(back, column)) / elapsed_s if elapsed_s > 0 else 0.0
-
-
-def _unaccounted(kib: dict[bytes, int]) -> int | None:
-    """See meminfo.unaccounted_bytes."""
-    if not {b"AnonPages:", b"SUnreclaim:", b"KReclaimable:", b"Cached:"} <= kib.keys():
-        return None
-    taken = sum(value for name, value in kib.items() if name in _TAKEN)
-    return kib[b"MemTotal:"] - taken
-
-
-_TAKEN = frozenset(_MEMINFO) - {b"MemTotal:", b"MemAvailable:", b"SwapTotal:", b"SwapFree:", b"CmaTotal:", b"CmaFree:"}

@@ -22,14 +22,8 @@ _ALWAYS = ("mem_total_bytes", "mem_available_bytes", "mem_free_bytes", "cached_b
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """Bytes by the field names of sparkd.state.nouns.Reading; Cma fields only where the kernel prints them."""
-    found: dict[str, int] = {}
-    for line in text.splitlines():
-        words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[0] in _FIELDS and (size_kib := count_of(words[1])) is not None:
-            found[_FIELDS[words[0]]] = size_kib * 1024
-    for name in _ALWAYS:
-        found.setdefault(name, 0)
-    return found
+    fields = parse_fields(text)
+    return dict.fromkeys(_ALWAYS, 0) | {name: fields[kernel] for kernel, name in _FIELDS.items() if kernel in fields}
 
 
 def parse_fields(text: str) -> dict[str, int]:
@@ -57,11 +51,13 @@ def unaccounted_bytes(fields: Mapping[str, int]) -> int | None:
     """
     if not {"MemTotal", "MemFree", "Cached", "AnonPages", "SUnreclaim"} <= fields.keys():
         return None
-    reclaimable = fields.get("KReclaimable", fields.get("SReclaimable", 0))
-    return fields["MemTotal"] - reclaimable - sum(fields.get(name, 0) for name in _ACCOUNTED)
+    reclaimable = next((fields[name] for name in RECLAIMABLE if name in fields), 0)
+    return fields["MemTotal"] - reclaimable - sum(fields.get(name, 0) for name in ACCOUNTED)
 
 
-_ACCOUNTED = (
+# The first that the kernel prints counts.
+RECLAIMABLE = ("KReclaimable", "SReclaimable")
+ACCOUNTED = (
     "MemFree", "Buffers", "Cached", "SwapCached", "AnonPages", "SUnreclaim", "KernelStack", "PageTables", "SecPageTables", "Percpu",
 )  # fmt: skip
 
