@@ -114,7 +114,9 @@ def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     questions = {
-        module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if Path(module.__file__).name in MODELS
+        module.__name__: module.questions(tmp_path_factory.mktemp("models"))
+        for module in modules
+        if Path(module.__file__).relative_to(TESTS).as_posix() in MODELS
     }
     runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
     answers = iter(ask([question for asked in questions.values() for question in asked.values()], runtime))
