@@ -26,7 +26,7 @@ from sparkd.models.remote_headers import checkpoint_of
 from sparkd.models.source import source_of
 from sparkd.render import plan as show_plan
 from sparkd.render.page import printable, say_json
-from sparkd.render.terminal import headers_of, standard
+from sparkd.render.terminal import Page, headers_of
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.installed import full_version_in
@@ -276,7 +276,7 @@ def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
     if json:
         say_json(plan)
     else:
-        show_plan.plan(plan, standard(), every=every)
+        show_plan.plan(plan, Page(), every=every)
 
 
 def _container(model: str) -> dict[str, Any] | None:

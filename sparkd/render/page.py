@@ -1,64 +1,15 @@
-"""Plain text on standard output line by line, and values as text. The same on a terminal: sparkd.render.terminal."""
+"""Values as text."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 # Output that goes to a file or a pipe is never folded or cut.
 PIPE_WIDTH = 4096
-_GAP = "  "
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-@dataclass(slots=True)
-class Columns:
-    """names: of the columns, those in `right` are numbers. rows: (cells, style of all of them)."""
-
-    names: Sequence[str]
-    right: frozenset[str]
-    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-
-    def add(self, *cells: str, style: str = "") -> None:
-        self.rows.append((cells, style))
-
-
-class Page(Protocol):
-    """width: cells of a line."""
-
-    @property
-    def width(self) -> int: ...
-
-    def line(self, text: str = "", style: str = "", *, whole: bool = False) -> None:
-        """One line, or more. whole: never folded, so that it can be copied."""
-
-    def pieces(self, pieces: Sequence[tuple[str, str]]) -> None:
-        """One line of (text, style)."""
-
-    def columns(self, table: Columns) -> None: ...
-
-
-class PlainText:
-    """Words alone."""
-
-    width = PIPE_WIDTH
-
-    def line(self, text: str = "", style: str = "", *, whole: bool = False) -> None:
-        sys.stdout.write(f"{text}\n")
-
-    def pieces(self, pieces: Sequence[tuple[str, str]]) -> None:
-        self.line("".join(text for text, _ in pieces))
-
-    def columns(self, table: Columns) -> None:
-        lines = [tuple(table.names), *(cells for cells, _ in table.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        for cells in lines:
-            placed = zip(cells, widths, table.names, strict=True)
-            self.line(_GAP.join(cell.rjust(width) if name in table.right else cell.ljust(width) for cell, width, name in placed).rstrip())
 
 
 def say_json(value: Any) -> None:

@@ -12,7 +12,8 @@ from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN
 from sparkd.capacity.weights import AHEAD
 from sparkd.hardware import GIB
 from sparkd.models.source import name_of
-from sparkd.render.page import Columns, Page, duration, printable
+from sparkd.render.page import duration, printable
+from sparkd.render.terminal import Columns, Page
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (

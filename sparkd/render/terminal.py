@@ -1,40 +1,43 @@
-"""Standard output line by line: with colours on a terminal, plain in a pipe.
-
-Importing rich and laying out the tables of a plan with it takes a sixth of the time of `sparkd plan` of the largest checkpoints, so a pipe
-does without.
-"""
+"""Standard output line by line: with colours on a terminal. rich is imported with the first line: a plan as JSON needs none."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
-
-from sparkd.render.page import Columns, Page, PlainText
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-# Make rich write colours into a pipe too (rich/console.py, Console.is_terminal).
-COLOURED = ("FORCE_COLOR", "TTY_COMPATIBLE")
+from dataclasses import dataclass, field
+from typing import Any
 
 
-class Styled:
-    """As rich shows it."""
+@dataclass(slots=True)
+class Columns:
+    """names: of the columns, those in `right` are numbers. rows: (cells, style of all of them)."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    names: Sequence[str]
+    right: frozenset[str]
+    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+
+    def add(self, *cells: str, style: str = "") -> None:
+        self.rows.append((cells, style))
+
+
+class Page:
+    """Standard output as rich shows it. width: cells of a line."""
+
+    def __init__(self) -> None:
+        from sparkd.render.models import terminal
+
+        self._console = terminal()
 
     @property
     def width(self) -> int:
         return self._console.width
 
     def line(self, text: str = "", style: str = "", *, whole: bool = False) -> None:
+        """One line, or more. whole: never folded, so that it can be copied."""
         self._console.print(text, style=style or None, markup=False, soft_wrap=whole)
 
     def pieces(self, pieces: Sequence[tuple[str, str]]) -> None:
+        """One line of (text, style)."""
         from rich.text import Text
 
         self._console.print(Text.assemble(*pieces))
@@ -50,15 +53,6 @@ class Styled:
         for cells, style in table.rows:
             made.add_row(*map(Text, cells), style=style or None)
         self._console.print(made)
-
-
-def standard() -> Page:
-    """Standard output."""
-    if not sys.stdout.isatty() and not any(os.environ.get(name) for name in COLOURED):
-        return PlainText()
-    from sparkd.render.models import terminal
-
-    return Styled(terminal())
 
 
 @contextmanager
