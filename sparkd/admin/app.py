@@ -334,7 +334,7 @@ async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: 
             while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
                 try:
                     async with asyncio.timeout(1.0):
-                        await journal.wait_for_more(journal.written)
+                        await journal.feed.wait_for_more(journal.feed.written)
                 except TimeoutError:
                     continue
     except TimeoutError:

@@ -105,7 +105,7 @@ class Measures:
             raise Conflict(f"{told}: `sparkd unload` first, or ask for it all the same (--force).")
         if self._tasks is None:
             raise ClusterError("The daemon is only just starting: try again in a moment.")
-        operation = self._ledger.open(KIND, " - ".join(chosen), by)
+        operation = self._ledger.operations.open(KIND, " - ".join(chosen), by)
         task = self._boundary.spawn(self._tasks, KIND, self._measure(operation.id, chosen))
         self._running = operation.id, task
         task.add_done_callback(partial(self._done, operation.id))
@@ -115,9 +115,9 @@ class Measures:
         """None for what is no measurement that is under way."""
         if self._running is None or self._running[0] != operation_id:
             return None
-        self._ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
         self._running[1].cancel()
-        return self._ledger.operation(operation_id)
+        return self._ledger.operations.find(operation_id)
 
     def _using(self, nodes: Collection[str]) -> list[str]:
         """Models that are on one of these nodes, or may come to be."""
@@ -145,7 +145,7 @@ class Measures:
                 state = OperationState.SUCCEEDED
             except ClusterError as error:
                 told.append(error.message)
-        self._ledger.close(operation_id, state, told[0])
+        self._ledger.operations.close(operation_id, state, told[0])
 
     async def _each(self, operation_id: str, pairs: Sequence[Pair]) -> list[str]:
         """Measure every pair; return one line for each."""
@@ -226,7 +226,7 @@ class Measures:
     def _tell(self, operation_id: str, number: int, pairs: int, what: str, done: int, total: int) -> None:
         which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")
         progress = Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total)
-        self._ledger.tell(operation_id, which, progress)
+        self._ledger.operations.tell(operation_id, which, progress)
 
     def _keep(self, rate: Rate) -> None:
         self._rates[rate.pair] = rate
@@ -241,7 +241,7 @@ class Measures:
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running = None
-        self._ledger.close(operation_id, OperationState.CANCELLED, "The daemon ended.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended.")
 
 
 def _read(path: Path) -> list[Rate]:

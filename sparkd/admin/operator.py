@@ -45,9 +45,9 @@ class Operator:
     def remove(self, name: str) -> Operation:
         """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         if self._registry.forget_left_out(name):
-            operation = self._journal.open("unload", name, "admin")
-            self._journal.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
-            return self._journal.operation(operation.id)
+            operation = self._journal.operations.open("unload", name, "admin")
+            self._journal.operations.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
+            return self._journal.operations.find(operation.id)
         record = self._registry.find(name)
         self._registry.check_removable(record)
         operation = self._want(record.name, Want.STOPPED, "admin")
@@ -57,15 +57,15 @@ class Operator:
 
     def operation(self, operation_id: str) -> Operation:
         """One operation with its progress; UnknownOperation where it is not kept."""
-        self._journal.operation(operation_id)
-        return self._journal.operations(self._registry.records)[operation_id]
+        self._journal.operations.find(operation_id)
+        return self._journal.operations.all(self._registry.records)[operation_id]
 
     def cancel(self, operation_id: str) -> Operation:
         """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
 
         Raises Conflict for an operation of another kind: the part that runs it cancels it.
         """
-        operation = self._journal.operation(operation_id)
+        operation = self._journal.operations.find(operation_id)
         if operation.state is not OperationState.RUNNING:
             return operation
         opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
@@ -74,10 +74,10 @@ class Operator:
         record = self._registry.records.get(operation.model)
         if record is None or record.operation != operation_id:
             # The model has gone, or does something else by now.
-            self._journal.close(operation_id, OperationState.CANCELLED, "It was cancelled; its model is left as it is.")
+            self._journal.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled; its model is left as it is.")
         else:
             self._want(operation.model, opposite, "admin")
-        return self._journal.operation(operation_id)
+        return self._journal.operations.find(operation_id)
 
     def _tell(self, name: str, kind: str | None) -> None:
         if kind is not None:

@@ -95,26 +95,26 @@ class Pulls:
                 if not set(chosen) <= set(its) or under != revision:
                     told = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
                     raise Conflict(f"{told} {operation_id}`.")
-                return self._ledger.operation(operation_id)
+                return self._ledger.operations.find(operation_id)
         if self._tasks is None:
             raise ClusterError("The daemon is only just starting: try again in a moment.")
-        operation = self._ledger.open(KIND, called, by)
+        operation = self._ledger.operations.open(KIND, called, by)
         self._asked[operation.id] = (called, chosen, revision)
         pull = _Pull(self._nodes, self._tell(operation.id), self._clock)
         trusting = spec if spec is not None and revision == spec.revision else None
         work = self._pull(operation.id, called, partial(self._bring, pull, trusting, model, revision, environ, chosen))
         self._running[operation.id] = task = self._boundary.spawn(self._tasks, f"{KIND} {called}", work)
         task.add_done_callback(partial(self._done, operation.id))
-        return self._ledger.operation(operation.id)
+        return self._ledger.operations.find(operation.id)
 
     def cancel(self, operation_id: str) -> Operation | None:
         """None for what is no pull that is under way. Files that were verified stay."""
         task = self._running.get(operation_id)
         if task is None:
             return None
-        self._ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled; what was verified stays.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled; what was verified stays.")
         task.cancel()
-        return self._ledger.operation(operation_id)
+        return self._ledger.operations.find(operation_id)
 
     async def _bring(
         self, pull: _Pull, trusting: ModelConfig | None, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]
@@ -134,17 +134,17 @@ class Pulls:
                 state = OperationState.SUCCEEDED
             except ClusterError as error:
                 told.append(error.message)
-        self._ledger.close(operation_id, state, told[0])
+        self._ledger.operations.close(operation_id, state, told[0])
         self._ledger.say(KIND, name, told[0])
 
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running.pop(operation_id, None)
         self._asked.pop(operation_id, None)
-        self._ledger.close(operation_id, OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended; what was verified stays.")
 
     def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:
-        return lambda message, progress: self._ledger.tell(operation_id, message, progress)
+        return lambda message, progress: self._ledger.operations.tell(operation_id, message, progress)
 
     def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
         there = self._nodes.in_sight()

@@ -23,7 +23,7 @@ async def log_of(registry: Roster, cluster: Cluster, name: str, cursor: str | No
     """The log of one rank of the engine: {"text", "cursor"}; give the cursor back to go on from there. Raises UnknownModel."""
     record = registry.find(name)
     other = next((handle for handle in record.handles if rank and handle.rank == rank), None)
-    node, path = (other.node_id, other.log_path) if other else (record.node_id, None if rank else record.log_path)
+    node, path = (other.node_id, other.log_path) if other else (record.node_id, None if rank else record.observed.log_path)
     if path is None:
         return {"text": "", "cursor": cursor or ""}
     return await cluster.read_log(node, path, cursor, max_bytes)

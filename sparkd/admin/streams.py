@@ -55,10 +55,10 @@ async def followed_log(registry: Roster, cluster: Cluster, name: str, cursor: st
 
 async def event_page(journal: Ledger, after: int, limit: int) -> str:
     """The answer's JSON: the next `limit` events behind `after`, or the newest where that is 0."""
-    seen = after or journal.behind_newest(limit)
+    seen = after or journal.feed.behind_newest(limit)
     texts: list[str] = []
     while len(texts) < limit:
-        events, last = await journal.slice_of_events(seen, limit - len(texts))
+        events, last = await journal.feed.slice_of_events(seen, limit - len(texts))
         if last == seen:
             break
         seen = last
@@ -68,10 +68,10 @@ async def event_page(journal: Ledger, after: int, limit: int) -> str:
 
 async def event_stream(journal: Ledger, after: int, limit: int) -> AsyncIterator[str]:
     """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
-    seen = after if 0 < after <= journal.behind_newest(0) else journal.behind_newest(limit)
+    seen = after if 0 < after <= journal.feed.behind_newest(0) else journal.feed.behind_newest(limit)
     while True:
-        written = journal.written
-        events, last = await journal.slice_of_events(seen, limit)
+        written = journal.feed.written
+        events, last = await journal.feed.slice_of_events(seen, limit)
         if events:
             yield "".join(map(_sse, events))
         if last != seen:
@@ -79,7 +79,7 @@ async def event_stream(journal: Ledger, after: int, limit: int) -> AsyncIterator
             continue
         try:
             async with asyncio.timeout(HEARTBEAT_S):
-                await journal.wait_for_more(written)
+                await journal.feed.wait_for_more(written)
         except TimeoutError:
             yield ": still here\n\n"
 

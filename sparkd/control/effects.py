@@ -357,9 +357,9 @@ class Actions:
         how = "was adopted and serves on" if record.adopted else f"answers after {took_s:.1f} s"
         self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.adopted)
         gauges.loaded(record.name, took_s, record.adopted)
-        self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
+        self._ledger.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._door.open(record)
-        handles = [fact.handle for fact in record.ranks or () if fact.alive]
+        handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
             self.spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
 
@@ -386,7 +386,7 @@ class Actions:
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
         self.move(record, ModelState.READY)
-        self._ledger.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
+        self._ledger.operations.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
         self._door.open(record)
 
     def rest(self, record: Record) -> None:
@@ -397,12 +397,12 @@ class Actions:
             self.spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
-        self._ledger.finish(record, OperationState.SUCCEEDED, message, kind="unload")
+        self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
         self._ledger.say("stopped", record.name, message)
         if record.desired.want is Want.STOPPED:
             self._door.turn_away(record)
         if record.spec is None:
-            self._ledger.finish(record, OperationState.CANCELLED, "The model was taken out of the configuration.")
+            self._ledger.operations.finish(record, OperationState.CANCELLED, "The model was taken out of the configuration.")
             del self._roster.records[record.name]
             self._ledger.forget_wish(record.name)
         self._wake.set()
@@ -423,7 +423,7 @@ class Actions:
         lasts = (lasts or reason in LASTING) and record.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
-            message += f" Waiting does not heal it: {self._roster.mended(record.name)}."
+            message += f" Waiting does not heal it: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts)
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
@@ -433,11 +433,11 @@ class Actions:
         told = f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
         gauges.failed(record.name, reason)
-        if reason in FOR_ITS_OWNER and self._ledger.running(record, "load"):
+        if reason in FOR_ITS_OWNER and self._ledger.operations.running(record, "load"):
             self._wishes.answer(record)
-        self._ledger.finish(record, OperationState.FAILED, message, kind="load")
+        self._ledger.operations.finish(record, OperationState.FAILED, message, kind="load")
         self._door.turn_away(record, keeps_place=waited)
-        if not record.ranks and reason != "RankLost":
+        if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
             self.spawn(self._cluster.release(record.name), f"release {record.name}")
 
@@ -489,6 +489,15 @@ class Actions:
 
 def _rests(times: int) -> str:
     return f"It has hung {times} times within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
+
+
+def _mended(record: Record) -> str:
+    """The advice for whoever brought the model in, without a full stop, once a start has failed for good: only a file is read again."""
+    name = record.name
+    if record.origin == "file":
+        return f"mend it, then `sparkd reload` or `sparkd load {name}`"
+    again = f"`sparkd rm {name}` and bring it in again, as by `sparkd run MODEL -- FLAGS`"
+    return f"where its own flags are wrong, {again}; else mend what is, then `sparkd load {name}`"
 
 
 def _started(handle: RankHandle) -> str:

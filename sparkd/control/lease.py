@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.residency import PROMISE_S
+from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
@@ -204,7 +205,7 @@ class LeaseQueue:
             record.queue.forget_promise()
         if waits is not None:
             waits(
-                lambda: self._roster.view(record, self._clock()).loading(),
+                lambda: view(self._roster, record, self._clock()).loading(),
                 bool(record.spec and self._roster.config.tells_loading(record.spec)),
             )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -290,13 +291,13 @@ class LeaseQueue:
             raise _draining()
 
     def _loading(self, record: Record) -> ModelLoading:
-        loading = self._roster.view(record, self._clock()).loading()
+        loading = view(self._roster, record, self._clock()).loading()
         eta_s = loading.get("eta_seconds")
         return ModelLoading(
             f"The model {record.name} is on its way ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
-            held_by=() if record.rank_id else self._roster.holders(record, self._clock()),
+            held_by=() if record.rank_id else holders(self._roster, record, self._clock()),
         )
 
     def _failed(self, record: Record) -> ModelFailed:
@@ -317,15 +318,15 @@ class LeaseQueue:
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
-            held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
+            held_by=holders(self._roster, record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )
 
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:
     """Whether its load moves, and its remaining time is known to be short: its weights are loaded, or will be within NEARLY_S."""
-    if record.state not in STARTING or now_s - record.moved_at_s >= STILL_S:
+    if record.state not in STARTING or now_s - record.observed.moved_at_s >= STILL_S:
         return False
-    eta_s = record.progress.eta_s if record.progress else None
+    eta_s = record.observed.progress.eta_s if record.observed.progress else None
     return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)
 
 

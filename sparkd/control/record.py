@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.config.config import ModelConfig
+from sparkd.control.observed import Observed
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.residency import Evicted
 from sparkd.control.wait_reasons import Wait
 from sparkd.engine.upstream import Upstream
 from sparkd.state.abilities import Abilities
-from sparkd.state.combined_progress import progress_of
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, RankHandle, Want
-
-# A share of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second
-# apart.
-BUSY_SHARE = 0.1
-BUSY_LEAST_S = 5.0
+from sparkd.state.nouns import Desired, ModelState, RankHandle, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +38,22 @@ class Record:
         "desired",
         "evicted",
         "failures",
-        "halted_since_s",
         "handles",
         "hash",
         "lack",
         "last_asked_s",
         "lasts",
         "load_s",
-        "log_path",
         "looked",
         "memory_gib",
         "message",
-        "moved",
-        "moved_at_s",
         "name",
         "nodes",
+        "observed",
         "operation",
         "origin",
-        "progress",
         "queue",
         "rank_id",
-        "ranks",
         "ready_since_s",
         "reason",
         "restarts",
@@ -73,7 +63,6 @@ class Record:
         "stalls",
         "state",
         "task",
-        "told_at_s",
         "transport",
         "turn",
         "upstream",
@@ -104,14 +93,7 @@ class Record:
         self.handles: tuple[RankHandle, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.world = 1
-        # Since when a rank of it is stopped by a signal, as far as anybody has looked.
-        self.halted_since_s: float | None = None
-        # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
-        self.moved: tuple[object, float] = (None, 0.0)
-        self.moved_at_s = self.told_at_s = now_s
-        self.ranks: tuple[RankFact, ...] | None = None
-        self.progress: Progress | None = None
-        self.log_path: str | None = None
+        self.observed = Observed(now_s)
         self.memory_gib: float | None = None
         self.upstream: Upstream | None = None
         # Findings on how the ranks of several nodes talk, as plain JSON.
@@ -167,42 +149,16 @@ class Record:
     def node_id(self) -> str | None:
         return self.nodes[0] if self.nodes else None
 
-    def observe(self, ranks: tuple[RankFact, ...] | None, now_s: float) -> None:
-        """Take in what its nodes showed; None where nobody could look."""
-        if ranks is None:
-            return
-        self.ranks = ranks
-        ours = [fact for fact in ranks if fact.handle.start == self.rank_id]
-        self.progress = progress_of(ours) or self.progress
-        for fact in ours:
-            if fact.handle.rank == 0:
-                self.log_path = fact.handle.log_path
-        self._note_movement(ours, now_s)
-        if not any(fact.halted for fact in ours):
-            self.halted_since_s = None
-        elif self.halted_since_s is None:
-            self.halted_since_s = now_s
-
-    def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
-        told = [fact.progress for fact in ranks]
-        seen = tuple((one.line_at_s, one.bytes_done, one.units_done) for one in told)
-        cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self.moved
-        if seen != before:
-            self.told_at_s = now_s
-        if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
-            self.moved, self.moved_at_s = (seen, cpu_s), now_s
-
     def begin_attempt(self, now_s: float) -> None:
         self.attempt_since_s, self.attempt_hash = now_s, self.hash
         self.last_asked_s = float("-inf")
-        self.ready_since_s = self.load_s = self.progress = None
+        self.ready_since_s = self.load_s = None
         self.reason = self.message = None
         self.lasts = False
         self.transport = ()
         self.adopted = False
-        self.halted_since_s = None
         self.lack = None
-        self.moved, self.moved_at_s, self.told_at_s = (None, 0.0), now_s, now_s
+        self.observed.begin(now_s)
 
     def stalled(self, now_s: float, window_s: float) -> int:
         """One more stall; how many there were within the last window_s."""
@@ -217,21 +173,17 @@ class Record:
         self.restarts += 1
 
     def forget_rank(self) -> None:
-        self.rank_id = self.progress = self.memory_gib = self.ready_since_s = None
+        self.rank_id = self.memory_gib = self.ready_since_s = None
+        self.observed.forget()
         self.handles, self.nodes, self.world = (), (), 1
         self.reason = self.message = None
         self.transport = ()
         self.failures = 0
         self.backoff_until_s = float("-inf")
 
-    def cancel(self) -> None:
-        """End a placement or a question that is under way; a stop always runs to its end."""
-        if self.task and self.busy in ("place", "ask"):
-            self.task.cancel()
-
-    def give_up_asking(self) -> None:
-        """The engine that was asked has failed."""
-        if self.task and self.busy == "ask":
+    def cancel(self, *actions: str) -> None:
+        """End what is under way where it is one of these; a stop always runs to its end."""
+        if self.task and self.busy in actions:
             self.task.cancel()
 
     def close_upstream(self, spawn: Callable[[Any, str], object]) -> None:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
-from sparkd.control.request_queue import RequestQueue
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
-from sparkd.state.nouns import Desired, ModelState, Progress, Store, Want
+from sparkd.state.nouns import Desired, ModelState, Store, Want
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
-from sparkd.state.snapshot import ModelView
 from sparkd.vllm.logging_args import remark
 
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
-
-_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -36,8 +30,8 @@ class Roster:
     def __init__(self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._wall = wall
-        self._started_at_s = wall()
+        self.wall = wall
+        self.started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
         self._loud: dict[str, str] = {}
@@ -46,17 +40,12 @@ class Roster:
         self.config = config
         self.configure(config)
 
-    def find(self, name: str) -> Record:
-        """By name or alias; UnknownModel names the known ones."""
+    def find(self, name: str, *, configured: bool = False) -> Record:
+        """By name or alias; UnknownModel names the known ones. configured: not one that was removed and is only seen to its end."""
         record = self.records.get(self._names.get(name, ""))
-        if record is None:
+        if record is None or (configured and record.spec is None):
             raise self._unknown(name)
         return record
-
-    def check_startable(self, record: Record) -> None:
-        """Raises UnknownModel for one that was removed and is only seen to its end."""
-        if record.spec is None:
-            raise self._unknown(record.name)
 
     def configure(self, base: Config) -> dict[str, list[str]]:
         """Take the file's configuration. A model that it no longer has is forgotten once it is STOPPED.
@@ -88,8 +77,8 @@ class Roster:
                 self._forget_wish(damage.handle, partial(self._store.forget_damage, damage))
         for name, spec in models.items():
             if name not in self.records:
-                desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
-                self.records[name] = Record(name, desired, self._clock(), self._wall())
+                desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self.wall())
+                self.records[name] = Record(name, desired, self._clock(), self.wall())
             record = self.records[name]
             record.spec = spec
             record.origin = "file" if name in base.models else "api"
@@ -171,14 +160,6 @@ class Roster:
     def check_removable(self, record: Record) -> None:
         if record.name in self._base.models:
             raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
-
-    def mended(self, name: str) -> str:
-        """The advice for whoever brought the model in once a start of it has failed for good, without a full stop: only a file is read
-        again."""
-        if name in self._base.models:
-            return f"mend it, then `sparkd reload` or `sparkd load {name}`"
-        again = f"`sparkd rm {name}` and bring it in again, as by `sparkd run MODEL -- FLAGS`"
-        return f"where its own flags are wrong, {again}; else mend what is, then `sparkd load {name}`"
 
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
@@ -274,95 +255,7 @@ class Roster:
         except StateError as error:
             log.warning("the wish for %s, which is no model any more, is not forgotten: %s", name, error.message)
 
-    def holders(self, lacking: Record, now_s: float) -> list[dict[str, Any]]:
-        """The models that hold memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no
-        name."""
-        held = [record for record in self.records.values() if record is not lacking and record.memory_gib and record.rank_id]
-        return [
-            {
-                "model": record.name if record.spec and not record.spec.unlisted else None,
-                "node": record.node_id,
-                "memory_gib": record.memory_gib,
-                "state": record.state.value,
-                "in_flight": record.queue.in_flight,
-                "queued": record.queue.waiting,
-                "idle_seconds": round(_idle_s(record.queue, now_s), 1),
-            }
-            for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
-        ]
-
-    def view(self, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
-        spec = record.spec
-        retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
-        gone = record.state is ModelState.FAILED and record.ranks == ()
-        # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
-        asked_s = record.queue.asked_since_s if record.turn is not None else None
-        since_s = record.since_wall_s if asked_s is None else self._wall() - (now_s - asked_s)
-        given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
-        return ModelView(
-            name=record.name,
-            aliases=tuple(n for n in spec.served_names() if n != record.name) if spec else (),
-            unlisted=spec.unlisted if spec else True,
-            default=spec.default if spec else False,
-            metadata=spec.metadata if spec else {},
-            max_model_len=record.abilities.max_model_len if record.abilities else given,
-            source=spec.model if spec else "",
-            quantize=spec.quantize if spec else None,
-            kv_cache=spec.kv_cache if spec else None,
-            state=record.state,
-            want=record.desired.want,
-            wanted_by=record.desired.by,
-            generation=record.desired.generation,
-            since_s=since_s,
-            created_at_s=self._started_at_s,
-            origin=record.origin,
-            reason=record.reason,
-            message=_message(record),
-            progress=_without_cache(record.progress) if record.state is ModelState.FAILED else record.progress,
-            node=record.node_id,
-            ranks=() if gone else record.handles,
-            in_flight=record.queue.in_flight,
-            queued=record.queue.waiting,
-            failures=record.failures,
-            restarts=record.restarts,
-            retry_in_s=retry_in_s,
-            load_s=None if record.state is ModelState.FAILED else record.load_s,
-            memory_gib=None if gone else record.memory_gib,
-            operation=record.operation,
-            transport=record.transport,
-            turn=record.turn,
-            doubt=doubt,
-            wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
-            adopted=record.adopted,
-            parsers=None if gone or record.handle is None else record.handle.parsers,
-            stores_responses=self._stores_responses(spec) if spec else False,
-        )
-
-    def _stores_responses(self, spec: ModelConfig) -> bool:
-        """As vLLM reads it (vllm/envs.py); of an engine that is none, only it knows."""
-        value = spec.environment(self.config.engine).get(_STORE, os.environ.get(_STORE, "0"))
-        return not spec.runs_vllm(self.config.engine) or value.strip() not in ("0", "")
-
-
-def _idle_s(queue: RequestQueue, now_s: float) -> float:
-    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
-
-
-def _message(record: Record) -> str | None:
-    """A model that waits says why; one that is STOPPED and waits for nothing has nothing to say."""
-    if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.wait is not None):
-        return record.wait.message if record.wait is not None else None
-    return record.message
-
 
 def _text(spec: Mapping[str, Any]) -> str:
     """To be compared, as the database keeps it."""
     return json.dumps(dict(spec), sort_keys=True)
-
-
-def _without_cache(progress: Progress | None) -> Progress | None:
-    """The cache of an engine that has failed is gone with it. That one was refused stays said."""
-    if progress is None:
-        return None
-    refused = progress.kv is not None and progress.kv.get("phase") == "refused"
-    return replace(progress, kv_tokens=None, kv_gib=None, kv_requests=None, kv=progress.kv if refused else None)

@@ -27,6 +27,7 @@ from sparkd.control.pressure import told_of
 from sparkd.control.registry import Roster
 from sparkd.control.scheduler import Turn
 from sparkd.control.swap import Swap, bar_of
+from sparkd.control.views import holders, view
 from sparkd.control.watchdog import Pulse
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit
@@ -91,7 +92,12 @@ class Supervisor:
             boundary=self.boundary,
         )
         self._gate = Gate(
-            self.ledger, self._door, self._wishes, clock, self.registry.holders, lambda total: self.registry.config.memory.limits(total)
+            self.ledger,
+            self._door,
+            self._wishes,
+            clock,
+            partial(holders, self.registry),
+            lambda total: self.registry.config.memory.limits(total),
         )
         self._swap = Swap(self.ledger, cluster.book, lambda: self.registry.ties, self._wishes, clock)
         hands = (self.registry, self.ledger, cluster, self._door, self.boundary)
@@ -102,7 +108,7 @@ class Supervisor:
         self._pulse = Pulse(self._actions.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
-        self.ledger.take_over(self.registry.records)
+        self.ledger.operations.take_over(self.registry.records)
         self._actions.recall(journal.handles())
 
     # The three verbs.
@@ -137,9 +143,9 @@ class Supervisor:
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={name: self.registry.view(record, now_s, self._pulse.doubt(record)) for name, record in self.registry.records.items()},
+            models={name: view(self.registry, record, now_s, self._pulse.doubt(record)) for name, record in self.registry.records.items()},
             nodes=observation.nodes if observation else (),
-            operations=self.ledger.operations(self.registry.records),
+            operations=self.ledger.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
         )
@@ -261,7 +267,7 @@ class Supervisor:
                 is_open = True
             for record in records.values():
                 with around("record", record.name):
-                    record.observe(self._found.ranks_of(record), self._clock())
+                    record.observed.take_in(self._found.ranks_of(record), record.rank_id, self._clock())
             with around("wishes"):
                 self._wishes.end_removed()
                 self._door.forget_promises()
@@ -347,9 +353,9 @@ class Supervisor:
                     self._actions.move(record, ModelState.STOPPING)
                 elif self._actions.rests(record.name):
                     return
-                self._actions.start(record, "stop", self._actions.stop(record, record.ranks or ()))
+                self._actions.start(record, "stop", self._actions.stop(record, record.observed.ranks or ()))
             case Rest():
                 self._actions.rest(record)
             case Fail(reason=reason, message=message):
-                record.give_up_asking()
+                record.cancel("ask")
                 self._actions.fail(record, reason, message)

@@ -208,4 +208,4 @@ def _is_asked(record: Record) -> bool:
 
 
 def _cpu_s(record: Record) -> dict[int, float]:
-    return {fact.handle.rank: fact.cpu_s for fact in record.ranks or () if fact.handle.start == record.rank_id}
+    return {fact.handle.rank: fact.cpu_s for fact in record.observed.ranks or () if fact.handle.start == record.rank_id}

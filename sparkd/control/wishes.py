@@ -27,11 +27,9 @@ class Wishes:
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """See Supervisor.want."""
-        record = self._registry.find(name)
-        if want is Want.RUNNING:
-            self._registry.check_startable(record)
+        record = self._registry.find(name, configured=want is Want.RUNNING)
         kind = "load" if want is Want.RUNNING else "unload"
-        running = self._journal.running(record, kind)
+        running = self._journal.operations.running(record, kind)
         renews = record.desired.want is not want or record.is_taken_over(want, by) or self._registry.has_lost_wish(record)
         if running and not renews:
             return running
@@ -41,18 +39,18 @@ class Wishes:
             self._journal.say("want", record.name, f"{want} wished by {by}.", by=by)
         if want is Want.STOPPED:
             record.queue.withdraw()
-            record.cancel()
+            record.cancel("place", "ask")
         elif record.state is not ModelState.READY:
             record.queue.ask(self._clock())
-        operation = self._journal.begin(record, kind, by)
+        operation = self._journal.operations.begin(record, kind, by)
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
-            self._journal.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
+            self._journal.operations.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
             if want is Want.STOPPED:
                 record.queue.forget_promise()
                 record.queue.turn_away(unloaded(record))
         self._follow(record.name, want, by)
         self._wake.set()
-        return self._journal.operation(operation.id)
+        return self._journal.operations.find(operation.id)
 
     def answer(self, record: Record) -> None:
         """An operator was told that the load failed: the wish stays, as one for which nobody makes room until it is asked for again."""

@@ -267,7 +267,7 @@ async def measured(nodes: Nodes, folder: Path, platform: str) -> str:
     try:
         operation = measures.start(ALL)
         async with asyncio.timeout(MEASURE_S):
-            while (now := ledger.operation(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - as an admin client asks
+            while (now := ledger.operations.find(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - as an admin client asks
                 await asyncio.sleep(POLL_S)
     finally:
         running.cancel()

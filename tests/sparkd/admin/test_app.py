@@ -318,11 +318,11 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
 async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path, kind: str) -> None:
     """Before: the model that it names was loaded."""
     async with admin_of(tmp_path) as made:
-        operation = made.scene.supervisor.ledger.open(kind, "m", "admin")
+        operation = made.scene.supervisor.ledger.operations.open(kind, "m", "admin")
         assert (await made.refused("DELETE", f"/operations/{operation.id}", 409))["code"] == "conflict"
         assert (await made.ask("GET", f"/operations/{operation.id}"))["state"] == "RUNNING"
         assert made.scene.supervisor.snapshot().models["m"].want is Want.STOPPED
-        made.scene.supervisor.ledger.close(operation.id, OperationState.SUCCEEDED, "Done.")
+        made.scene.supervisor.ledger.operations.close(operation.id, OperationState.SUCCEEDED, "Done.")
         assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "SUCCEEDED"
 
 
@@ -330,7 +330,7 @@ async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_
 async def test_a_load_or_unload_that_is_not_its_models_is_cancelled_alone(tmp_path: Path, kind: str, model: str) -> None:
     async with admin_of(tmp_path) as made:
         await make_ready(made.scene)
-        operation = made.scene.supervisor.ledger.open(kind, model, "admin")
+        operation = made.scene.supervisor.ledger.operations.open(kind, model, "admin")
         assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "CANCELLED"
         assert made.scene.supervisor.snapshot().models["m"].want is Want.RUNNING
 
@@ -463,9 +463,9 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
             return "The folder /y is empty, so it holds no model: check the path."
 
         monkeypatch.setattr(scene.cluster, "unusable", look)
-        before = scene.supervisor.ledger.written
+        before = scene.supervisor.ledger.feed.written
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
-        assert scene.supervisor.ledger.written == before
+        assert scene.supervisor.ledger.feed.written == before
         assert seen == [("new", {"m"}, {})]
         assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.desired() == {}
         # What may not be asked for at all is refused before anything is looked at.

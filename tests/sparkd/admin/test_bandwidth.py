@@ -99,9 +99,9 @@ class Scene:
         return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
-        await until(lambda: self.ledger.operation(operation.id).state is not OperationState.RUNNING)
+        await until(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
         await until(lambda: self.measures._running is None)
-        return self.ledger.operation(operation.id)
+        return self.ledger.operations.find(operation.id)
 
 
 async def until(happened: Callable[[], object]) -> None:
@@ -323,7 +323,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             assert len(made.nodes.of("end_rate")) == 2
             made.nodes.waits = False
             done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
-            await made.ended(made.ledger.operation(done["operation"]))
+            await made.ended(made.ledger.operations.find(done["operation"]))
             made.supervised.cluster.readings = {node: dict(raw) for node, raw in made.nodes.readings.items()}
             shown = (await client.get("/fabric")).json()
             assert [(one["a"], one["b"], one["gb_s"], one["told"]) for one in shown["rates"]] == [

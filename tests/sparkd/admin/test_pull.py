@@ -94,7 +94,7 @@ class Scene:
 
     async def ended(self, operation: Operation) -> Operation:
         async with asyncio.timeout(60):
-            while (found := self.ledger.operation(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - until its end
+            while (found := self.ledger.operations.find(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - until its end
                 await asyncio.sleep(0)
         return found
 
@@ -158,7 +158,7 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
         made.nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
         began = made.pulls.start("plain")
         async with asyncio.timeout(10):
-            while (found := made.ledger.operation(began.id)).progress is None:  # noqa: ASYNC110 - until it says something
+            while (found := made.ledger.operations.find(began.id)).progress is None:  # noqa: ASYNC110 - until it says something
                 await asyncio.sleep(0)
         assert made.pulls.start("plain", [B]).id == began.id, "one is under way"
         with pytest.raises(Conflict, match="another revision, is under way: wait for it"):
@@ -279,7 +279,7 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.steps = [{"done_bytes": 0, "fetched_bytes": 0}]
         began = made.pulls.start("plain")
-    found = made.ledger.operation(began.id)
+    found = made.ledger.operations.find(began.id)
 
     assert (found.state, found.message) == (OperationState.CANCELLED, "The daemon ended; what was verified stays.")
 

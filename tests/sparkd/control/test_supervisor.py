@@ -742,7 +742,7 @@ STATES = [ModelState.LOADING, ModelState.WARMING, ModelState.SIZING, ModelState.
 @pytest.mark.parametrize(("eta_s", "still_s"), [(None, 0.0), (60.0, 29.0), (15.0, 30.0), (61.0, 0.0)])
 def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(state: ModelState, eta_s: float | None, still_s: float) -> None:
     record = Record("m", Desired("m", Want.RUNNING, 1, "request", 0.0), 0.0, 0.0)
-    record.state, record.progress, record.moved_at_s = state, Progress(eta_s=eta_s), 100.0 - still_s
+    record.state, record.observed.progress, record.observed.moved_at_s = state, Progress(eta_s=eta_s), 100.0 - still_s
     loaded = state in (ModelState.WARMING, ModelState.SIZING)
     assert is_nearly_ready(record, 100.0) is (state in STARTING and still_s < 30 and (loaded or eta_s == 60.0))
 
@@ -1177,12 +1177,12 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
 async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         ledger = made.supervisor.ledger
-        waiting = [asyncio.create_task(ledger.wait_for_more(ledger.written)) for _ in range(2)]
+        waiting = [asyncio.create_task(ledger.feed.wait_for_more(ledger.feed.written)) for _ in range(2)]
         await asyncio.sleep(0)
-        begun = ledger.behind_newest(0)
+        begun = ledger.feed.behind_newest(0)
         await make_ready(made)
         await asyncio.gather(*waiting)
-        seen, _ = await ledger.slice_of_events(begun, 50)
+        seen, _ = await ledger.feed.slice_of_events(begun, 50)
 
         assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
         assert [event.seq for event in seen] == sorted(event.seq for event in seen)

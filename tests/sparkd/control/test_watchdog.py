@@ -69,7 +69,7 @@ class Scene:
 
     def cpu(self, used_s: float) -> None:
         ranks = [RankFact(one.handle, True, 1, None, False, Progress(), cpu_s=used_s) for one in (FIRST, SECOND)]
-        self.record.ranks = tuple(ranks)
+        self.record.observed.ranks = tuple(ranks)
 
     async def after(self, seconds: float, **changes: Any) -> str | None:
         for name, value in changes.items():

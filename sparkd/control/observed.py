@@ -1,0 +1,64 @@
+"""Owns what the nodes have shown of one model's ranks, and since when they stand still. No other module changes it. Never decides."""
+
+from __future__ import annotations
+
+from sparkd.state.combined_progress import progress_of
+from sparkd.state.nouns import Progress, RankFact
+
+# A share of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second
+# apart.
+BUSY_SHARE = 0.1
+BUSY_LEAST_S = 5.0
+
+
+class Observed:
+    """Times are monotonic seconds.
+
+    ranks: None until somebody could look. halted_since_s: since when a rank is stopped by a signal, as far as anybody has looked.
+    moved_at_s: when a rank last read, wrote or computed; told_at_s: read or wrote.
+    """
+
+    __slots__ = ("_moved", "halted_since_s", "log_path", "moved_at_s", "progress", "ranks", "told_at_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.ranks: tuple[RankFact, ...] | None = None
+        self.progress: Progress | None = None
+        self.log_path: str | None = None
+        self.begin(now_s)
+
+    def begin(self, now_s: float) -> None:
+        """An attempt begins: nothing is known of its ranks yet."""
+        self.progress = None
+        self.halted_since_s: float | None = None
+        # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
+        self._moved: tuple[object, float] = (None, 0.0)
+        self.moved_at_s = self.told_at_s = now_s
+
+    def forget(self) -> None:
+        """The last rank has gone."""
+        self.progress = None
+
+    def take_in(self, ranks: tuple[RankFact, ...] | None, start: str | None, now_s: float) -> None:
+        """What the nodes showed; ranks: None where nobody could look. start: of the present attempt."""
+        if ranks is None:
+            return
+        self.ranks = ranks
+        ours = [fact for fact in ranks if fact.handle.start == start]
+        self.progress = progress_of(ours) or self.progress
+        for fact in ours:
+            if fact.handle.rank == 0:
+                self.log_path = fact.handle.log_path
+        self._note_movement(ours, now_s)
+        if not any(fact.halted for fact in ours):
+            self.halted_since_s = None
+        elif self.halted_since_s is None:
+            self.halted_since_s = now_s
+
+    def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
+        progress = [fact.progress for fact in ranks]
+        seen = tuple((one.line_at_s, one.bytes_done, one.units_done) for one in progress)
+        cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self._moved
+        if seen != before:
+            self.told_at_s = now_s
+        if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
+            self._moved, self.moved_at_s = (seen, cpu_s), now_s

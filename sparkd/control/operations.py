@@ -1,0 +1,90 @@
+"""Owns the long actions and how each of them stands, also of earlier daemons. Never begins or ends what they tell of."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from sparkd.control.record import Record
+from sparkd.errors import UnknownOperation
+from sparkd.state.nouns import OPERATIONS_KEPT, Operation, OperationState, Progress, Store, Want
+
+
+class Operations:
+    """`persist(write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
+
+    def __init__(self, store: Store, persist: Callable[[Callable[[], object]], None], wall: Callable[[], float]) -> None:
+        self._store = store
+        self._persist = persist
+        self._wall = wall
+        self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
+
+    def find(self, operation_id: str) -> Operation:
+        operation = self._operations.get(operation_id)
+        if operation is None:
+            raise UnknownOperation(f"The operation {operation_id[:64]!r} is not known; only the last {OPERATIONS_KEPT} are kept.")
+        return operation
+
+    def all(self, records: dict[str, Record]) -> dict[str, Operation]:
+        """All of them; a running one carries its model's progress."""
+        return {operation.id: self._with_progress(operation, records) for operation in self._operations.values()}
+
+    def running(self, record: Record, kind: str) -> Operation | None:
+        operation = self._operations.get(record.operation or "")
+        return operation if operation and operation.kind == kind and operation.state is OperationState.RUNNING else None
+
+    def begin(self, record: Record, kind: str, by: str) -> Operation:
+        self.finish(record, OperationState.CANCELLED, f"Superseded by {kind}.")
+        operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        record.operation = operation.id
+        self._keep(operation)
+        return operation
+
+    def finish(self, record: Record, state: OperationState, message: str, kind: str | None = None) -> None:
+        """End the record's running operation, if it has one (of this kind)."""
+        operation = self._operations.get(record.operation or "")
+        if operation is None or operation.state is not OperationState.RUNNING or (kind and operation.kind != kind):
+            return
+        self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=record.observed.progress))
+        record.operation = None
+
+    def open(self, kind: str, model: str, by: str) -> Operation:
+        """Begin an operation that is no wish for the model: a pull goes on whatever becomes of the model's engine."""
+        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        self._keep(operation)
+        return operation
+
+    def tell(self, operation_id: str, message: str, progress: Progress) -> None:
+        """How far an operation of `open` is; not written down."""
+        if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
+            self._operations[operation_id] = replace(operation, message=message, progress=progress)
+
+    def close(self, operation_id: str, state: OperationState, message: str) -> None:
+        """End an operation of `open`."""
+        if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
+            self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall()))
+
+    def take_over(self, records: dict[str, Record]) -> None:
+        """An operation of an earlier daemon goes on where its wish still stands, and ends otherwise."""
+        for operation in list(self._operations.values()):
+            if operation.state is not OperationState.RUNNING:
+                continue
+            record = records.get(operation.model)
+            kind = "load" if record and record.desired.want is Want.RUNNING else "unload"
+            if record and record.operation is None and kind == operation.kind:
+                record.operation = operation.id
+            else:
+                self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self._wall()))
+
+    def _keep(self, operation: Operation) -> None:
+        self._operations[operation.id] = operation
+        while len(self._operations) > OPERATIONS_KEPT:
+            self._operations.pop(next(iter(self._operations)))
+        self._persist(lambda: self._store.save_operation(operation))
+
+    def _with_progress(self, operation: Operation, records: dict[str, Record]) -> Operation:
+        record = records.get(operation.model)
+        if operation.state is not OperationState.RUNNING or record is None or record.operation != operation.id:
+            return operation
+        return replace(operation, progress=record.observed.progress)

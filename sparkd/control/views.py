@@ -1,0 +1,108 @@
+"""Owns how a model looks from outside: what the snapshot shows of it, and who holds memory that it lacks. Never changes anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from sparkd.config.config import Config
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.control.request_queue import RequestQueue
+from sparkd.schema.model import ModelConfig
+from sparkd.state.nouns import ModelState, Progress
+from sparkd.state.snapshot import ModelView
+
+_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+
+
+def holders(registry: Roster, lacking: Record, now_s: float) -> list[dict[str, Any]]:
+    """The models that hold memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no
+    name."""
+    held = [record for record in registry.records.values() if record is not lacking and record.memory_gib and record.rank_id]
+    return [
+        {
+            "model": record.name if record.spec and not record.spec.unlisted else None,
+            "node": record.node_id,
+            "memory_gib": record.memory_gib,
+            "state": record.state.value,
+            "in_flight": record.queue.in_flight,
+            "queued": record.queue.waiting,
+            "idle_seconds": round(_idle_s(record.queue, now_s), 1),
+        }
+        for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
+    ]
+
+
+def view(registry: Roster, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
+    spec = record.spec
+    retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
+    gone = record.state is ModelState.FAILED and record.observed.ranks == ()
+    # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
+    asked_s = record.queue.asked_since_s if record.turn is not None else None
+    since_s = record.since_wall_s if asked_s is None else registry.wall() - (now_s - asked_s)
+    given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
+    return ModelView(
+        name=record.name,
+        aliases=tuple(n for n in spec.served_names() if n != record.name) if spec else (),
+        unlisted=spec.unlisted if spec else True,
+        default=spec.default if spec else False,
+        metadata=spec.metadata if spec else {},
+        max_model_len=record.abilities.max_model_len if record.abilities else given,
+        source=spec.model if spec else "",
+        quantize=spec.quantize if spec else None,
+        kv_cache=spec.kv_cache if spec else None,
+        state=record.state,
+        want=record.desired.want,
+        wanted_by=record.desired.by,
+        generation=record.desired.generation,
+        since_s=since_s,
+        created_at_s=registry.started_at_s,
+        origin=record.origin,
+        reason=record.reason,
+        message=_message(record),
+        progress=_without_cache(record.observed.progress) if record.state is ModelState.FAILED else record.observed.progress,
+        node=record.node_id,
+        ranks=() if gone else record.handles,
+        in_flight=record.queue.in_flight,
+        queued=record.queue.waiting,
+        failures=record.failures,
+        restarts=record.restarts,
+        retry_in_s=retry_in_s,
+        load_s=None if record.state is ModelState.FAILED else record.load_s,
+        memory_gib=None if gone else record.memory_gib,
+        operation=record.operation,
+        transport=record.transport,
+        turn=record.turn,
+        doubt=doubt,
+        wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
+        adopted=record.adopted,
+        parsers=None if gone or record.handle is None else record.handle.parsers,
+        stores_responses=_stores_responses(spec, registry.config) if spec else False,
+    )
+
+
+def _stores_responses(spec: ModelConfig, config: Config) -> bool:
+    """As vLLM reads it (vllm/envs.py); of an engine that is none, only it knows."""
+    value = spec.environment(config.engine).get(_STORE, os.environ.get(_STORE, "0"))
+    return not spec.runs_vllm(config.engine) or value.strip() not in ("0", "")
+
+
+def _idle_s(queue: RequestQueue, now_s: float) -> float:
+    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
+
+
+def _message(record: Record) -> str | None:
+    """A model that waits says why; one that is STOPPED and waits for nothing has nothing to say."""
+    if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.wait is not None):
+        return record.wait.message if record.wait is not None else None
+    return record.message
+
+
+def _without_cache(progress: Progress | None) -> Progress | None:
+    """The cache of an engine that has failed is gone with it. That one was refused stays said."""
+    if progress is None:
+        return None
+    refused = progress.kv is not None and progress.kv.get("phase") == "refused"
+    return replace(progress, kv_tokens=None, kv_gib=None, kv_requests=None, kv=progress.kv if refused else None)
