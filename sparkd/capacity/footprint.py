@@ -10,7 +10,7 @@ from math import ceil
 
 from sparkd.capacity.activations import step_bytes
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout
-from sparkd.capacity.sureness import of_cache, of_weights, worst
+from sparkd.capacity.sureness import of_both
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import Inventory, Weights
 from sparkd.hardware import GIB, Hardware
@@ -149,7 +149,7 @@ def footprint(
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
     quantization = inventory.checkpoint.quantization
-    of_both = of_weights(shape, quantization, exact, serving.unknown), of_cache(shape, exact, serving.unknown)
+    of_weights, of_cache, sureness = of_both(shape, quantization, exact, serving.unknown)
     available = hardware.memory_bytes
     margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
@@ -166,9 +166,9 @@ def footprint(
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
         limit_bytes=limit_bytes,
-        sureness=worst(*of_both),
-        upper_weight_bytes=upper_weights(serving, held) if of_both[0] == GUESS else 0,
-        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], requests) if of_both[1] == GUESS and cache_bytes is None else 0,
+        sureness=sureness,
+        upper_weight_bytes=upper_weights(serving, held) if of_weights == GUESS else 0,
+        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], requests) if of_cache == GUESS and cache_bytes is None else 0,
     )
 
 

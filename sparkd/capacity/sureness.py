@@ -31,5 +31,7 @@ def of_cache(shape: Shape, exact: Exact, unknown: Collection[str] = ()) -> str:
     return KNOWN if is_checked(shape) and not exact.doubtful and not {CACHE, OTHER} & set(unknown) else GUESS
 
 
-def worst(*ratings: str) -> str:
-    return max(ratings, key=_BEST_FIRST.index)
+def of_both(shape: Shape, source: SourceQuantization | None, exact: Exact, unknown: Collection[str] = ()) -> tuple[str, str, str]:
+    """Of the weights, of the cache, and the worse of the two; as of_weights and of_cache."""
+    both = of_weights(shape, source, exact, unknown), of_cache(shape, exact, unknown)
+    return *both, max(both, key=_BEST_FIRST.index)

@@ -90,16 +90,6 @@ def cache_of(model: EngineKeys) -> dict[str, Any] | str | None:
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
-def given_cache(model: EngineKeys, platform: str, env: Mapping[str, str]) -> dict[str, Any] | None:
-    """The size that the entry, or the variable of the CPU backend's cache, gives it; None where that is found at the start. Raises
-    ConfigError."""
-    size = cache_of(model)
-    if isinstance(size, dict):
-        return None if "utilization" in size else size
-    space_gib = cpu_space_gib(env) if size is None and platform == "cpu" and not vllm_sizes(model) else None
-    return {"bytes": space_gib * GIB} if space_gib else None
-
-
 def vllm_sizes(model: EngineKeys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
     return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))

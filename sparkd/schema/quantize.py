@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
-# The best format that fits, chosen when the model is placed (sparkd/capacity/account.py).
+# The best format that fits, chosen when the model is placed (sparkd/capacity/auto_resolve.py).
 AUTO = "auto"
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.capacity.sureness import of_cache, of_weights, worst
+from sparkd.capacity.sureness import of_both, of_cache
 from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN, Exact, exact_of
 from sparkd.capacity.weights import Weights
 from sparkd.checkpoint.quantization import SourceQuantization
@@ -130,14 +130,14 @@ def test_weights_and_cache_are_rated_each_by_themselves(
     exact: Exact, source: str | None, unknown: tuple[str, ...], weights: str, cache: str
 ) -> None:
     quantization = None if source is None else SourceQuantization(source)
-    assert (of_weights(LLAMA, quantization, exact, unknown), of_cache(LLAMA, exact, unknown)) == (weights, cache)
-    assert worst(weights, cache) == max(weights, cache, key=(EXACT, KNOWN, GUESS).index)
+    worse = max(weights, cache, key=(EXACT, KNOWN, GUESS).index)
+    assert of_both(LLAMA, quantization, exact, unknown) == (weights, cache, worse)
 
 
 @pytest.mark.parametrize(("exact", "weights", "cache"), [(Exact(LAYOUT), GUESS, EXACT), (Exact(None, 1000), EXACT, GUESS)])
 def test_an_architecture_that_no_test_knows_is_as_sure_as_vllms_answer(exact: Exact, weights: str, cache: str) -> None:
     shape = shape_of(dense(architectures=["NobodysForCausalLM"]))
-    assert (of_weights(shape, None, exact), of_cache(shape, exact)) == (weights, cache)
+    assert of_both(shape, None, exact)[:2] == (weights, cache)
 
 
 def test_weights_keep_their_classes() -> None:
