@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,18 +12,18 @@ from functools import partial
 from typing import Any
 
 from sparkd import metrics
-from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Attempt
 from sparkd.control import gauges
-from sparkd.control.journal import Ledger, Served
+from sparkd.control.endings import ENDING, Endings
+from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
+from sparkd.control.looks import ModelLooks
+from sparkd.control.means import Means
 from sparkd.control.plan import Backoff
-from sparkd.control.record import Looked, Record
+from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.wishes import Wishes
-from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import ClusterError, CommitUnknown, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
-from sparkd.execution.boundary import Boundary
 from sparkd.fabric.transport import in_order, moved, told_of
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
@@ -32,66 +31,37 @@ from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-# Between two tries to end what would not end, or to book what runs.
-ENDING = Backoff(initial_s=1.0, max_s=60.0)
 COUNT_TIMEOUT_S = 5.0
-# After a look at a model's files that ended by an error.
-LOOK_AGAIN_S = 60.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # A model that only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
 # One that has served does so again: a single request may have needed what its build lacks.
 LASTING_S = 3600.0
 FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (CommitUnknown, DoesNotFit, ModelUnusable, RankError)}
-# Its clients were sent away, and it would not answer them: it gets no time to end.
-HANGS = frozenset({"EngineFrozen", "RankHangs"})
 
 Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
 class Actions:
-    """The supervisor's hands. `tasks` is set while it runs; `strays` are ranks of unknown models that are being removed.
+    """The supervisor's hands, and the one writer of a model's attempt. `strays` are ranks of unknown models that are being removed."""
 
-    left: hears what a rank that was ended has left behind on its node.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        ledger: Ledger,
-        cluster: Cluster,
-        door: LeaseQueue,
-        boundary: Boundary,
-        *,
-        ask: AskFunction,
-        left: Callable[[RankHandle, Sequence[Mapping[str, Any]]], None],
-        wishes: Wishes,
-        wake: asyncio.Event,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        rng: random.Random,
-    ) -> None:
-        self._roster = roster
-        self._ledger = ledger
-        self._cluster = cluster
+    def __init__(self, means: Means, door: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
+        self._roster = means.registry
+        self._ledger = means.journal
+        self._cluster = means.cluster
+        self._boundary = means.boundary
+        self._spawn = means.tasks.spawn
+        self._wake = means.wake
+        self._clock = means.clock
+        self._wall = means.journal.wall
+        self._rng = means.rng
         self._door = door
-        self._boundary = boundary
-        self._ask = ask
-        self._left = left
         self._wishes = wishes
-        self._wake = wake
-        self._clock = clock
-        self._wall = wall
-        self._rng = rng
-        self.tasks: asyncio.TaskGroup | None = None
+        self._endings = endings
+        self._looks = looks
+        self._ask = ask
         self.strays: set[str] = set()
-        # By what was to end: how often in a row it did not.
-        self._unended: dict[str, int] = {}
-        self._retry_at_s: dict[str, float] = {}
-        self._looking: set[str] = set()
-        # By model: the hash of what was looked at last, and when that began.
-        self._looks: dict[str, tuple[str | None, float]] = {}
         # By start whose memory is not in the book: why, as the log has it. One task tries again for each.
         self._unheld: dict[str, str] = {}
         self._holding: set[str] = set()
@@ -177,7 +147,7 @@ class Actions:
         start = record.rank_id
         if start is None or await self._held(record) or start in self._holding:
             return
-        task = self.spawn(self._hold_again(record), f"hold {record.name}")
+        task = self._spawn(self._hold_again(record), f"hold {record.name}")
         self._holding.add(start)
         task.add_done_callback(lambda _: self._holding.discard(start))
 
@@ -219,7 +189,7 @@ class Actions:
             if record.name not in models.names:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(models.names)[:200]}, not for {record.name}.")
                 return
-            self.spawn(self._learn(record, record.upstream, models), f"learn {record.name}")
+            self._spawn(self._looks.learn(record, record.upstream, models), f"learn {record.name}")
             if record.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
@@ -232,45 +202,12 @@ class Actions:
         if record.state in STARTING:
             self._ready(record, before)
 
-    def look_at_new(self) -> None:
-        """At the files of every model that has not been looked at as it is now; again LOOK_AGAIN_S after an error."""
-        for record in self._roster.records.values():
-            if record.spec is None or record.abilities is not None or record.name in self._looking:
-                continue
-            seen_hash, begun_s = self._looks.get(record.name, (None, 0.0))
-            if seen_hash == record.hash and self._clock() - begun_s < LOOK_AGAIN_S:
-                continue
-            task = self.spawn(self.look(record), f"look {record.name}")
-            self._looks[record.name] = record.hash, self._clock()
-            self._looking.add(record.name)
-            task.add_done_callback(partial(self._looked_at, record.name))
-
-    def _looked_at(self, name: str, _: asyncio.Task[None]) -> None:
-        self._looking.discard(name)
-
-    async def look(self, record: Record) -> None:
-        """Read the model's abilities from its files, before an engine reports them."""
-        spec = record.spec
-        if spec is None or record.abilities is not None:
-            return
-        found = await self._cluster.abilities(spec)
-        if record.spec is spec and record.abilities is None:
-            record.looked = Looked(record.hash, found)
-
-    async def _learn(self, record: Record, upstream: Upstream, models: ServedModels) -> None:
-        """Ask the engine for the model's abilities. They stay known once the engine has gone."""
-        await self.look(record)
-        if (known := record.abilities) is not None:
-            found = await self._cluster.served_abilities(upstream, known, models)
-            if record.abilities is known and record.upstream is upstream:
-                record.looked = Looked(record.hash, found)
-
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(why: str) -> None:
             record.message = why
             self._ledger.say("stop", record.name, why)
 
-        await self._ended("stop", record.name, record.name, ranks, say)
+        await self._endings.end("stop", record.name, record.name, ranks, say)
 
     async def destroy(self, ranks: Sequence[RankFact], why: str) -> None:
         """ranks: all that were seen of one start."""
@@ -279,59 +216,11 @@ class Actions:
         for fact in ranks:
             self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {why}.")
         try:
-            ended = await self._ended("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
+            ended = await self._endings.end("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
         finally:
             self.strays.discard(start)
         if ended and record and record.rank_id == start:
             record.rank_id = None
-
-    async def _ended(self, kind: str, key: str, model: str, ranks: Sequence[RankFact], say: Callable[[str], None]) -> bool:
-        """End the ranks and release their memory. If that fails, say so.
-
-        Each next try waits longer: a process that hangs in a driver still hangs a second later.
-        """
-        record = self._roster.records.get(model)
-        with self._boundary.around(kind, model, say):
-            try:
-                await self._end(ranks, hangs=record is not None and record.reason in HANGS)
-                await self._cluster.release(model)
-            except ClusterError as error:
-                say(error.message)
-            else:
-                self._unended.pop(key, None)
-                self._retry_at_s.pop(key, None)
-                return True
-        self._unended[key] = self._unended.get(key, 0) + 1
-        self._retry_at_s[key] = self._clock() + ENDING.delay_s(self._unended[key], self._rng)
-        return False
-
-    def rests(self, key: str) -> bool:
-        """Whether the next try to end it is later. key: the model's name for a stop, the start for a destroy."""
-        return self._clock() < self._retry_at_s.get(key, float("-inf"))
-
-    def end_backoff(self, record: Record) -> None:
-        record.backoff_until_s = float("-inf")
-
-    def end_backoffs(self, reasons: Collection[str], names: Collection[str] = ()) -> None:
-        """A model that failed for one of these reasons, or is one of these, is tried again at once."""
-        for record in self._roster.records.values():
-            if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
-                record.backoff_until_s = self._clock()
-
-    def try_again(self) -> None:
-        """A node can be seen again: whatever would not end is tried at once, and waits anew from the shortest pause."""
-        self._unended.clear()
-        self._retry_at_s.clear()
-
-    async def _end(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
-        """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
-        results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
-        for fact, left in zip(ranks, results, strict=True):
-            if not isinstance(left, BaseException):
-                self._ledger.forget_handle(fact.handle.rank_id)
-                self._left(fact.handle, left)
-        if error := next((one for one in results if isinstance(one, BaseException)), None):
-            raise error
 
     async def _counters(self, record: Record) -> Readings:
         """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
@@ -361,7 +250,7 @@ class Actions:
         self._door.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self.spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
+            self._spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
 
     def _load_s(self, record: Record) -> float:
         """Seconds since its load began, under whichever daemon."""
@@ -394,7 +283,7 @@ class Actions:
         if record.state is ModelState.FAILED:
             message = "It had failed; it is not wished any more, and not tried again."
             record.load_s = None
-            self.spawn(self._cluster.release(record.name), f"release {record.name}")
+            self._spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
@@ -439,7 +328,7 @@ class Actions:
         self._door.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
-            self.spawn(self._cluster.release(record.name), f"release {record.name}")
+            self._spawn(self._cluster.release(record.name), f"release {record.name}")
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:
@@ -448,7 +337,7 @@ class Actions:
         self._ledger.say("state", record.name, f"{record.state} -> {state}", old=record.state.value, new=state.value)
         record.state, record.since_s, record.since_wall_s = state, self._clock(), self._wall()
         if state not in RESIDENT:
-            record.close_upstream(self.spawn)
+            record.close_upstream(self._spawn)
 
     def give_up(self, record: Record, sentence: str) -> None:
         """End the attempt of a model with which sparkd made an error; the next attempt waits.
@@ -462,7 +351,7 @@ class Actions:
 
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
         record.busy = name
-        record.task = self.spawn(self._once(record, name, work), f"{name} {record.name}")
+        record.task = self._spawn(self._once(record, name, work), f"{name} {record.name}")
         record.task.add_done_callback(partial(self._done, record, work))
 
     async def _once(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -479,12 +368,12 @@ class Actions:
             record.busy = record.task = None
         self._wake.set()
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """name: one word, the same for all models, and the model."""
-        if self.tasks is None:
-            work.close()
-            raise RuntimeError("the supervisor does not run")
-        return self._boundary.spawn(self.tasks, name, work)
+
+def end_backoffs(registry: Roster, now_s: float, reasons: Collection[str], names: Collection[str] = ()) -> None:
+    """A model that failed for one of these reasons, or is one of these, is tried again at once."""
+    for record in registry.records.values():
+        if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
+            record.backoff_until_s = now_s
 
 
 def _rests(times: int) -> str:

@@ -16,11 +16,14 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.control import gauges
-from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction
+from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction, end_backoffs
+from sparkd.control.endings import Endings
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
+from sparkd.control.looks import ModelLooks
+from sparkd.control.means import Means, Tasks
 from sparkd.control.observation import Found
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
 from sparkd.control.pressure import told_of
@@ -80,6 +83,9 @@ class Supervisor:
         self.registry = registry
         self.ledger = journal
         self.ledger.tell_damages()
+        self.tasks = Tasks(self.boundary)
+        means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
+        self._looks = ModelLooks(means)
         self._wishes = Wishes(self.registry, self.ledger, self._wake, clock, journal.wall)
         self._door = LeaseQueue(
             self.registry,
@@ -88,7 +94,7 @@ class Supervisor:
             clock=clock,
             unusable=cluster.unusable,
             parsers=cluster.parsers,
-            look=lambda record: self._actions.look(record),
+            look=self._looks.look,
             boundary=self.boundary,
         )
         self._gate = Gate(
@@ -100,12 +106,9 @@ class Supervisor:
             lambda total: self.registry.config.memory.limits(total),
         )
         self._swap = Swap(self.ledger, cluster.book, lambda: self.registry.ties, self._wishes, clock)
-        hands = (self.registry, self.ledger, cluster, self._door, self.boundary)
-        jitter = rng or random.Random()
-        self._actions = Actions(
-            *hands, ask=ask, left=self._gate.release.left, wishes=self._wishes, wake=self._wake, clock=clock, wall=journal.wall, rng=jitter
-        )
-        self._pulse = Pulse(self._actions.spawn, ask, clock)
+        self._endings = Endings(means, self._gate.release.left)
+        self._actions = Actions(means, self._door, self._wishes, self._endings, self._looks, ask=ask)
+        self._pulse = Pulse(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
         self.ledger.operations.take_over(self.registry.records)
@@ -129,7 +132,7 @@ class Supervisor:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
         operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
-            self._actions.end_backoff(self.registry.find(name))
+            end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
         return operation
 
     def snapshot(self) -> Snapshot:
@@ -167,7 +170,7 @@ class Supervisor:
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
         # The memory that these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
-        self._actions.end_backoffs(FOR_ITS_OWNER, changes["restarted"])
+        end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
                 say_change(self.ledger, kind, name, "file")
@@ -221,7 +224,7 @@ class Supervisor:
     async def run(self) -> None:
         """Tick until cancelled: at once when woken, every second otherwise, more often while something starts."""
         async with asyncio.TaskGroup() as tasks:
-            self._actions.tasks = tasks
+            self.tasks.group = tasks
             while True:
                 with self.boundary.around("tick"), metrics.TICK_SECONDS.time():
                     await self.tick()
@@ -247,14 +250,14 @@ class Supervisor:
             observation = await self._cluster.observe()
         self._observation = observation
         if before.unseen - observation.unseen or observation.connected > before.connected:
-            self._actions.try_again()
+            self._endings.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
         with around("welcome"):
             self._welcome(observation)
         with around("look"):
-            self._actions.look_at_new()
+            self._looks.look_at_new()
         with around("pulse"):
             self._pulse.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
@@ -291,7 +294,7 @@ class Supervisor:
         """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
-            self._actions.end_backoffs({DoesNotFit.__name__})
+            end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__})
         self._agents = agents
 
     def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
@@ -316,14 +319,14 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._actions.rests(action.rank_id):
+            if self._endings.rests(action.rank_id):
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
             if record:
                 self._actions.start(record, "destroy", self._actions.destroy(ranks, action.why))
             else:
-                self._actions.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.model}")
+                self.tasks.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.model}")
                 self._actions.strays.add(action.rank_id)
             return
         record = self.registry.records[action.model]
@@ -351,7 +354,7 @@ class Supervisor:
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._actions.move(record, ModelState.STOPPING)
-                elif self._actions.rests(record.name):
+                elif self._endings.rests(record.name):
                     return
                 self._actions.start(record, "stop", self._actions.stop(record, record.observed.ranks or ()))
             case Rest():

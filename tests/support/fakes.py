@@ -239,9 +239,9 @@ class Scene:
 
     def take_over(self) -> None:
         """The next daemon begins over what runs; of this one nothing is heard any more."""
-        tasks, before = self.supervisor._actions.tasks, self.supervisor
+        tasks, before = self.supervisor.tasks.group, self.supervisor
         self.supervisor = supervised(self.config, self.store, self.cluster, before._actions._ask, self.clock, before.ledger.wall)
-        self.supervisor._actions.tasks = tasks
+        self.supervisor.tasks.group = tasks
 
     @property
     def operator(self) -> Operator:
@@ -291,7 +291,7 @@ async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: 
     """A scene whose tasks run and end with the block."""
     made = scene(tmp_path, cluster=cluster, **flags)
     async with asyncio.TaskGroup() as tasks:
-        made.supervisor._actions.tasks = tasks
+        made.supervisor.tasks.group = tasks
         yield made
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()

@@ -49,6 +49,7 @@ class Faulty:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(0.0, 0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(0.0, 0.0))
 
 
 def errors() -> float:

@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         self.cluster.new_daemon()
         self.tasks = Tasks(self.loop)
         self.supervisor = supervised(self._config(), self.store, self.cluster, self._ask, self.clock, self.clock)
-        self.supervisor._actions.tasks = self.tasks  # type: ignore[assignment]
+        self.supervisor.tasks.group = self.tasks  # type: ignore[assignment]
 
     async def _ask(self, model: str, timeout_s: float) -> None:
         fact = self.cluster.of_model(model)

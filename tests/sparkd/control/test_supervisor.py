@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
-from sparkd.control.effects import LOOK_AGAIN_S
 from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
+from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
 from sparkd.errors import (
@@ -986,11 +986,11 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
 
 def test_a_look_that_could_not_begin_is_not_taken_for_one_that_goes_on(tmp_path: Path) -> None:
     made = scene(tmp_path)
-    actions = made.supervisor._actions
+    looks = made.supervisor._looks
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not run"):
-            actions.look_at_new()
-    assert actions._looking == set()
+            looks.look_at_new()
+    assert looks._looking == set()
     made.store.close()
 
 
@@ -1389,7 +1389,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
             tries.append(failures)
             return 0.0
 
-    monkeypatch.setattr("sparkd.control.effects.ENDING", Recorded())
+    monkeypatch.setattr("sparkd.control.endings.ENDING", Recorded())
     async with stage(tmp_path) as made:
         for _ in range(2):
             await make_ready(made)
@@ -1409,7 +1409,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
 async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
 ) -> None:
-    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(600.0, 600.0, jitter=0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(600.0, 600.0, jitter=0.0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.cluster.immortal = True

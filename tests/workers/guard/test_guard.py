@@ -191,10 +191,18 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.2, backoff__max_s=0.2)
     made.clock = time.monotonic  # type: ignore[assignment]
     supervisor = made.supervisor
-    for part in (supervisor, supervisor._actions, supervisor._door, supervisor._gate.pressure, supervisor.registry, supervisor._swap):
+    for part in (
+        supervisor,
+        supervisor._actions,
+        supervisor._endings,
+        supervisor._door,
+        supervisor._gate.pressure,
+        supervisor.registry,
+        supervisor._swap,
+    ):
         part._clock = time.monotonic
     async with asyncio.TaskGroup() as tasks:
-        supervisor._actions.tasks = tasks
+        supervisor.tasks.group = tasks
 
         async def tick_until(state: str) -> None:
             async with asyncio.timeout(20):

@@ -1,0 +1,57 @@
+"""Owns what is known of a model's abilities: from its files, then from its engine. Never begins or ends an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from sparkd.control.means import Means
+from sparkd.control.record import Looked, Record
+from sparkd.engine.upstream import ServedModels, Upstream
+
+# After a look at a model's files that ended by an error.
+LOOK_AGAIN_S = 60.0
+
+
+class ModelLooks:
+    def __init__(self, means: Means) -> None:
+        self._registry = means.registry
+        self._cluster = means.cluster
+        self._spawn = means.tasks.spawn
+        self._clock = means.clock
+        self._looking: set[str] = set()
+        # By model: the hash of what was looked at last, and when that began.
+        self._looks: dict[str, tuple[str | None, float]] = {}
+
+    def look_at_new(self) -> None:
+        """At the files of every model that has not been looked at as it is now; again LOOK_AGAIN_S after an error."""
+        for record in self._registry.records.values():
+            if record.spec is None or record.abilities is not None or record.name in self._looking:
+                continue
+            seen_hash, begun_s = self._looks.get(record.name, (None, 0.0))
+            if seen_hash == record.hash and self._clock() - begun_s < LOOK_AGAIN_S:
+                continue
+            task = self._spawn(self.look(record), f"look {record.name}")
+            self._looks[record.name] = record.hash, self._clock()
+            self._looking.add(record.name)
+            task.add_done_callback(partial(self._looked_at, record.name))
+
+    def _looked_at(self, name: str, _: asyncio.Task[None]) -> None:
+        self._looking.discard(name)
+
+    async def look(self, record: Record) -> None:
+        """Read the model's abilities from its files, before an engine reports them."""
+        spec = record.spec
+        if spec is None or record.abilities is not None:
+            return
+        found = await self._cluster.abilities(spec)
+        if record.spec is spec and record.abilities is None:
+            record.looked = Looked(record.hash, found)
+
+    async def learn(self, record: Record, upstream: Upstream, models: ServedModels) -> None:
+        """Ask the engine for the model's abilities. They stay known once the engine has gone."""
+        await self.look(record)
+        if (known := record.abilities) is not None:
+            found = await self._cluster.served_abilities(upstream, known, models)
+            if record.abilities is known and record.upstream is upstream:
+                record.looked = Looked(record.hash, found)
