@@ -94,7 +94,7 @@ def measured(every: Mapping[str, Module]) -> Iterator[Figure]:
     for heading, goal in FLOWS.items():
         what, files = f"files of {heading.lower()}", _flow(heading)
         yield _at_most(what, files, goal) if files else Figure(what, "-", f"<= {goal}", True)
-    writers = _writers(every)
+    writers = record_writers(every)
     crowded = [f"{slot}: {', '.join(sorted(at))}" for slot, at in sorted(writers.items()) if len(at) > 1]
     yield _at_most("values of a model's record with two writers", crowded, 0)
     yield _at_most("class names with two meanings", _doubled(every), 0)
@@ -243,15 +243,22 @@ def _flow(heading: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\]\(\.\./((?:sparkd|workers)/[\w/]+\.py)", below)))
 
 
-def _writers(every: Mapping[str, Module]) -> dict[str, set[str]]:
-    """By value of the record, the modules with an assignment to it through a name that ends with `record`."""
+# By value of the record that is an object of its own, the module that has its class, which alone may change it.
+OWNERS = {"queue": "sparkd.control.request_queue", "observed": "sparkd.control.observed"}
+
+
+def record_writers(every: Mapping[str, Module]) -> dict[str, set[str]]:
+    """By value of a model's record, the modules with an assignment to it through a name that ends with `record`."""
     writers: dict[str, set[str]] = defaultdict(set)
     for module in every.values():
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
-            if isinstance(node.value, ast.Name) and node.value.id.endswith("record"):
+            base = node.value
+            if isinstance(base, ast.Name) and base.id.endswith("record"):
                 writers[node.attr].add(module.name)
+            elif isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name) and base.value.id.endswith("record"):
+                writers[f"{base.attr}.{node.attr}"] |= {module.name, OWNERS.get(base.attr, module.name)}
     return writers
 
 
