@@ -46,17 +46,28 @@ from typing import Any, ClassVar
 
 
 class SparkdError(Exception):
-    """Root of the tree. `status` is the HTTP status, `type` and `code` are the OpenAI fields, `exit_code` is the command line's."""
+    """Root of the tree. `status` is the HTTP status, `type` and `code` are the OpenAI fields, `exit_code` is the command line's.
+
+    message: for the operator, who reads it in the log, the admin API and the command line; of errors that clients cause, for them.
+    client_message: what a client may read of an error of the daemon's, or None. It names no path, no folder of this machine and no token;
+    whoever raises the error decides. explanation: the message without the file or tensor that it begins with.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, client_message: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = self.explanation = message
         self.param = param
+        self.client_message = client_message
+
+    @property
+    def clause(self) -> str:
+        """The message for a longer sentence: without its full stop."""
+        return _clause(self.message)
 
     def headers(self) -> dict[str, str]:
         """Extra response headers, lower-case names."""
@@ -65,6 +76,10 @@ class SparkdError(Exception):
     def extra(self) -> dict[str, Any]:
         """Members that stand beside `error` in the body."""
         return {}
+
+
+def _clause(sentence: str) -> str:
+    return sentence.rstrip(".")
 
 
 class ConfigError(SparkdError):
@@ -78,6 +93,7 @@ class ConfigError(SparkdError):
     def __init__(self, message: str, *, file: str | None = None, line: int | None = None, param: str | None = None) -> None:
         place = f"{file}:{line}: " if file and line else f"{file}: " if file else ""
         super().__init__(place + message, param=param)
+        self.explanation = message
         self.file = file
         self.line = line
 
@@ -92,7 +108,9 @@ class CheckpointError(SparkdError):
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None, cure: str | None = None) -> None:
         place = ": ".join(part for part in (file, tensor) if part)
-        super().__init__(f"{place + ': ' if place else ''}{message.rstrip('.')}." + (f" {cure.rstrip('.')}." if cure else ""))
+        explanation = f"{_clause(message)}." + (f" {_clause(cure)}." if cure else "")
+        super().__init__(f"{place}: {explanation}" if place else explanation)
+        self.explanation = explanation
         self.reason = message
         self.file = file
         self.tensor = tensor

@@ -8,7 +8,7 @@ from typing import Any
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
-from sparkd.errors import Conflict
+from sparkd.errors import Conflict, ModelUnusable
 from sparkd.state.nouns import Operation, OperationState, Want
 
 
@@ -21,7 +21,7 @@ class Operator:
         self._journal = journal
         self._cluster = cluster
 
-    async def unusable(self, name: str, raw: Mapping[str, Any]) -> str | None:
+    async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
         """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
         return await self._cluster.unusable(self._registry.judged(name, raw))
 

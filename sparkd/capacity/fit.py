@@ -244,7 +244,7 @@ def _option(
         needed = at(context)
         length = _longest(needed, layout, inventory, wish)
     except CheckpointError as error:
-        return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."), cause="format")
+        return Option(name, tensor, pipeline, serving, None, error.clause, cause="format")
     if wish.max_model_len is None and needed.fits and length > context:
         # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
         more = at(length)

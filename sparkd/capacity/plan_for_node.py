@@ -225,7 +225,7 @@ def checkpoint_here(
         raise ConfigError("model must be a known name, a hub id or an absolute path, not one that begins with '.' or '~'.", param="model")
     source = (os.path.abspath(name) if name.startswith("/") else name) if spec is None else spec.model
     if fault := unusable(source, vllm=True, places=places):
-        raise ConfigError(fault, param="model")
+        raise ConfigError(fault.message, param="model")
     entry = entry_of(spec, config, there=there) if spec is not None and config is not None else None
     env = {**os.environ, **entry.env} if entry is not None else os.environ
     spec = entry.spec if entry is not None else spec

@@ -96,8 +96,8 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
     the entry that vLLM would not read either.
     """
     engine = config.engine
-    if why := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
-        raise ModelUnusable(why)
+    if absent := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
+        raise absent
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
     entrypoint = spec.entrypoint_of(engine)
@@ -157,7 +157,8 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
     if (broken := fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
         raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
     if why := too_long(args, release_in(spec.runtime_of(config.engine))):
-        raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
+        message = f"{spec.name} cannot be loaded: max_model_len: {why}"
+        raise ContextTooLong(message, client_message=message)
     if why := uneven(args):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 

@@ -22,7 +22,7 @@ from sparkd.models.source import folder_of
 from sparkd.schema import kv_cache, quantize, yaml_file
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
-from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table
+from sparkd.schema.yaml_file import ConfigProblem, Items, Table
 from sparkd.vllm import logging_args
 from sparkd.vllm.installed import full_version_in, has_module, release_in
 from sparkd.vllm.translate import flag_name, translated, values_of
@@ -136,8 +136,7 @@ def _keys(valid: Config, reading: ConfigReading, path: Path, environ: Mapping[st
         try:
             rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
         except ConfigError as error:
-            place = str(Location(error.file, error.line).problem(""))
-            yield _in_file(ConfigProblem(error.file, error.line, error.message.removeprefix(place)), valid, tree)
+            yield _in_file(ConfigProblem(error.file, error.line, error.explanation), valid, tree)
     yield from (_in_file(warning, valid, tree) for ring in rings.values() for warning in ring.warnings)
     if len(rings) < len(_ROLES):
         return
@@ -293,9 +292,9 @@ class _Entry:
                 yield self._at_flag(refusal)
 
     def _of_files(self) -> Iterator[ConfigProblem]:
-        if reason := unusable(self._model.model, vllm=self._vllm):
+        if absent := unusable(self._model.model, vllm=self._vllm):
             # A folder may lie on the node that this file is for.
-            yield self._at("model", reason, "error" if os.path.lexists(self._model.model) else "warning")
+            yield self._at("model", absent.message, "error" if os.path.lexists(self._model.model) else "warning")
             return
         if not self._vllm:
             return

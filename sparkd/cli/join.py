@@ -171,7 +171,7 @@ def token(
     try:
         secret = as_owner(path.parent, path.read_text).strip()
     except (OSError, StateError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.message.rstrip(".")
+        reason = error.strerror if isinstance(error, OSError) else error.clause
         raise ConfigError(f"The token {path} cannot be read: {reason}. Run it as root, after sparkd was started once.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or CommonOptions()).json:

@@ -51,7 +51,7 @@ class Session:
         except Unavailable:
             alone = "no daemon answers"
         except (Unauthorized, UnknownRoute) as error:
-            alone = error.message.rstrip(".")
+            alone = error.clause
         if not self.json:
             self.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
         return None

@@ -235,15 +235,15 @@ class Cluster:
         """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
         self._places.shut, self._places.room_gib = nodes, dict(room_gib)
 
-    async def unusable(self, spec: ModelConfig) -> str | None:
-        """Why there is no model to start, as a sentence, by its folder or its hub; None if there is one, or if that is unknown."""
+    async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
+        """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
         vllm, places = spec.runs_vllm(self._config.engine), self._config.model_places()
-        if why := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
-            return why
+        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
+            return fault
         try:
             await self._siting.refuse_absent(self._config, spec)
         except ModelUnusable as error:
-            return error.message
+            return error
         except ClusterError:
             return None
         return None

@@ -204,7 +204,9 @@ class Siting:
         need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
         flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
         if flags.refused:
-            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {flags.refused[0]}")
+            refused = f"{spec.name} cannot be started by the vLLM of its runtime"
+            client_message = f"{refused}, which does not take one of its flags."
+            raise FlagRefused(f"{refused}: {flags.refused[0]}", client_message=client_message)
         return replace(need, said=flags, nodes=where.only)
 
     def _only(self, need: Requirement) -> str | None:

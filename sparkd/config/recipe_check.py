@@ -99,7 +99,7 @@ def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tup
     try:
         found = imported(raw, str(path), table=table)
     except ConfigError as error:
-        return None, [ConfigProblem(str(path), error.line, error.message.removeprefix(f"{path}: "))]
+        return None, [ConfigProblem(str(path), error.line, error.explanation)]
     file_, problems = parse_recipe(path.stem, found.text.encode(), f"{path} (imported)", environ)
     return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
 

@@ -108,7 +108,8 @@ class Actions:
                 raise  # nothing that a system said: a TimeoutError of some library
             told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.rank_id = None
-            self.fail(record, type(told).__name__, told.message, lasts=isinstance(told, DoesNotFit) and told.lasts)
+            lasts = isinstance(told, DoesNotFit) and told.lasts
+            self.fail(record, type(told).__name__, told.message, lasts=lasts, client_message=told.client_message)
             return
         record.handles = handles
         for handle in handles:
@@ -296,8 +297,8 @@ class Actions:
             self._ledger.forget_wish(record.name)
         self._wake.set()
 
-    def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False) -> None:
-        """lasts: that waiting does not heal it, where the reason alone does not say so."""
+    def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
+        """lasts: that waiting does not heal it, where the reason alone does not say so. client_message: what a client may read of it."""
         backoff = Backoff(**self._roster.config.backoff.model_dump())
         ready_s = self._clock() - record.ready_since_s if record.ready_since_s is not None else 0.0
         if record.state in STARTING:
@@ -313,7 +314,7 @@ class Actions:
         if lasts:
             delay_s = max(delay_s, LASTING_S)
             message += f" Waiting does not heal it: {_mended(record)}."
-        record.fail(reason, message, self._clock() + delay_s, lasts=lasts)
+        record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

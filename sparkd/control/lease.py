@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -17,9 +16,9 @@ from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
+    ABSENT,
     DoesNotFit,
     Draining,
-    HubUnreachable,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
@@ -53,12 +52,7 @@ _THERE = (ModelState.READY, ModelState.DRAINING)
 KEPT_S, KEEP_EVERY_S = 120.0, 5.0
 NEARLY_S, STILL_S = 60.0, 30.0
 
-CAUSE_CHARS = 400
-_SENTENCE = re.compile(r".+?[.?](?=\s|$)")
-# A folder or an address. A name of the model may look like one, and the client has that already.
-_PLACE = re.compile(r"[/\\~]")
-# A hub id (owner/name) is none.
-_PATH = re.compile(r"(?<![\w.-])[/~]|\\")
+_ABSENT = "What its entry names cannot be used: check `model` there. `sparkd ps` or sparkd's log says why."
 
 
 class Lease:
@@ -115,7 +109,7 @@ class LeaseQueue:
         wishes: Wishes,
         wake: asyncio.Event,
         clock: Callable[[], float],
-        unusable: Callable[[ModelConfig], Awaitable[str | None]],
+        unusable: Callable[[ModelConfig], Awaitable[ModelUnusable | None]],
         parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
         look: Callable[[Record], Awaitable[None]],
         boundary: Boundary,
@@ -244,8 +238,8 @@ class LeaseQueue:
         if record.spec is None or not away:
             return
         if fault := await self._once(record, self._unusable, record.spec):
-            log.warning("a request for %s is refused: %s", record.name, fault)
-            raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(fault, record)}", retry_after_s=60)
+            log.warning("a request for %s is refused: %s", record.name, fault.message)
+            raise ModelFailed(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}", retry_after_s=60)
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Before a model is loaded whose engine would have no parser for the calls: by its engine where one starts, else by its files."""
@@ -302,19 +296,18 @@ class LeaseQueue:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        # No engine was started, so there is no log. A fault that its owner has to mend may be told; which models have the room may be
-        # nobody's business.
-        no_log = {
-            ModelUnusable.__name__: _pathless(record.message or "", record),
-            HubUnreachable.__name__: _pathless(record.message or "", record),
-            DoesNotFit.__name__: "`sparkd ps` says how much it asks for.",
-        }
-        more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
-        lasts = ""
-        if record.lasts:
-            lasts = " (waiting does not heal it)"
-        if record.reason in LASTING:
-            more = f"{_cause(record)}See `sparkd ps`."
+        lasts = " (waiting does not heal it)" if record.lasts else ""
+        if record.reason == DoesNotFit.__name__:
+            # Which models have the room may be nobody's business.
+            more = "`sparkd ps` says how much it asks for."
+        elif record.client_message is not None:
+            more = f"{record.client_message} See `sparkd ps`."
+        elif record.reason in ABSENT:
+            more = _ABSENT
+        elif record.reason in LASTING:
+            more = "See `sparkd ps`."
+        else:
+            more = "See `sparkd ps` and `sparkd logs`."
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
@@ -341,24 +334,6 @@ def _refuse_unable(record: Record, need: RequestNeeds) -> None:
     known = record.abilities
     if known is not None and not known.has(need):
         raise RouteNotServed(record.name, need.path, known.tasks)
-
-
-def _cause(record: Record) -> str:
-    """The reason for a client why a load failed for good, with a space behind it: its first sentence, which is ours. One with a path in
-    it is its owner's alone, and empty here."""
-    first = _SENTENCE.match(record.message or "")
-    if first is None or len(first[0]) > CAUSE_CHARS or _PLACE.search(first[0].replace(record.name, "")):
-        return ""
-    return f"{first[0]} "
-
-
-def _pathless(fault: str, record: Record) -> str:
-    """The sentence for a client on a model's folder: what is wrong with it and what helps, and not where it lies on this machine."""
-    folder = record.spec.model if record.spec else ""
-    sentence = fault.replace(f"The folder {folder} ", "Its folder ")
-    if _PATH.search(sentence.replace(record.name, "")):
-        return "What its entry names cannot be used: check `model` there. `sparkd ps` or sparkd's log says why."
-    return sentence
 
 
 def _draining() -> Draining:

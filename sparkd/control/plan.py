@@ -112,11 +112,12 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Give up this attempt. reason is one CamelCase word, message a sentence."""
+    """Give up this attempt. reason is one CamelCase word, message a sentence; client_message: what a client may read of it."""
 
     model: str
     reason: str
     message: str
+    client_message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,19 +362,20 @@ def _why(present: list[RankFact]) -> str:
     return f"{known.cause} {known.cure} " if known else ""
 
 
-def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
+def _epitaph(name: str, fact: RankFact) -> tuple[str, str, str | None]:
     """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
     if fact.killed:
-        return "MemoryGuard", fact.killed
+        return "MemoryGuard", fact.killed, None
     if failed := _told_failure(name, fact):
-        return failed
+        return (*failed, None)
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
     how, last_error = _end_of(fact), fact.progress.last_error
     if fact.diagnosis and fact.diagnosis.weight > 1:
-        return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
+        message = f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
+        return fact.diagnosis.name, message, fact.diagnosis.client_message
     tells = last_error is not None and not (fact.progress.lost and any(word in last_error for word in _LOST))
     last = f" Last error in its log: {last_error}" if tells else ""
-    return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`."
+    return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`.", None
 
 
 def _end_of(fact: RankFact) -> str:

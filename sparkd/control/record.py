@@ -35,6 +35,7 @@ class Record:
         "attempt_since_s",
         "backoff_until_s",
         "busy",
+        "client_message",
         "desired",
         "evicted",
         "failures",
@@ -165,9 +166,9 @@ class Record:
         self.stalls = (*(at_s for at_s in self.stalls if now_s - at_s < window_s), now_s)
         return len(self.stalls)
 
-    def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False) -> None:
-        """lasts: waiting does not heal it."""
-        self.reason, self.message, self.lasts = reason, message, lasts
+    def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False, client_message: str | None = None) -> None:
+        """lasts: waiting does not heal it. client_message: what a client may read of it."""
+        self.reason, self.message, self.lasts, self.client_message = reason, message, lasts, client_message
         self.backoff_until_s = backoff_until_s
         self.ready_since_s = None
         self.restarts += 1

@@ -359,6 +359,6 @@ class Supervisor:
                 self._actions.start(record, "stop", self._actions.stop(record, record.observed.ranks or ()))
             case Rest():
                 self._actions.rest(record)
-            case Fail(reason=reason, message=message):
+            case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
-                self._actions.fail(record, reason, message)
+                self._actions.fail(record, reason, message, client_message=client_message)

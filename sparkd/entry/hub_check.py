@@ -106,12 +106,15 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing(nested=True)
     except HubSilent as error:
-        why = error.message.removeprefix(f"{error.file}: ")
-        return HubUnreachable(f"{spec.model} is not on this machine, and its hub does not answer. {why}")
+        message = f"{spec.model} is not on this machine, and its hub does not answer. {error.explanation}"
+        return HubUnreachable(message, client_message=message)
     except (CheckpointError, ConfigError) as error:
-        return ModelUnusable(f"{error.message}{_meant(spec.model, near)}")
+        # Errors of Hub name the repository, its host and what to set: nothing of this machine.
+        message = f"{error.message}{_meant(spec.model, near)}"
+        return ModelUnusable(message, client_message=message)
     if not holds_model(listing.sizes):
-        return ModelUnusable(f"{spec.model} has no config.json on its hub, so it is no model that vLLM serves: check `model` of its entry.")
+        message = f"{spec.model} has no config.json on its hub, so it is no model that vLLM serves: check `model` of its entry."
+        return ModelUnusable(message, client_message=message)
     return Remote(listing.sizes.keys(), lambda name: hub.whole(listing.commit, name, MAX_JSON_BYTES), listing.commit)
 
 

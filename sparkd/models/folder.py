@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 
+from sparkd.errors import ModelUnusable
 from workers.host.hub_cache import hub_cache
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
@@ -18,33 +19,39 @@ def places_of(sources: Iterable[str], environ: Mapping[str, str]) -> tuple[str, 
     return (*sorted(parents), os.path.abspath(hub_cache(environ)))
 
 
-def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) -> str | None:
-    """Why not, as a sentence; None where it can be, or where `folder` is a hub id. vllm: what another module reads there is its own affair.
+def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) -> ModelUnusable | None:
+    """The error to raise, with a message for clients that does not say where the folder is; None where it can be a model's, or where
+    `folder` is a hub id. vllm: what another module reads there is its own affair.
 
     places: of `places_of`, None for anywhere. Beyond them each reason is told in the same words, because which paths there are is no
     caller's business. Blocks.
     """
-    why = _unusable(folder, vllm=vllm)
-    if why is None or places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
-        return why
-    return f"There is no model at {folder} that sparkd can read: {_CURE}, and let the user that sparkd runs as read it."
+    fault = _fault(folder, vllm=vllm)
+    if fault is None:
+        return None
+    if places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
+        return ModelUnusable(f"The folder {folder} {fault}", client_message=f"Its folder {fault}")
+    cure = f"{_CURE}, and let the user that sparkd runs as read it."
+    message = f"There is no model at {folder} that sparkd can read: {cure}"
+    return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
 
 
-def _unusable(folder: str, *, vllm: bool) -> str | None:
+def _fault(folder: str, *, vllm: bool) -> str | None:
+    """What is wrong with it, as the rest of a sentence that begins with the folder."""
     if not folder.startswith("/"):
         return None
     if os.path.isfile(folder):
-        return f"{folder} is a file, and the folder of a model is expected: {_CURE}."
+        return f"is a file: {_CURE}."
     if not os.path.isdir(folder):
-        return f"The folder {folder} is not on this node: {_CURE}."
+        return f"is not on this node: {_CURE}."
     try:
         names = os.listdir(folder)
     except OSError as error:
-        return f"The folder {folder} cannot be read ({error.strerror}): let the user that sparkd runs as read it."
+        return f"cannot be read ({error.strerror}): let the user that sparkd runs as read it."
     if not vllm or holds_model(names):
         return None
     what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
-    return f"The folder {folder} {what}, so it holds no model: {_CURE}."
+    return f"{what}, so it holds no model: {_CURE}."
 
 
 def holds_model(names: Iterable[str]) -> bool:

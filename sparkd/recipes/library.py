@@ -170,7 +170,7 @@ class RecipeLibrary:
             except ConfigError as error:
                 if not isinstance(self._environ, AsWritten):
                     raise
-                notes = (error.message.removeprefix(f"{full}: "), *notes)
+                notes = (error.explanation, *notes)
             if file is not None and take_out_trust(file):
                 notes += (_NO_TRUST,)
         except SparkdError as error:

@@ -196,22 +196,22 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
     """
     cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
     if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
-        raise ConfigError(f"{file.name}: {path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}")
+        raise ConfigError(f"{path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}", file=file.name)
     if "${env." in text:
-        raise ConfigError(f"{file.name}: a value out of this machine's environment is refused {_WHERE}: {cure}")
+        raise ConfigError(f"a value out of this machine's environment is refused {_WHERE}: {cure}", file=file.name)
     for table in file.every_settings():
         for key, value in table.items():
             if key not in KEYS and key != _TRUST and value not in (None, False):
-                raise ConfigError(f"{file.name}: {key} is refused {_WHERE}: {cure}", param=key)
+                raise ConfigError(f"{key} is refused {_WHERE}: {cure}", file=file.name, param=key)
         if table.get("load_format") is not None and str(table["load_format"]) not in LOAD_FORMATS:
-            raise ConfigError(f"{file.name}: this load_format is refused {_WHERE}: {cure}", param="load_format")
+            raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
         # The validation of the entry refuses a value of another kind.
         args, env = (value if isinstance(value, Mapping | list | tuple) else () for value in (table.get("extra_args"), table.get("env")))
         try:
             refuse_flags([str(arg) for arg in args], where=_WHERE, cure=cure)
             refuse_variables(env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env], where=_WHERE, cure=cure)
         except ConfigError as error:
-            raise ConfigError(f"{file.name}: {error.message}", param=error.param) from None
+            raise ConfigError(error.message, file=file.name, param=error.param) from None
 
 
 def is_of_hub(name: str) -> bool:

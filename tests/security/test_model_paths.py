@@ -68,7 +68,7 @@ async def test_what_is_no_models_folder_is_one_thing(tmp_path: Path, monkeypatch
     make(path)
     async with admin_of(tmp_path / "models") as made:
 
-        async def look(spec: object) -> str | None:
+        async def look(spec: object) -> ModelUnusable | None:
             config = made.scene.config
             return unusable(spec.model, vllm=True, places=config.model_places())  # type: ignore[attr-defined]
 

@@ -21,7 +21,7 @@ from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
+from sparkd.errors import MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
 from sparkd.state.abilities import Abilities
@@ -139,7 +139,7 @@ class FakeCluster:
             self.ranks.pop(fact.handle.rank_id, None)
         return self.left
 
-    async def unusable(self, spec: ModelConfig) -> str | None:
+    async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
         return None
 
     async def abilities(self, spec: ModelConfig) -> Abilities:

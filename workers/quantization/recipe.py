@@ -213,7 +213,7 @@ def _told(wrong: list[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        wrong.append(error.message.rstrip("."))
+        wrong.append(error.clause)
 
 
 def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:

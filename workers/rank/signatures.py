@@ -48,6 +48,11 @@ class Diagnosis:
     cause: str
     cure: str
 
+    @property
+    def client_message(self) -> str | None:
+        """The cause of what waiting does not heal, for a client; None where it names a repository, which is its owner's affair."""
+        return self.cause if self.name in LASTING - {"CodeUntrusted"} else None
+
 
 def diagnose(line: str) -> Diagnosis | None:
     """The first signature of the table that the line carries; None for any other line."""

@@ -24,7 +24,7 @@ from sparkd.admin import bodies
 from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
 from sparkd.admin.client import model_path
 from sparkd.control.journal import SLICE
-from sparkd.errors import AgentLost, DoesNotFit
+from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway import Edge, KeyDigests
 from sparkd.gateway.protocol import CONNECTION
@@ -439,7 +439,7 @@ async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_th
 ) -> None:
     """Before: it was known from then on, and tried again and again."""
     async with admin_of(tmp_path) as made:
-        empty = AsyncMock(return_value="The folder /y is empty, so it holds no model: check the path.")
+        empty = AsyncMock(return_value=ModelUnusable("The folder /y is empty, so it holds no model: check the path."))
         monkeypatch.setattr(made.scene.cluster, "unusable", empty)
         error = await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y"}})
         assert error["message"].startswith("new was not added: The folder /y is empty")
@@ -457,10 +457,10 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
     async with admin_of(tmp_path) as made:
         scene, seen = made.scene, []
 
-        async def look(spec: ModelConfig) -> str:
+        async def look(spec: ModelConfig) -> ModelUnusable:
             names = {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
             seen.append((spec.name, names, scene.store.specs()))
-            return "The folder /y is empty, so it holds no model: check the path."
+            return ModelUnusable("The folder /y is empty, so it holds no model: check the path.")
 
         monkeypatch.setattr(scene.cluster, "unusable", look)
         before = scene.supervisor.ledger.feed.written
