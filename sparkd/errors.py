@@ -67,7 +67,7 @@ class SparkdError(Exception):
     @property
     def clause(self) -> str:
         """The message for a longer sentence: without its full stop."""
-        return _clause(self.message)
+        return clause(self.message)
 
     def headers(self) -> dict[str, str]:
         """Extra response headers, lower-case names."""
@@ -78,7 +78,8 @@ class SparkdError(Exception):
         return {}
 
 
-def _clause(sentence: str) -> str:
+def clause(sentence: str) -> str:
+    """Without its full stop, for a longer sentence."""
     return sentence.rstrip(".")
 
 
@@ -108,7 +109,7 @@ class CheckpointError(SparkdError):
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None, cure: str | None = None) -> None:
         place = ": ".join(part for part in (file, tensor) if part)
-        explanation = f"{_clause(message)}." + (f" {_clause(cure)}." if cure else "")
+        explanation = f"{clause(message)}." + (f" {clause(cure)}." if cure else "")
         super().__init__(f"{place}: {explanation}" if place else explanation)
         self.explanation = explanation
         self.reason = message
@@ -222,15 +223,6 @@ class CommitUnknown(RankError):
 class ModelUnusable(RankError):
     code = "model_unusable"
 
-
-# No engine of a model that failed so was started, or the failure's own words name its log.
-UNSTARTED = frozenset(
-    kind.__name__
-    for kind in (
-        *(DoesNotFit, NoRoom, NodeRefused, HubUnreachable, RankError, FlagRefused, ContextTooLong, LoadRefused, CommitUnknown),
-        *(ModelUnusable, CheckpointError, CheckpointIncomplete),
-    )
-)
 
 # A model that failed so does not exist, or cannot be reached.
 ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))

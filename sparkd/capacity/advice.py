@@ -78,10 +78,10 @@ def exceeds(known: Account, memory_gib: float | None) -> bool:
 
 
 def advice(
-    args: EngineArgs, headers: Headers | None, hardware: Hardware, offered_bytes: int, ways: Ways = (1, 1), *, as_asked: bool = False
+    args: EngineArgs, headers: Headers | None, hardware: Hardware, offered_bytes: int, ways: Ways = (1, 1), *, instead_of: int = 0
 ) -> str:
-    """The choices that would fit into offered_bytes of each node instead, split in `ways`; empty where none is known. as_asked: that the
-    entry's own length and format fit is an answer too, because it was split otherwise."""
+    """The choices that would fit into offered_bytes of each node instead, split in `ways`; empty where none is known. instead_of:
+    the ranks that the entry asks for, where `ways` are fewer: that its own length and format fit is an answer then, too."""
     if headers is None:
         return ""
     model, serving = headers.model, serving_of(args, headers, hardware)
@@ -91,7 +91,7 @@ def advice(
     wish = FitRequest(serving.max_model_len, 1, ways[0] * ways[1], serving, None, args.enforce_eager, 0, ways=(ways,))
     options = choose(model, machine, wish).options
     own = AS_STORED if args.recipe is None or args.quantize in (None, AUTO) else args.recipe.default.spelling
-    if not as_asked and any(option.fits and option.format == own for option in options):
+    if not instead_of and any(option.fits and option.format == own for option in options):
         return ""  # then it is another key that stands in the way
     cures = []
     shorter = next((option.longest for option in options if option.format == own and option.longest), 0)
@@ -102,7 +102,8 @@ def advice(
         cures.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
     if source := next(_fitting(args, model, machine, replace(wish, quantize=AS_IT_IS)), None):
         cures.append(source)
-    return f"What would fit: {', or '.join(cures)}" if cures else ""
+    where = f" one node (tensor_parallel: {ways[0]})" if instead_of else ""
+    return f"What would fit{where}: {', or '.join(cures)}" if cures else ""
 
 
 def _fitting(args: EngineArgs, model: Inventory, machine: Hardware, wish: FitRequest) -> Iterator[str]:

@@ -204,7 +204,7 @@ def _advice(args: EngineArgs, hardware: Hardware) -> str:
     smaller = advice(args, here, hardware, free, args.split)
     if smaller or args.split == (1, 1):
         return smaller
-    return advice(args, here, hardware, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
+    return advice(args, here, hardware, free, instead_of=ranks)
 
 
 def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:

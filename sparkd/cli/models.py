@@ -16,7 +16,7 @@ from rich.console import Console
 from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.cli.options import CommonOptions, Json, KeyFile, Url, argument, option
 from sparkd.condition import Condition
-from sparkd.errors import ABSENT, UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
+from sparkd.errors import ABSENT, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 from sparkd.render import models as show
 from sparkd.units import MOST, real, whole
 
@@ -31,6 +31,10 @@ Timeout = Annotated[
     float | None, option("--timeout", metavar="S", parser=real("--timeout", 0, None, "seconds"), help="Stop waiting after S seconds.")
 ]
 Follow = Annotated[bool, option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")]
+
+
+# Failures of an engine that was started, whose messages do not name its log.
+_LOG_TELLS = frozenset(("EngineFrozen", "InternalError", "MemoryGuard", "NodeLost", "RankHangs", "RankLost", "RankMissing", "WrongModel"))
 
 
 class Session:
@@ -88,8 +92,7 @@ class Session:
                 removal = self.client.delete(model_path(model))
                 self.client.get(f"/operations/{removal['id']}", wait_s=POLL_S)
                 raise ModelFailed(f"{model}: {operation['message']} {model} was removed again.")
-            known = "sparkd logs" in operation["message"] or (view is not None and view["reason"] in UNSTARTED)
-            more = "" if known else f"`sparkd logs {model}` tells more, "
+            more = f"`sparkd logs {model}` tells more, " if view is not None and view["reason"] in _LOG_TELLS else ""
             raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops its next try.")
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")

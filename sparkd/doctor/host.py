@@ -46,6 +46,10 @@ class Host:
     def hung(self, name: str) -> bool:
         return bool((self.raw.get("commands", {}).get(name) or {}).get("hung"))
 
+    def missing(self, name: str) -> bool:
+        """Whether a program is not installed there."""
+        return bool((self.raw.get("commands", {}).get(name) or {}).get("missing"))
+
     @property
     def is_spark(self) -> bool:
         """A GB10, of whichever maker: the names in DMI differ, that of the GPU does not."""

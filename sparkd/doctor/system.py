@@ -115,7 +115,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
         return
     if host.trouble("nvidia-smi"):
         verdict, cure = (FAIL, "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must fit each other.")
-        if host.is_spark or "not installed" not in host.trouble("nvidia-smi"):
+        if host.is_spark or not host.missing("nvidia-smi"):
             yield host.find("nvidia-smi", verdict, "GPU", host.trouble("nvidia-smi"), cure)
         return
     if "nvidia-smi" not in host.raw.get("commands", {}):

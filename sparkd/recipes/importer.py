@@ -268,9 +268,9 @@ def _filled(command: Command, unknown: set[str]) -> None:
 
 def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, release: Release, notes: list[str]) -> dict[str, Any]:
     env = {**_environment(table.get("env"), notes), **command.env}
-    placed = {name: "sparkd places the ranks of a model, and tells each where it is." for name in env if name in _RANKS}
-    for name, why in {**placed, **{name: message.partition(": ")[2] for name, message in owned_env(env)}}.items():
-        notes.append(f"{name} is left out: {why}")
+    placed = {name: "sparkd places the ranks of a model, and tells each where it is" for name in env if name in _RANKS}
+    for name, reason in {**placed, **dict(owned_env(env))}.items():
+        notes.append(f"{name} is left out: {reason}.")
         del env[name]
     said = translated(command.args, env, release)
     notes += said.notes

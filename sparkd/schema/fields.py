@@ -202,8 +202,8 @@ def environment(value: Any) -> Any:
             raise refuse(f"must give {name} a text or a number: put true, false and empty values in quotes", item=place)
         if isinstance(text, str) and "\x00" in text:
             raise refuse(f"gives {name} a NUL byte, which no process can be given", item=place)
-        for _, message in reserved_args.owned_env([name]):
-            raise refuse(message, item=place)
+        for _, reason in reserved_args.owned_env([name]):
+            raise refuse(f"{name} is not for env: {reason}.", item=place)
     return {name: text if isinstance(text, SecretStr) else str(text) for _, name, text in pairs}
 
 

@@ -334,8 +334,10 @@ def _is_misspelt(tree: Table, location: Sequence[str | int]) -> bool:
 
 
 def _sentence(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    if kind in {"refused", "value_error"}:
-        return message.removeprefix("Value error, ")
+    if kind == "refused":
+        return message
+    if kind == "value_error":
+        return str(context["error"])
     if kind in _EXPECTED:
         return _EXPECTED[kind].format(**context)
     return message.removeprefix("Input should be ").rstrip(".")

@@ -34,7 +34,7 @@ def recipe(value: Any) -> Any:
     try:
         return {} if value == "" else _parsed(plain(value)).canonical()
     except SparkdError as error:
-        raise refuse(_bare(error), repeats=True) from None
+        raise refuse(error.explanation, repeats=True) from None
 
 
 def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
@@ -75,7 +75,7 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     try:
         _parsed(model.quantize or None, env)
     except SparkdError as error:
-        return _bare(error)
+        return error.explanation
     return None
 
 
@@ -114,8 +114,3 @@ def _parsed(value: Any, env: Mapping[str, str] | None = None) -> QuantizationRec
     from workers.quantization.recipe import QuantizationRecipe
 
     return QuantizationRecipe.parse(value, env)
-
-
-def _bare(error: SparkdError) -> str:
-    """Its message without the key, which whoever shows it knows better."""
-    return error.message.removeprefix("quantize: ").removeprefix("quantize.")

@@ -112,7 +112,7 @@ def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple
 
 
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """(name, message) of every environment variable that sparkd owns.
+    """(name, reason) of every environment variable that sparkd owns. The reason is a clause.
 
     LD_PRELOAD is not among them: the CPU engine itself asks for tcmalloc and libiomp there, and who writes the file owns the engine
     anyway. Nor is PYTHONPATH: the rank puts sparkd's own folder before it.
@@ -122,7 +122,7 @@ def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
         if reason is None and not name.startswith("SPARKD_STUB_"):
             reason = next((why for family, why in _OWNED_ENV_FAMILIES.items() if name.startswith(family)), None)
         if reason:
-            yield name, f"{name} is not for env: {reason}."
+            yield name, reason
 
 
 def loader_flags(args: Sequence[str]) -> Iterable[str]:

@@ -150,7 +150,7 @@ class Holders:
             # One that hangs is enough: the next would hang beside it.
             return
         answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S) if self.has_device else ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
-        if answer.trouble and answer.trouble.endswith("is not installed"):
+        if answer.missing:
             self.has_device = self._can_ask = False
             return
         if answer.trouble is None and self.has_device:

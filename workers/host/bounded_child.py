@@ -16,11 +16,13 @@ _stuck: list[subprocess.Popen[str]] = []
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutput:
-    """text is what the program wrote to stdout. trouble says why there is none, None where it ended well; hung, whether it did not end."""
+    """text is what the program wrote to stdout. trouble says why there is none, None where it ended well; hung, whether it did not end;
+    missing, whether it is not installed."""
 
     text: str
     trouble: str | None = None
     hung: bool = False
+    missing: bool = False
 
 
 def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
@@ -31,7 +33,7 @@ def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
             env={"PATH": f"{os.environ.get('PATH', os.defpath)}:{PLACES}", "LC_ALL": "C"}, start_new_session=True,
         )  # fmt: skip
     except FileNotFoundError:
-        return ProgramOutput("", f"{command[0]} is not installed")
+        return ProgramOutput("", f"{command[0]} is not installed", missing=True)
     except OSError as error:
         return ProgramOutput("", f"{command[0]} cannot be run: {error.strerror or error}")
     try:

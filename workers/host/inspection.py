@@ -91,11 +91,11 @@ def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
 def _asked(root: Path, name: str) -> dict[str, Any]:
     if root == ROOT:
         answer = ask(COMMANDS[name], TIMEOUT_S)
-        return {"text": answer.text[-DMESG_BYTES:], "trouble": answer.trouble, "hung": answer.hung}
+        return {"text": answer.text[-DMESG_BYTES:], "trouble": answer.trouble, "hung": answer.hung, "missing": answer.missing}
     text = _text(root / "captured" / f"{name}.txt", DMESG_BYTES)
     hung = (root / "captured" / f"{name}.hung").exists()
     trouble = f"{name} did not answer within {TIMEOUT_S:g} s" if hung else None if text is not None else f"{name} is not installed"
-    return {"text": text or "", "trouble": trouble, "hung": hung}
+    return {"text": text or "", "trouble": trouble, "hung": hung, "missing": text is None and not hung}
 
 
 def _engines(root: Path) -> Iterator[dict[str, Any]]:

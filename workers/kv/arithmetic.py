@@ -197,8 +197,8 @@ def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: in
     demand = replace(learned or Demand(), weights=weights)
     case = _Case(room, margin, demand, need)
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which nobody knows yet, come on top"
-    told = _sentence(_what(need), case, max(need.floor - case.left, floor - room), most=0, more=more, none_left=True)
-    return f"Under {_gib(floor)} nothing is tried. {told}".replace("The weights take", "The engine, its weights included, holds", 1)
+    missing = max(need.floor - case.left, floor - room)
+    return f"Under {_gib(floor)} nothing is tried. {_sentence(_what(need), case, missing, most=0, more=more, tried=False)}"
 
 
 def longest(left: int, need: CacheCosts) -> int:
@@ -345,12 +345,14 @@ def _ahead(demand: Demand) -> list[str]:
 
 
 def _sentence(
-    what: str, case: _Case, missing: int, *, smaller: bool = False, most: int | None = None, more: str = "", none_left: bool = False
+    what: str, case: _Case, missing: int, *, smaller: bool = False, most: int | None = None, more: str = "", tried: bool = True
 ) -> str:
     """missing: bytes. smaller: the cache was given a size, which is too large. most: what it may have, where less than what is left.
-    more: what else there is to the sum. none_left: whatever that is, it is too little to begin."""
+    more: what else there is to the sum. tried: False where too little is left to begin, and the weights are known with all that the engine
+    holds."""
     demand, need, left = case.demand, case.need, case.left
-    weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
+    holds = "The weights take" if tried else "The engine, its weights included, holds"
+    weights = f" {holds} {_gib(demand.weights)}." if demand.weights else ""
     sum_of = f"{_gib(case.room)} are there, less {', '.join([*_ahead(demand), f'{_gib(case.margin)} of margin'])}{more}."
     offered = case.offered(left)
     if smaller and offered >= need.floor:
@@ -359,7 +361,7 @@ def _sentence(
     else:
         cures = _shorter(left if most is None else min(left, most), case)
     cures += [*_smaller(case, missing), f"ending what else uses the memory{case.larger}"]
-    return f"{what} and {_gib(0 if none_left else max(0, left))} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
+    return f"{what} and {_gib(max(0, left) if tried else 0)} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
 
 
 def _smaller(case: _Case, missing: int) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, clause
 
 NAMES = ("bf16", "fp8", "fp8_block", "mxfp4", "nvfp4", "int4")
 GROUP_SIZES = (32, 64, 128)
@@ -72,9 +72,9 @@ class Format:
         """
         if isinstance(value, Mapping):
             if unknown := sorted(str(key) for key in value if key not in ("format", "group_size")):
-                raise refused(f"{where}: the key {unknown[0]!r} is not known; format and group_size are")
+                raise refused(where, f"the key {unknown[0]!r} is not known; format and group_size are")
             if "format" not in value:
-                raise refused(f"{where}: `format` is missing; {_known()}")
+                raise refused(where, f"`format` is missing; {_known()}")
             return _with_group(_parsed(value["format"], where), value.get("group_size"), group_size, where)
         return _with_group(_parsed(value, where), None, group_size, where)
 
@@ -85,25 +85,36 @@ def fitting(group: int, columns: int) -> str:
     return " or ".join(fits or ["nvfp4" if group > 16 and columns % 16 == 0 else "fp8"])
 
 
-def refused(message: str) -> ConfigError:
-    """A ConfigError about the key `quantize`, ended as a sentence."""
-    return ConfigError(message.rstrip(".") + ".", param="quantize")
+def refused(where: str, reason: str) -> ConfigError:
+    """The error about a key of `quantize`, or about a variable that stands for one. reason: a clause. Its explanation names the key as
+    seen from `quantize`."""
+    error = ConfigError(f"{where}: {reason}.", param="quantize")
+    _, _, inner = where.partition("quantize.")
+    error.explanation = f"{reason}." if where == "quantize" else f"{inner or where}: {reason}."
+    return error
+
+
+def refused_together(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that tells all of these."""
+    error = ConfigError(f"{'; '.join(each.clause for each in errors)}.", param="quantize")
+    error.explanation = f"{'; '.join(clause(each.explanation) for each in errors)}."
+    return error
 
 
 def _parsed(text: Any, where: str) -> tuple[str, int | None]:
     """(name, group size as spelled)."""
     if not isinstance(text, str):
-        raise refused(f"{where}: {text!r} is no format; {_known()}")
+        raise refused(where, f"{text!r} is no format; {_known()}")
     plain = text.strip().lower().replace("_", "-")
     if plain.partition("-")[0] == "nf4":
-        raise refused(f"{where}: nf4 is not built yet; nvfp4 is as precise and runs on vLLM's own kernels, int4-g64 is as small")
+        raise refused(where, "nf4 is not built yet; nvfp4 is as precise and runs on vLLM's own kernels, int4-g64 is as small")
     match = _SPELLING.fullmatch(plain)
     name = match["name"].replace("-", "_") if match else ""
     if match is None or name not in NAMES or (match["group"] and name != "int4"):
         import difflib
 
         near = difflib.get_close_matches(plain, (*SPELLINGS, "int4"), n=1)
-        raise refused(f"{where}: the format {text!r} is not known; " + (f"did you mean {near[0]}? " if near else "") + _known())
+        raise refused(where, f"the format {text!r} is not known; " + (f"did you mean {near[0]}? " if near else "") + _known())
     return name, int(match["group"]) if match["group"] else None
 
 
@@ -111,15 +122,15 @@ def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, w
     name, spelled = parsed
     if own is not None and (type(own) is not int or (spelled is not None and own != spelled)):
         told = f"{own!r} is no whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
-        raise refused(f"{where}: group_size {told}; say it once, one of 32, 64, 128")
+        raise refused(where, f"group_size {told}; say it once, one of 32, 64, 128")
     size = own if own is not None else spelled
     if name != "int4":
         if size is not None and size != _FIXED_GROUPS.get(name):
-            raise refused(f"{where}: {name.replace('_', '-')} has no group size to choose; leave group_size out, or choose int4")
+            raise refused(where, f"{name.replace('_', '-')} has no group size to choose; leave group_size out, or choose int4")
         return Format(name)
     size = size if size is not None else default if default is not None else DEFAULT_GROUP_SIZE
     if size not in GROUP_SIZES:
-        raise refused(f"{where}: group size {size} is not built; int4 has 32, 64 and 128")
+        raise refused(where, f"group size {size} is not built; int4 has 32, 64 and 128")
     return Format(name, size)
 
 

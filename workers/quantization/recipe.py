@@ -33,7 +33,7 @@ from sparkd.errors import CheckpointError, ConfigError
 from workers.quantization import variables
 from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
 from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
-from workers.quantization.formats import Format, refused
+from workers.quantization.formats import Format, refused, refused_together
 from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
 from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
@@ -186,7 +186,7 @@ def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping
 
 
 def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> QuantizationRecipe:
-    wrong: list[str] = []
+    wrong: list[ConfigError] = []
     with _told(wrong):
         _no_unknown(value, _KEYS, "quantize")
     size, default = value.get("group_size"), BF16
@@ -201,19 +201,19 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
     with _told(wrong):
         rules = tuple(_limited(chain(_layers(value.get("layers"), size, wrong), _keep(value.get("keep")))))
     if wrong:
-        raise refused("; ".join(wrong))
+        raise refused_together(wrong)
     if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
-        raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
+        raise refused("quantize.group_size", "only int4 has a group size to choose, and nothing here is int4; leave it out")
     return QuantizationRecipe(default, rules, notes)
 
 
 @contextmanager
-def _told(wrong: list[str]) -> Iterator[None]:
+def _told(wrong: list[ConfigError]) -> Iterator[None]:
     """A refusal goes to the others, so that all are told at once."""
     try:
         yield
     except ConfigError as error:
-        wrong.append(error.clause)
+        wrong.append(error)
 
 
 def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
@@ -221,23 +221,24 @@ def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
     for count, rule in enumerate(rules, 1):
         size += rule.expression.size
         if count > MAX_RULES:
-            raise refused(f"quantize: there are more than {MAX_RULES} rules; let patterns stand for several names")
+            raise refused("quantize", f"there are more than {MAX_RULES} rules; let patterns stand for several names")
         if size > MAX_RULE_CHARACTERS:
             raise refused(
-                f"{rule.source}: with {rule.shown} the rules have more than {MAX_RULE_CHARACTERS:,} characters once their repetitions are "
-                "written out; write them with fewer repetitions"
+                rule.source,
+                f"with {rule.shown} the rules have more than {MAX_RULE_CHARACTERS:,} characters once their repetitions are "
+                "written out; write them with fewer repetitions",
             )
         yield rule
 
 
-def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[FormatRule]:
+def _layers(value: Any, group_size: int | None, wrong: list[ConfigError]) -> Iterator[FormatRule]:
     """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}. wrong: takes the refusals."""
     if value is None:
         return
     if isinstance(value, Mapping):
         value = [{"match": match, **(what if isinstance(what, Mapping) else {"format": what})} for match, what in value.items()]
     if not isinstance(value, (list, tuple)):
-        raise refused("quantize.layers: a list of {match, format, priority}, or a mapping {pattern: format}, is expected")
+        raise refused("quantize.layers", "a list of {match, format, priority}, or a mapping {pattern: format}, is expected")
     for index, entry in enumerate(value):
         with _told(wrong):
             yield from _rules_of(entry, f"quantize.layers[{index}]", group_size)
@@ -247,13 +248,13 @@ def _layers(value: Any, group_size: int | None, wrong: list[str]) -> Iterator[Fo
 
 def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[FormatRule]:
     if not isinstance(entry, Mapping):
-        raise refused(f"{where}: {{match: PATTERN, format: FORMAT}} is expected")
+        raise refused(where, "{match: PATTERN, format: FORMAT} is expected")
     _no_unknown(entry, _RULE_KEYS, where)
     wanted = {key: entry[key] for key in ("format", "group_size") if entry.get(key) is not None}
     chosen = Format.parse(wanted, where=where, group_size=group_size)
     priority = entry.get("priority", 0)
     if type(priority) is not int or abs(priority) > 1_000_000:
-        raise refused(f"{where}.priority: {priority!r} is no whole number; the larger holds, and 0 is usual")
+        raise refused(f"{where}.priority", f"{priority!r} is no whole number; the larger holds, and 0 is usual")
     yield from (FormatRule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
 
 
@@ -265,10 +266,10 @@ def _keep(value: Any) -> Iterator[FormatRule]:
 def _patterns(value: Any, where: str) -> list[str]:
     patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
     if not patterns and value != []:
-        raise refused(f"{where}: a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
+        raise refused(where, "a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern.strip():
-            raise refused(f"{where}: {pattern!r} is no pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
+            raise refused(where, f"{pattern!r} is no pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
     return [pattern.strip() for pattern in patterns]
 
 
@@ -279,7 +280,7 @@ def _no_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) ->
 
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]}" if near else ""
-            raise refused(f"{where}: the key {key!r} is not known{hint}; known are {', '.join(known)}")
+            raise refused(where, f"the key {key!r} is not known{hint}; known are {', '.join(known)}")
 
 
 # The recipe that leaves a model as it is stored.

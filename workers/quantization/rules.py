@@ -50,7 +50,7 @@ class FormatRule:
     def __post_init__(self) -> None:
         kind = "expert" if self.match == "moe" else self.match.removeprefix(_CLASS) if self.match.startswith(_CLASS) else None
         if kind is not None and kind not in CLASSES:
-            raise refused(f"{self.source}: {self.match!r} names no class; the classes are {', '.join(CLASSES)}")
+            raise refused(self.source, f"{self.match!r} names no class; the classes are {', '.join(CLASSES)}")
         is_regex = self.match.startswith(_REGEX)
         is_glob = self.match != "all" and kind is None and not is_regex
         written = _written(self.match, self.source) if is_glob else self.match.removeprefix(_REGEX) if is_regex else ""
@@ -58,7 +58,7 @@ class FormatRule:
             expression = Expression(written)
         except Unreadable as error:
             term = "pattern" if is_glob else "regular expression"
-            raise refused(f"{self.source}: {self.shown} is no {term} that can be used: {error}") from None
+            raise refused(self.source, f"{self.shown} is no {term} that can be used: {error}") from None
         literals = frozenset(part for part in self.match.split(".") if is_glob and not _WILD.search(part))
         words = frozenset(re.findall(r"\w+", self.match.replace("\\", " "))) if is_regex else literals
         rank = (self.priority, 1, 0) if is_regex else (self.priority, len(literals), sum(map(len, literals)))
@@ -105,11 +105,11 @@ def _written(match: str, source: str) -> str:
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
-            f"{source}: {match!r} has an empty component or one that cannot be printed; `o_proj`, `layers.0.*` and `all` are patterns"
+            source, f"{match!r} has an empty component or one that cannot be printed; `o_proj`, `layers.0.*` and `all` are patterns"
         )
     for before, part in pairwise(parts):
         if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
-            raise refused(f"{source}: {match!r} picks among experts, and all experts of a layer have one format; write experts.*")
+            raise refused(source, f"{match!r} picks among experts, and all experts of a layer have one format; write experts.*")
     while len(parts) > 1 and parts[-1] == "**":
         parts.pop()
     pieces = [_ANY_COMPONENTS if part == "**" else _component(part, match, source) + _DOT for part in parts]
@@ -133,10 +133,10 @@ def _component(part: str, match: str, source: str) -> str:
         negated = inside.startswith("!")
         inner = re.sub(r"([\\^\[&~|])", r"\\\1", inside.removeprefix("!"))
         if not closed or not inner:
-            raise refused(f"{source}: {match!r} has a `[` without its `]`")
+            raise refused(source, f"{match!r} has a `[` without its `]`")
         made += f"[{'^.' if negated else ''}{inner}]"
         try:
             re.compile(made)
         except re.error as error:
-            raise refused(f"{source}: {match!r} has a set that cannot be read: {error}") from None
+            raise refused(source, f"{match!r} has a set that cannot be read: {error}") from None
     return made

@@ -20,7 +20,7 @@ def rules_of(environ: Mapping[str, str]) -> tuple[FormatRule, ...]:
         words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
         if words and spelling == "nf4":
             raise refused(
-                f"{variable}={','.join(words)}: nf4 is not built yet; name these layers in VLLM_MXFP4_LAYERS, or use `quantize: nvfp4`"
+                f"{variable}={','.join(words)}", "nf4 is not built yet; name these layers in VLLM_MXFP4_LAYERS, or use `quantize: nvfp4`"
             )
         found += [FormatRule(word, Format(spelling), priority, source=variable) for word in words]
     return tuple(found)

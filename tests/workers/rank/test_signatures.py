@@ -150,7 +150,7 @@ def test_a_start_that_failed_ends_with_cause_and_cure() -> None:
     assert found is not None
     fact = replace(DEAD, exit_code=2, diagnosis=Diagnosis(**asdict(found)))
     assert plan({"m": running(ModelState.LOADING, fact)}, (), True, NOW_S) == [
-        Fail("m", "ServeTwice", f"{found.cause} {found.cure} The engine ended (exit code 2); see `sparkd logs m`.")
+        Fail("m", "ServeTwice", f"{found.cause} {found.cure} The engine ended (exit code 2); see `sparkd logs m`.", found.cause)
     ]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, clause
 from workers.stream.cache.manifest import (
     CODE_VERSION,
     MANIFEST,
@@ -143,7 +143,7 @@ def find(
         found, why = None, error.message
     if found is None:
         os.close(lock)
-        say(f"The quantized cache {folder} is not valid: {str(why).rstrip('.')}.{_removed(folder)}")
+        say(f"The quantized cache {folder} is not valid: {clause(str(why))}.{_removed(folder)}")
         return None
     with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
         os.utime(os.path.join(folder, USED))

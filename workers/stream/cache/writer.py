@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sparkd.checkpoint import Checkpoint, TensorRef
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, clause
 from workers.stream.cache.companions import companions_bytes, write_companions
 from workers.stream.cache.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
 from workers.stream.cache.manifest import MANIFEST, USED, CacheManifest, CheckpointIdentity, OwnFile, TpSlice, entry_name, format_name
@@ -326,8 +326,8 @@ class CacheWriter:
         if isinstance(error, OSError):
             return f"{what}: {error.filename or self._cache_dir}: {error.strerror}; mend that, or set quantized_cache.dir."
         if isinstance(error, CheckpointError | _Skipped):
-            return f"{what}: {str(error).rstrip('.')}."
-        return f"{what}: {type(error).__name__}: {str(error).rstrip('.')}."
+            return f"{what}: {clause(str(error))}."
+        return f"{what}: {type(error).__name__}: {clause(str(error))}."
 
 
 def layout_of(virtual: VirtualCheckpoint) -> tuple[Tensors, frozenset[str]]:
