@@ -4,6 +4,7 @@ starts one, and never shows what an entry keeps secret.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -204,7 +205,7 @@ def _advice(args: EngineArgs, hardware: Hardware) -> str:
     smaller = advice(args, here, hardware, free, args.split)
     if smaller or args.split == (1, 1):
         return smaller
-    return advice(args, here, hardware, free, instead_of=ranks)
+    return advice(args, here, hardware, free, instead_of=math.prod(args.split))
 
 
 def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:

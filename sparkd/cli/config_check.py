@@ -24,6 +24,7 @@ from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
 from sparkd.schema.yaml_file import ConfigProblem, Items, Table
 from sparkd.vllm import logging_args
+from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, has_module, release_in
 from sparkd.vllm.translate import flag_name, translated, values_of
 from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
@@ -44,7 +45,6 @@ _NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or leave it o
 # Flags whose value is a file or a folder where it is a whole path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_FLAG = re.compile(r"--?([\w-]+)(?:\.\.\.)?: ")
 
 
 def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
@@ -253,11 +253,11 @@ class _Entry:
         """Numbers of flags that stand for keys, and are outside of the key's range."""
         args = self._model.extra_args
         if any(True for _ in values_of(args, SHARE)) and share_of(args) is None:
-            yield self._at_flag(f"--{SHARE}: it must be above 0 and at most 1.")
+            yield self._at_flag(FlagNote(SHARE, "it must be above 0 and at most 1."))
         for name in (*NUMBERS, "max-model-len"):
             text = next((value for *_, value in reversed(list(values_of(args, name)))), "1")
             if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
-                yield self._at_flag(f"--{name}: it must be above 0.")
+                yield self._at_flag(FlagNote(name, "it must be above 0."))
         tokens, requests = (
             number_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
         )
@@ -281,10 +281,9 @@ class _Entry:
         for name in _FILES:
             for *_, path in values_of(flags, name):
                 if path.startswith("/") and not os.path.lexists(path):
-                    yield self._at_flag(f"--{name}: {path} does not exist on this node.", "warning")
-        for refusal in unknown_parsers(flags, self._env, self._runtime):
-            key, _, message = refusal.partition(": ")
-            yield self._at_flag(f"--{key.replace('_', '-')}: {message}")
+                    yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
+        for note in unknown_parsers(flags, self._env, self._runtime):
+            yield self._at_flag(FlagNote(note.name, note.reason))
         for refusal in (*unknown_formats(flags, self._env, self._runtime), *unknown_drafts(translation.args, self._env, self._runtime)):
             yield self._at_flag(refusal)
         if self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED):
@@ -332,23 +331,21 @@ class _Entry:
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
         if getattr(self._model, key) is None and any(values_of(self._model.extra_args, key.replace("_", "-"))):
-            return self._at_flag(f"--{key.replace('_', '-')}: {message}", severity)
+            return self._at_flag(FlagNote(key.replace("_", "-"), message), severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return place_of(self._tree, ("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 
-    def _at_flag(self, sentence: str, severity: str = "error") -> ConfigProblem:
-        """A sentence that begins with a flag, at the argument or the key that it comes from."""
-        named = _FLAG.match(sentence)
-        name = named[1] if named else ""
+    def _at_flag(self, note: str, severity: str = "error") -> ConfigProblem:
+        """A FlagNote at the argument, the variable or the key that it is about; another sentence at extra_args."""
+        name = note.name if isinstance(note, FlagNote) else ""
         for index, arg in enumerate(self._model.extra_args):
             if name and ((flag_name(arg) or "").startswith(name) or arg.partition("=")[0] == f"-{name}"):
                 place = place_of(self._tree, ("models", self._model.name, "extra_args", index))
-                return place.problem(f"models.{self._model.name}: {sentence}", severity)
-        variable = sentence.partition(" ")[0].rstrip(":")
-        if variable in self._model.env:
-            place = place_of(self._tree, ("models", self._model.name, "env", variable))
-            return place.problem(f"models.{self._model.name}: {sentence}", severity)
+                return place.problem(f"models.{self._model.name}: {note}", severity)
+        if name in self._model.env:
+            place = place_of(self._tree, ("models", self._model.name, "env", name))
+            return place.problem(f"models.{self._model.name}: {note}", severity)
         key = _FLAG_OF.get(name, name.replace("-", "_"))
-        if named and getattr(self._model, key, None) is not None and key in ModelConfig.model_fields:
-            return self._at(key, sentence[named.end() :], severity)
-        return self._at("extra_args", sentence, severity, bare=True)
+        if isinstance(note, FlagNote) and getattr(self._model, key, None) is not None and key in ModelConfig.model_fields:
+            return self._at(key, note.reason, severity)
+        return self._at("extra_args", note, severity, bare=True)

@@ -112,9 +112,9 @@ def misnamed(file: RecipeFile) -> list[ConfigProblem]:
         severity = "warning" if container is not None and is_fork(container.image) else "error"
         for settings in file.settings(variant):
             env = settings.get("env")
-            for reason in unknown_parsers(parser_flags(settings), env if isinstance(env, Mapping) else {}, None):
-                place = settings.places.get(reason.partition(":")[0], settings.places.get("extra_args", file.place()))
-                told[place.problem(reason, severity)] = None
+            for note in unknown_parsers(parser_flags(settings), env if isinstance(env, Mapping) else {}, None):
+                place = settings.places.get(note.name.replace("-", "_"), settings.places.get("extra_args", file.place()))
+                told[place.problem(note, severity)] = None
     return list(told)
 
 

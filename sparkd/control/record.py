@@ -85,6 +85,7 @@ class Record:
         self.since_wall_s = wall_s
         self.reason: str | None = None
         self.lasts = False
+        self.client_message: str | None = None
         self.message: str | None = None
         self.operation: str | None = None
         self.busy: str | None = None

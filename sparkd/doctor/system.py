@@ -97,15 +97,15 @@ def _driver(host: Host) -> Iterator[Finding]:
         else:
             yield host.fine("driver", "NVIDIA driver", "no NVIDIA GPU")
         return
-    told = version[1] if version else text.splitlines()[0][:80]
+    release = version[1] if version else text.splitlines()[0][:80]
     if text and "Open Kernel Module" not in text and host.is_spark:
         cure = "Install the open one of the same release (nvidia-driver-580-open): the proprietary one does not start a GB10."
-        yield host.find("driver", FAIL, "NVIDIA driver", f"{told}, the proprietary module", cure)
-    elif told.startswith("590."):
+        yield host.find("driver", FAIL, "NVIDIA driver", f"{release}, the proprietary module", cure)
+    elif release.startswith("590."):
         cure = "Go back to 580: capturing CUDA graphs hangs with 590 on a Spark."
-        yield host.find("driver", WARN, "NVIDIA driver", told, cure)
+        yield host.find("driver", WARN, "NVIDIA driver", release, cure)
     else:
-        yield host.fine("driver", "NVIDIA driver", f"{told}{', open module' if 'Open Kernel' in text else ''}")
+        yield host.fine("driver", "NVIDIA driver", f"{release}{', open module' if 'Open Kernel' in text else ''}")
 
 
 def _gpu(host: Host) -> Iterator[Finding]:

@@ -15,12 +15,13 @@ ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "swi
 
 @dataclass(frozen=True, slots=True)
 class LinkRail:
-    """A twin here and its peer at the other end, in one subnet. problem: what makes it useless, None where it is sound."""
+    """A twin here and its peer at the other end, in one subnet. problem: what makes it useless, None where it is sound; cure: of that."""
 
     a: NetworkInterface
     b: NetworkInterface
     network: IPv4Network
     problem: str | None
+    cure: str = ""
 
     @property
     def rdma(self) -> bool:
@@ -166,16 +167,17 @@ def _rails(x: Cage, y: Cage, met: bool) -> tuple[LinkRail, ...]:
         for t in y.twins:
             network = _common(s, t, met)
             if network and not any(rail.a is s or rail.b is t for rail in found):
-                found.append(LinkRail(s, t, network, _problem(s, t)))
+                found.append(LinkRail(s, t, network, *_problem(s, t)))
     return tuple(found)
 
 
-def _problem(s: NetworkInterface, t: NetworkInterface) -> str | None:
+def _problem(s: NetworkInterface, t: NetworkInterface) -> tuple[str | None, str]:
+    """(problem, cure)"""
     if twice := {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
-        return f"both ends have {min(twice)}"
+        return f"both ends have {min(twice)}", "Give each end an address of its own."
     if s.mtu != t.mtu:
-        return f"MTU {s.mtu} at one end and {t.mtu} at the other"
-    return None
+        return f"MTU {s.mtu} at one end and {t.mtu} at the other", f"Set mtu: {GOOD_MTU} at both ends."
+    return None, ""
 
 
 def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
@@ -186,8 +188,7 @@ def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
         cure = "Give both ends of each twin's rail addresses in one subnet: else `ibv_modify_qp failed with 110 Connection timed out`."
         yield Finding("pairing", FAIL, node, about, told, cure)
         return
-    for problem in dict.fromkeys(rail.problem for rail in cable.rails if rail.problem):
-        cure = f"Set mtu: {GOOD_MTU} at both ends." if problem.startswith("MTU") else "Give each end an address of its own."
+    for problem, cure in dict.fromkeys((rail.problem, rail.cure) for rail in cable.rails if rail.problem):
         yield Finding("ends", FAIL, node, about, problem, cure)
     speeds = {(rail.a.speed_mbps, rail.b.speed_mbps) for rail in cable.rails if rail.a.physical and rail.a.speed_mbps != rail.b.speed_mbps}
     for here, there in speeds:

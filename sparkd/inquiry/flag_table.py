@@ -21,6 +21,7 @@ import workers
 from sparkd.errors import StateError
 from sparkd.execution.as_owner import as_owner
 from sparkd.vllm.arg_check import ANOTHER_PARSER, FlagTable, misfits, unspeculative
+from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, packages_of
 from sparkd.vllm.translate import release_of, translated
 from workers.host.interpreter import inherited_environment
@@ -33,7 +34,7 @@ _tables: dict[str, FlagTable | None] = {}
 
 def refused(
     args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool, aloud: bool = False
-) -> tuple[str, ...]:
+) -> tuple[FlagNote, ...]:
     """The arguments that the parser of this environment's vLLM will refuse, a sentence for each; see vllm_known. Translated as the start
     translates them. ask: see flag_table. aloud: a line on stderr says that it takes a while."""
     table = flag_table(runtime, places(state_dir), ask=ask, first=announce if aloud else None)

@@ -136,15 +136,15 @@ class Hub:
     def _part(self, url: str, name: str, start: int, end: int) -> tuple[bytes, int | None]:
         # The ranges of a compressed answer would be those of the compressed bytes.
         with self._asked(url, {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}) as response:
-            told = response.headers.get("Content-Range", "")
+            content_range = response.headers.get("Content-Range", "")
             if response.status_code == 416:
-                beyond = _NO_RANGE.fullmatch(told)
+                beyond = _NO_RANGE.fullmatch(content_range)
                 return b"", int(beyond[1]) if beyond else None
             # A server without ranges begins at the file's first byte; it is left as soon as what was asked for is there.
             at, size = 0, _size(response.headers.get("Content-Length"))
             upto = end if size is None else min(end, size)
             if response.status_code == 206:
-                found = _RANGE.fullmatch(told)
+                found = _RANGE.fullmatch(content_range)
                 if found is None or int(found[1]) != start or not start <= int(found[2]) < end:
                     raise self.refusal(f"of {name}, {self._host} answers with another range than it was asked for", "Check HF_ENDPOINT")
                 at, upto, size = start, int(found[2]) + 1, _size(found[3])

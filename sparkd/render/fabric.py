@@ -118,8 +118,8 @@ def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
 def _others(title: str, interfaces: Iterable[Mapping[str, Any]], console: Console) -> None:
     for one in interfaces:
         live = one["up"] and one["carrier"]
-        told = f"{_speed(one)} {' '.join(one['addresses']) or 'no address'}" if live else "not connected"
-        console.print(Text(f"  {title:<5}  {one['name']}  {told.strip()}", style="" if live else "dim"))
+        shown = f"{_speed(one)} {' '.join(one['addresses']) or 'no address'}" if live else "not connected"
+        console.print(Text(f"  {title:<5}  {one['name']}  {shown.strip()}", style="" if live else "dim"))
 
 
 def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sparkd.nearest import nearest
 from sparkd.units import multiple
+from sparkd.vllm.flag_note import FlagNote
 
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
@@ -94,7 +95,7 @@ class FlagTable:
         return {flag for flag in self.flags if flag.startswith(name)} if self.abbreviations else set()
 
 
-def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> Iterator[str]:
+def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> Iterator[FlagNote]:
     """A sentence for each argument that this vLLM will end its start over; keys of JSON are shown, values never. env: the engine's own."""
     if any(name in env for name in ANOTHER_PARSER):
         return
@@ -120,7 +121,8 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
             if not _may_be_a_value(rest, index, table):
                 yield _unknown(name, table)
         elif len({table.flags[one].of for one in found}) > 1:
-            yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
+            several = ", ".join(f"--{each}" for each in sorted(found)[:3])
+            yield FlagNote(name, f"vLLM {table.version} has {several}. Write out which.", _shown(name))
         elif table.flags[min(found)].json == "lora":
             behind = itertools.takewhile(lambda each: not each.startswith("--"), rest[index + 1 :])
             yield from filter(None, map(_adapter, [value] if equals else behind))
@@ -128,7 +130,7 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
             yield why
 
 
-def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> Iterator[str]:
+def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> Iterator[FlagNote]:
     """A sentence for a --speculative-config that this vLLM's parser takes, and then its class does not, whatever the model is."""
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if any(name in env for name in ANOTHER_PARSER) or not _SPECULATES[0] <= release <= _SPECULATES[1]:
@@ -146,9 +148,9 @@ def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> 
     except (ValueError, RecursionError):
         return  # what is no JSON is told by the parser's own rules
     if not isinstance(config, dict | None):
-        yield f'{_SPECULATIVE}: its value is no map: write {{"method": ...}}, or set `speculative`.'
+        yield FlagNote(_SPECULATIVE[2:], 'its value is no map: write {"method": ...}, or set `speculative`.')
     elif config is not None and (why := misdrafts(config)):
-        yield f"{_SPECULATIVE}: {why}"
+        yield FlagNote(_SPECULATIVE[2:], why)
 
 
 def misdrafts(config: Mapping[str, Any]) -> str | None:
@@ -208,21 +210,21 @@ def _apart(args: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:
     return parts, rest
 
 
-def _part(name: str, key: str, value: str, table: FlagTable) -> str | None:
+def _part(name: str, key: str, value: str, table: FlagTable) -> FlagNote | None:
     """Why the class of a JSON flag refuses one key that is given by itself."""
     flag, (first, _, inner) = table.flags[name], key.partition(".")
     if flag.keys is not None and first not in flag.keys:
-        return f"--{name}: it has no key {_short(first)}. {among(first, sorted(flag.keys))}"
+        return FlagNote(name, f"it has no key {_short(first)}. {among(first, sorted(flag.keys))}")
     return None if inner else _valued(name, {first: value}, flag)
 
 
-def _valued(name: str, given: Mapping[str, Any], flag: Flag) -> str | None:
+def _valued(name: str, given: Mapping[str, Any], flag: Flag) -> FlagNote | None:
     """Why a class refuses a value of its JSON that has to be one of some names."""
     for key, value in given.items():
         names = flag.values.get(key.replace("-", "_"))
         is_method = (name, key) == (_SPECULATIVE[2:], "method")  # see sparkd.inquiry.flag_table.unknown_drafts
         if names is not None and isinstance(value, str) and not is_method and not _is_name(value, names):
-            return f"--{name}: its {key} is none of vLLM's. {among(value, names)}"
+            return FlagNote(name, f"its {key} is none of vLLM's. {among(value, names)}")
     return None
 
 
@@ -257,14 +259,14 @@ def _has_no_short(arg: str, short: Collection[str]) -> bool:
     return name[:2] not in short and not any(flag.startswith(name) for flag in short)
 
 
-def _unknown_short(arg: str, table: FlagTable) -> str:
+def _unknown_short(arg: str, table: FlagTable) -> FlagNote:
     name = arg.partition("=")[0]
     near = nearest(name.lstrip("-").replace("_", "-"), table.flags)
     cure = f"Did you mean --{near}?" if near else "Remove it."
-    return f"{name[:48]}: vLLM {table.version} has no such flag. {cure}"
+    return FlagNote(name.lstrip("-"), f"vLLM {table.version} has no such flag. {cure}", name[:48])
 
 
-def _surplus(args: Sequence[str], index: int, name: str, table: FlagTable) -> str | None:
+def _surplus(args: Sequence[str], index: int, name: str, table: FlagTable) -> FlagNote | None:
     """Whether more values stand behind a flag than it takes: vLLM takes such a one for the model (entrypoints/cli/serve.py, model_tag)."""
     takes = table.flags[name].takes
     if takes is None:
@@ -274,43 +276,43 @@ def _surplus(args: Sequence[str], index: int, name: str, table: FlagTable) -> st
     if sum(1 for _ in behind) <= allowed:
         return None
     rule = "it takes one value" if takes else "it takes no value"
-    return f"--{name}: {rule}, and vLLM would take what stands behind for the model. Remove that."
+    return FlagNote(name, f"{rule}, and vLLM would take what stands behind for the model. Remove that.")
 
 
-def _unknown(name: str, table: FlagTable) -> str:
+def _unknown(name: str, table: FlagTable) -> FlagNote:
     near = nearest(name, table.flags)
     cure = f"Did you mean --{near}?" if near else "Remove it."
-    return f"{_shown(name)}: vLLM {table.version} has no such flag. {cure}"
+    return FlagNote(name, f"vLLM {table.version} has no such flag. {cure}", _shown(name))
 
 
-def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> str | None:
+def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> FlagNote | None:
     """value: what stands behind the equals sign (joined), or the next argument."""
     flag = table.flags[name]
     if name in _QUALIFIED and value and not value.startswith("-") and not re.search(r"\w[.:]\w", value):
-        return f"--{name}: {_short(value)} is no class with its module. Write it as MODULE.NAME, or remove it."
+        return FlagNote(name, f"{_short(value)} is no class with its module. Write it as MODULE.NAME, or remove it.")
     if flag.takes == 0:
-        return f"--{name}: vLLM {table.version} takes no value for it. Remove what follows the equals sign." if joined else None
+        return FlagNote(name, f"vLLM {table.version} takes no value for it. Remove what follows the equals sign.") if joined else None
     if flag.takes != 1:
         return None
     if value is None or (not joined and value.startswith("--") and " " not in value):
-        return f"--{name}: it needs a value. Give it one, or remove it."
+        return FlagNote(name, "it needs a value. Give it one, or remove it.")
     if name in _OPEN or (flag.none and value in _NONE) or (not joined and value.startswith("-")):
         return None
     if flag.json is not None:
         return _broken(name, value, flag.json) or _keyed(name, value, flag)
     if flag.names is not None and not _is_name(value, flag.names):
-        return f"--{name}: vLLM {table.version} has none of this name. {among(value, flag.names)}"
+        return FlagNote(name, f"vLLM {table.version} has none of this name. {among(value, flag.names)}")
     number = None if flag.number is None else _number(value, flag.number)
     if flag.number is not None and number is None:
         kind = {"float": "number", "int": "whole number"}.get(flag.number, "whole number, nor one such as 8k or 8K")
-        return f"--{name}: its value is no {kind}. Give it one, or remove it."
+        return FlagNote(name, f"its value is no {kind}. Give it one, or remove it.")
     text = value.lower().replace("-", "_") if flag.folds else value
     if flag.choices is not None and (text if number is None else str(number)) not in flag.choices:
-        return f"--{name}: vLLM {table.version} does not take its value. {among(value, flag.choices)}"
+        return FlagNote(name, f"vLLM {table.version} does not take its value. {among(value, flag.choices)}")
     return None
 
 
-def _keyed(name: str, value: str, flag: Flag) -> str | None:
+def _keyed(name: str, value: str, flag: Flag) -> FlagNote | None:
     """Why its class refuses this JSON: another kind, a key that it does not have, a value that it does not know. None where it may take
     any."""
     try:
@@ -322,15 +324,15 @@ def _keyed(name: str, value: str, flag: Flag) -> str | None:
     if name == _SPECULATIVE[2:] and not isinstance(given, dict):
         return None  # see `unspeculative`
     if (flag.keys is not None or flag.holds == "map") and not isinstance(given, dict):
-        return f"--{name}: its value is no map of keys: give it as JSON, or each key as --{name}.KEY VALUE."
+        return FlagNote(name, f"its value is no map of keys: give it as JSON, or each key as --{name}.KEY VALUE.")
     if flag.holds == "list" and not isinstance(given, list):
-        return f'--{name}: its value is no list: give it as JSON, such as ["a", "b"].'
+        return FlagNote(name, 'its value is no list: give it as JSON, such as ["a", "b"].')
     if flag.keys is not None and (unknown := next((key for key in given if key not in flag.keys), None)) is not None:
-        return f"--{name}: it has no key {_short(unknown)}. {among(unknown, sorted(flag.keys))}"
+        return FlagNote(name, f"it has no key {_short(unknown)}. {among(unknown, sorted(flag.keys))}")
     return _valued(name, given, flag) if isinstance(given, dict) else None
 
 
-def _adapter(value: str) -> str | None:
+def _adapter(value: str) -> FlagNote | None:
     """Why a value of --lora-modules is none (entrypoints/launchers/cli_args.py, LoRAParserAction)."""
     if value in _NONE or ("=" in value and "," not in value):
         return None
@@ -339,11 +341,11 @@ def _adapter(value: str) -> str | None:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        return "--lora-modules: each value is NAME=PATH, or JSON with name and path. Correct it."
+        return FlagNote("lora-modules", "each value is NAME=PATH, or JSON with name and path. Correct it.")
     if unknown := next((key for key in given if key not in _LORA_KEYS), None):
-        return f"--lora-modules: it has no key {_short(unknown)}. {among(unknown, _LORA_KEYS)}"
+        return FlagNote("lora-modules", f"it has no key {_short(unknown)}. {among(unknown, _LORA_KEYS)}")
     missing = next((key for key in _LORA_KEYS[:2] if key not in given), None)
-    return f"--lora-modules: {missing} is missing in its JSON. Add it." if missing else None
+    return FlagNote("lora-modules", f"{missing} is missing in its JSON. Add it.") if missing else None
 
 
 def _number(value: str, kind: str) -> float | None:
@@ -356,7 +358,7 @@ def _number(value: str, kind: str) -> float | None:
         return amount(value) if kind.startswith("amount") else None
 
 
-def _broken(name: str, value: str, kind: str) -> str | None:
+def _broken(name: str, value: str, kind: str) -> FlagNote | None:
     """Why it is no JSON, with the place; None where vLLM can read it, or takes a text that is none."""
     braced = value.strip()[:1] == "{" and (value.strip()[-1:] == "}" or name in _NO_TEXT)
     if kind == "braces" and not braced:
@@ -370,7 +372,7 @@ def _broken(name: str, value: str, kind: str) -> str | None:
     except json.JSONDecodeError as error:
         where = "at its end" if error.pos >= len(text) else f"at character {error.pos + 1}"
         cure = f"Keys and texts stand in double quotes, in YAML all of it in single ones; or give each key as --{name}.KEY VALUE"
-        return f"--{name}: its value is no JSON: {error.msg[0].lower()}{error.msg[1:].removesuffix(' at')} {where}. {cure}."
+        return FlagNote(name, f"its value is no JSON: {error.msg[0].lower()}{error.msg[1:].removesuffix(' at')} {where}. {cure}.")
     except (ValueError, RecursionError):
         return None  # no mistake of form: a number or a depth that only vLLM can judge
     return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.releases import (
     ADDED,
     ANY,
@@ -168,7 +169,7 @@ class _Work:
     def newer(self) -> None:
         for row in ADDED:
             if self.release < row.since and any(flag_name(arg) == row.name for arg in self.args):
-                self.refused.append(f"--{row.name}: {self.name} does not have it yet. {row.cure}.")
+                self.refused.append(FlagNote(row.name, f"{self.name} does not have it yet. {row.cure}."))
 
     def speculation(self) -> None:
         """The batch limit, and what the draft's experts run on, move into the configuration; DFlash needs its release."""
@@ -188,7 +189,8 @@ class _Work:
             if self.release >= DRAFT_EXPERTS_GONE and str(config.get("method")).endswith("mtp") and self.env.get(DRAFT_EXPERTS) in _OFF:
                 del self.env[DRAFT_EXPERTS]
                 config.setdefault("moe_backend", "triton")
-                self.notes.append(f"{DRAFT_EXPERTS} is left out: {self.name} does not read it; moe_backend of {SPECULATIVE} says it now.")
+                reason = f"{self.name} does not read it; moe_backend of {SPECULATIVE} says it now."
+                self.notes.append(FlagNote(DRAFT_EXPERTS, reason, f"{DRAFT_EXPERTS} is left out"))
             if PER_BATCH in config and self.release < PER_BATCH_SINCE:
                 del config[PER_BATCH]
                 self.notes.append(f"{PER_BATCH} is left out: {self.name} does not have it, so speculation never ends by itself.")
@@ -203,7 +205,7 @@ class _Work:
         pattern = row.becomes.get(value, row.becomes.get(ANY))
         if pattern is None or (any("{}" in part for part in pattern) and not _WORD.fullmatch(value)):
             whose = "no release of vLLM knows it" if row.gone == NEVER else f"{self.name} does not know it any more"
-            self.refused.append(f"{shown}: {whose}, and nothing else means what it is set to. {row.cure or 'Remove it'}.")
+            self.refused.append(FlagNote(row.name, f"{whose}, and nothing else means what it is set to. {row.cure or 'Remove it'}.", shown))
             return
         said: list[str] = []
         flags = [part.replace("{}", value) for part in pattern]
@@ -217,7 +219,7 @@ class _Work:
                 self.args += pair
                 said.append(f"{' '.join(pair)} says it now")
         because = row.why or ("no release of vLLM reads it" if row.gone == NEVER else f"{self.name} does not read it")
-        self.notes.append(f"{shown} is left out: {because}{'; ' + ', '.join(said) if said else ''}.")
+        self.notes.append(FlagNote(row.name, f"{because}{'; ' + ', '.join(said) if said else ''}.", f"{shown} is left out"))
 
 
 def schedule(tokens: int, limit: int) -> list[list[int]]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from sparkd.checkpoint.header import shown
 from sparkd.nearest import nearest
 from sparkd.vllm.arg_check import ANOTHER_PARSER, among
+from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import drafts_of, formats_of, parsers_of
 from sparkd.vllm.translate import LOAD_FORMAT, SPECULATIVE, flag_name, speculative_config, values_of
 
 
-def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[FlagNote]:
     """A sentence for each parser of tool calls and of reasoning that the vLLM of this environment does not have: its start would end over
     it. None where plugins may bring more, or nobody knows what it has."""
     known = parsers_of(runtime)
@@ -24,10 +25,10 @@ def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path |
         if found and found[-1] not in names:
             near = nearest(found[-1], sorted(names))
             cure = f"Did you mean {near}?" if near else f"It has {', '.join(sorted(names))}."
-            yield f"{flag.replace('-', '_')}: this vLLM has no parser {shown(found[-1])}. {cure}"
+            yield FlagNote(flag, f"this vLLM has no parser {shown(found[-1])}. {cure}", flag.replace("-", "_"))
 
 
-def unknown_formats(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+def unknown_formats(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[FlagNote]:
     """A sentence for each value of --quantization and of --load-format that the vLLM of this environment does not have. None where plugins
     may bring more."""
     known = formats_of(runtime)
@@ -36,10 +37,10 @@ def unknown_formats(args: Sequence[str], env: Mapping[str, str], runtime: Path |
     for flag, names in zip(("quantization", "load-format"), (known[0], known[1] | {LOAD_FORMAT}), strict=True):
         given = [value for _, _, value in values_of(args, flag)]
         if given and given[-1] not in names:
-            yield f"--{flag}: this vLLM has no {shown(given[-1])}. {among(given[-1], sorted(names))}"
+            yield FlagNote(flag, f"this vLLM has no {shown(given[-1])}. {among(given[-1], sorted(names))}")
 
 
-def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[FlagNote]:
     """A sentence for the method and for each key of --speculative-config that the vLLM of this environment does not have; its class
     refuses every other (config/speculative.py)."""
     known = drafts_of(runtime)
@@ -49,7 +50,7 @@ def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | 
     methods, keys = known
     for key in config:
         if key.replace("-", "_") not in keys:
-            yield f"{SPECULATIVE}: this vLLM has no key {shown(key)} there. {among(key, sorted(keys))}"
+            yield FlagNote(SPECULATIVE[2:], f"this vLLM has no key {shown(key)} there. {among(key, sorted(keys))}")
     method = config.get("method")
     if method is not None and method not in methods:
-        yield f"{SPECULATIVE}: this vLLM has no method {shown(str(method))}. {among(str(method), sorted(methods))}"
+        yield FlagNote(SPECULATIVE[2:], f"this vLLM has no method {shown(str(method))}. {among(str(method), sorted(methods))}")

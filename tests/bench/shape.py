@@ -6,7 +6,7 @@ A row for each figure with its goal. --list: also the names behind each figure. 
 Stops: the functions that one function calls, and those that these call, each once, depth first; a stop is a call that leads into another
 file than its caller's. A call is followed where its name says which function it is: one of the module, one that was imported, a method of
 the class itself, or a method whose name no second class has, unless it is called on a module that is not ours. Parsers: functions that cut,
-strip or search a name that holds a sentence.
+strip or search a sentence of ours (tests/support/sentences.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench.arguments import Parser, new
+from tests.support.sentences import parsers_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("sparkd", "workers")
 # The flows of docs/architecture.md, by their headings there, and the goal of each.
 FLOWS = {"One load": 14, "One request": 12, "One kill": 6}
 NEED = "sparkd.capacity.requirement.need_of"
-_SENTENCES = re.compile(r"^(sentence|message|reason|condition|why|trouble|text_of|refusal|told|cause)s?$")
 # Methods of Python's own types: which object such a call is on, only a type checker knows. `_replace`: of a named tuple.
 _KINDS = (str, bytes, dict, list, set, Path, re.Pattern, re.Match, Exception, Counter, json, logging.Logger)
 _COMMON = {name for kind in _KINDS for name in dir(kind)} | {"call", "_replace"}
-_CUTS = frozenset({"partition", "rpartition", "split", "rsplit", "replace", "removeprefix", "removesuffix", "startswith", "endswith"})
 
 
 @dataclass
@@ -98,7 +97,8 @@ def measured(every: Mapping[str, Module]) -> Iterator[Figure]:
     crowded = [f"{slot}: {', '.join(sorted(at))}" for slot, at in sorted(writers.items()) if len(at) > 1]
     yield _at_most("values of a model's record with two writers", crowded, 0)
     yield _at_most("class names with two meanings", _doubled(every), 0)
-    yield _at_most("functions that parse a sentence", _parsers(every), 0)
+    parsers = parsers_of((full, node) for full, _, _, node in functions_of(every))
+    yield _at_most("functions that parse a sentence", [f"{full}: {', '.join(cuts)}" for full, cuts in parsers.items()], 0)
     yield _number("product lines", sum(module.lines for module in every.values()), 48_000)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     yield _number("README lines", len(readme.splitlines()), 260)
@@ -180,7 +180,7 @@ def _uncontracted(every: Mapping[str, Module]) -> list[str]:
     return [name for name in every if name not in PACKAGES and not any(name == one or name.startswith(f"{one}.") for one in covered)]
 
 
-def _functions(every: Mapping[str, Module]) -> Iterator[tuple[str, str, Module, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions_of(every: Mapping[str, Module]) -> Iterator[tuple[str, str, Module, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """(full name, class or nothing, module, definition)"""
     for module in every.values():
         for node in module.tree.body:
@@ -193,7 +193,7 @@ def _functions(every: Mapping[str, Module]) -> Iterator[tuple[str, str, Module, 
 
 
 def _stops(every: Mapping[str, Module], start: str) -> list[str]:
-    functions = {full: (owner, module, node) for full, owner, module, node in _functions(every)}
+    functions = {full: (owner, module, node) for full, owner, module, node in functions_of(every)}
     methods: dict[str, list[str]] = defaultdict(list)
     for full, (owner, _module, node) in functions.items():
         if owner:
@@ -269,18 +269,6 @@ def _doubled(every: Mapping[str, Module]) -> list[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 at[node.name].append(module.name)
     return [f"{name}: {', '.join(places)}" for name, places in sorted(at.items()) if len(places) > 1]
-
-
-def _parsers(every: Mapping[str, Module]) -> list[str]:
-    counts: Counter[str] = Counter()
-    for full, _owner, _module, node in _functions(every):
-        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)):
-            assert isinstance(call.func, ast.Attribute)
-            value = call.func.value
-            name = value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else ""
-            if call.func.attr in _CUTS and _SENTENCES.match(name):
-                counts[full] += 1
-    return [f"{full} ({times})" for full, times in sorted(counts.items())]
 
 
 if __name__ == "__main__":
