@@ -28,7 +28,7 @@ def fabric(
     force: Annotated[bool, option("--force", help="Measure even while a model uses the nodes.")] = False,
     timeout: Timeout = None,
 ) -> None:
-    """Show how the nodes are linked, and what is wrong with the links.
+    """Show how the nodes are linked, and which links have faults.
 
     Lists cages, twins, rails and cables, and a fix for each fault. Covers all nodes of the daemon's cluster, or this node if no daemon
     answers. Exits with 1 if a check fails. A measurement sends at most 512 MiB between two nodes; Ctrl-C stops it.

@@ -50,7 +50,7 @@ def ls(
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """List all recipes: the model and its fastest measured rate."""
+    """List all recipes with their model and measured rate."""
     if registry:
         registries.list_registries(name, _json(ctx, json))
         return
