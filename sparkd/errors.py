@@ -232,7 +232,7 @@ def refused_by(error: OSError, who: str) -> NodeRefused:
     """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
     of = f" ({error.filename})" if error.filename else ""
     why = error.strerror or str(error) or type(error).__name__
-    told = f"{who} refused it: {why}{of}. See `df` and `sparkd doctor` there; it is tried again."
+    told = f"{who} refused the call: {why}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
     return NodeRefused(told)
 
 
@@ -300,12 +300,12 @@ class RouteNotServed(RequestError):
     def __init__(self, model: str, path: str, tasks: frozenset[str] | None) -> None:
         paths = "; ".join(_PATHS_OF[task] for task in sorted(tasks or ()) if task in _PATHS_OF)
         cure = f"Ask it at {paths}" if paths else "GET /v1/models lists the other models"
-        super().__init__(f"The model {model} does not answer {path}: it is made for something else. {cure}.", param="model")
+        super().__init__(f"The model {model} does not answer {path}: the model has another task. {cure}.", param="model")
 
 
 _PATHS_OF = {
     "generate": "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages",
-    "pool": "/v1/embeddings, /rerank, /score, /classify or /pooling, whichever of them it is for",
+    "pool": "/v1/embeddings, /rerank, /score, /classify or /pooling, depending on its task",
     "transcribe": "/v1/audio/transcriptions or /v1/audio/translations",
 }
 
@@ -319,8 +319,8 @@ class UnknownResponse(RequestError):
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
-            f"The response {response_id[:128]!r} did not pass through here since sparkd started, so it is not known which model has it. "
-            "Create it anew, or load that model alone and ask again."
+            f"The response {response_id[:128]!r} has not passed through sparkd since it started, so its model is unknown. "
+            "Create it again, or load only its model and ask again."
         )
 
 
@@ -344,7 +344,7 @@ class UnknownRecipe(RequestError):
     code = "recipe_not_found"
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name[:128]!r} is no recipe here: `sparkd recipes ls` lists them.", param="recipe")
+        super().__init__(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
 
 
 class UnknownOperation(RequestError):

@@ -41,7 +41,7 @@ REQUESTS = Counter(
 )
 REQUEST_SECONDS = Histogram(
     "sparkd_request_seconds",
-    "From the request's headers to the last byte of the answer, waiting for a model to load included.",
+    "From the request's headers to the last byte of the answer, including the wait for a load.",
     ("model", "route"),
     buckets=_LONG,
     registry=REGISTRY,
@@ -55,7 +55,7 @@ TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
 )
 QUEUE_SECONDS = Histogram(
     "sparkd_queue_seconds",
-    "How long a request waited for its engine: for a load, or for a free place.",
+    "Time that a request waited for its engine: for a load, or for a free slot.",
     ("model",),
     buckets=_LONG,
     registry=REGISTRY,
@@ -64,18 +64,18 @@ IN_FLIGHT = Gauge("sparkd_in_flight", "Requests that an engine is working on.", 
 QUEUE_DEPTH = Gauge("sparkd_queue_depth", "Requests that wait for their engine.", ("model",), registry=REGISTRY)
 CONNECTIONS = Gauge("sparkd_connections", "Clients that are connected.", registry=REGISTRY)
 CONNECTIONS_MAX = Gauge(
-    "sparkd_connections_max", "Clients that may be connected at one time: max_connections, or fewer by open files.", registry=REGISTRY
+    "sparkd_connections_max", "Most clients at one time: max_connections, or fewer if file descriptors are short.", registry=REGISTRY
 )
 CONNECTIONS_TURNED_AWAY = Counter(
     "sparkd_connections_turned_away", "Idle connections closed for new ones (displaced), and new ones refused.", ("how",), registry=REGISTRY
 )
-ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times no client was accepted for a while because open files ran short.", registry=REGISTRY)
+ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times that sparkd paused accepting clients for lack of file descriptors.", registry=REGISTRY)
 
 # Models.
-MODEL_STATE = Gauge("sparkd_model_state", "1 for the state that the model is in, else 0.", ("model", "state"), registry=REGISTRY)
+MODEL_STATE = Gauge("sparkd_model_state", "1 for the model's present state, else 0.", ("model", "state"), registry=REGISTRY)
 MODEL_INFO = Gauge(
     "sparkd_model_info",
-    "1: what a model is. source: its hub id, or the name of its folder; nodes: how many its engine runs on, 0 while it has none.",
+    "Always 1; labels describe a model. source: its hub id or folder name; nodes: number of nodes of its engine, 0 without one.",
     ("model", "source", "quantize", "max_model_len", "nodes"),
     registry=REGISTRY,
 )
@@ -84,43 +84,41 @@ MODEL_LOAD_SECONDS = Histogram(
 )
 MODEL_LOAD_BYTES = Gauge(
     "sparkd_model_load_bytes",
-    "Bytes of weights read by the present or the last load, as far as the engine says.",
+    "Bytes of weights read by the present or last load, as the engine reports them.",
     ("model",),
     registry=REGISTRY,
 )
 MODEL_LOAD_TOTAL_BYTES = Gauge(
-    "sparkd_model_load_total_bytes", "Bytes of weights that the present or the last load has to read.", ("model",), registry=REGISTRY
+    "sparkd_model_load_total_bytes", "Bytes of weights to read in the present or last load.", ("model",), registry=REGISTRY
 )
 MODEL_LOAD_BYTES_PER_SECOND = Gauge(
     "sparkd_model_load_bytes_per_second", "Bytes of weights per second in the present load, else 0.", ("model",), registry=REGISTRY
 )
 MODEL_LOAD_READ_BYTES = Gauge(
-    "sparkd_model_load_read_bytes", "Bytes that the present or the last load took from the disk.", ("model",), registry=REGISTRY
+    "sparkd_model_load_read_bytes", "Bytes read from disk by the present or last load.", ("model",), registry=REGISTRY
 )
 MODEL_LOAD_UNITS = Gauge(
-    "sparkd_model_load_units", "Tensors and experts that the present or the last load has handed over.", ("model",), registry=REGISTRY
+    "sparkd_model_load_units", "Tensors and experts loaded so far by the present or last load.", ("model",), registry=REGISTRY
 )
 MODEL_LOAD_TOTAL_UNITS = Gauge(
-    "sparkd_model_load_total_units", "Tensors and experts that the present or the last load hands over.", ("model",), registry=REGISTRY
+    "sparkd_model_load_total_units", "Tensors and experts to load in the present or last load.", ("model",), registry=REGISTRY
 )
 QUANTIZED_CACHE_BYTES = Gauge(
-    "sparkd_quantized_cache_bytes", "Bytes of quantized weights that the present or the last load has kept.", ("model",), registry=REGISTRY
+    "sparkd_quantized_cache_bytes", "Bytes of quantized weights cached by the present or last load.", ("model",), registry=REGISTRY
 )
-MODEL_KV_CACHE_BYTES = Gauge(
-    "sparkd_model_kv_cache_bytes", "Bytes of the model's KV cache, as its worker has sized it.", ("model",), registry=REGISTRY
-)
-MODEL_KV_CACHE_TOKENS = Gauge("sparkd_model_kv_cache_tokens", "Tokens that the KV cache holds.", ("model",), registry=REGISTRY)
+MODEL_KV_CACHE_BYTES = Gauge("sparkd_model_kv_cache_bytes", "Size of the model's KV cache, bytes.", ("model",), registry=REGISTRY)
+MODEL_KV_CACHE_TOKENS = Gauge("sparkd_model_kv_cache_tokens", "Capacity of the KV cache, tokens.", ("model",), registry=REGISTRY)
 MODEL_KV_CACHE_SEQUENCES = Gauge(
-    "sparkd_model_kv_cache_sequences", "Requests of full length that the KV cache holds at one time.", ("model",), registry=REGISTRY
+    "sparkd_model_kv_cache_sequences", "Capacity of the KV cache, requests of full length.", ("model",), registry=REGISTRY
 )
 MODEL_KV_CACHE_BYTES_PER_TOKEN = Gauge(
-    "sparkd_model_kv_cache_bytes_per_token", "Bytes that a token of a request of full length takes.", ("model",), registry=REGISTRY
+    "sparkd_model_kv_cache_bytes_per_token", "KV cache bytes per token in a request of full length.", ("model",), registry=REGISTRY
 )
 MODEL_KV_CACHE_MARGIN_BYTES = Gauge(
-    "sparkd_model_kv_cache_margin_bytes", "Bytes that were to stay free beside the KV cache.", ("model",), registry=REGISTRY
+    "sparkd_model_kv_cache_margin_bytes", "Safety margin of the KV cache, bytes.", ("model",), registry=REGISTRY
 )
 MODEL_KV_CACHE_SLACK_BYTES = Gauge(
-    "sparkd_model_kv_cache_slack_bytes", "Bytes that were free when the engine was ready, margin included.", ("model",), registry=REGISTRY
+    "sparkd_model_kv_cache_slack_bytes", "Free bytes when the engine became ready, including the margin.", ("model",), registry=REGISTRY
 )
 MODEL_FAILURES = Counter("sparkd_model_failures", "Times a model went to FAILED.", ("model", "reason"), registry=REGISTRY)
 MODEL_RESTARTS = Counter("sparkd_model_restarts", "Starts that followed a failure.", ("model",), registry=REGISTRY)
@@ -147,15 +145,16 @@ NODE_PSI_FULL_RATIO = Gauge(
 )
 NODE_READING_AGE_SECONDS = Gauge("sparkd_node_reading_age_seconds", "Age of the node's last reading.", ("node",), registry=REGISTRY)
 NODE_MEM_UNACCOUNTED_BYTES = Gauge(
-    "sparkd_node_mem_unaccounted_bytes", "What no line of /proc/meminfo accounts for: the driver's.", ("node",), registry=REGISTRY
+    "sparkd_node_mem_unaccounted_bytes", "Memory that no line of /proc/meminfo accounts for (the driver's).", ("node",), registry=REGISTRY
 )
 NODE_MEM_SLOPE = Gauge("sparkd_node_mem_slope_bytes_per_second", "Change of MemAvailable in the last second.", ("node",), registry=REGISTRY)
 NODE_MEM_FLOOR_SECONDS = Gauge(
-    "sparkd_node_mem_floor_seconds", "Until the guard's floor at that pace; absent while memory does not go.", ("node",), registry=REGISTRY
+    "sparkd_node_mem_floor_seconds",
+    "Time until the guard's floor at that rate; absent while memory does not shrink.",
+    ("node",),
+    registry=REGISTRY,
 )
-NODE_SCANNED_PAGES = Gauge(
-    "sparkd_node_scanned_pages_per_second", "Pages that processes had to look through for a free one.", ("node",), registry=REGISTRY
-)
+NODE_SCANNED_PAGES = Gauge("sparkd_node_scanned_pages_per_second", "Pages scanned for a free one.", ("node",), registry=REGISTRY)
 NODE_SWAPPED_PAGES = Gauge("sparkd_node_swapped_pages_per_second", "Pages swapped in and out.", ("node",), registry=REGISTRY)
 NODE_MEMORY_LEVEL = Gauge(
     "sparkd_node_memory_level", "The guard's level: 0 ok, 1 tight, 2 pressed, 3 critical.", ("node",), registry=REGISTRY
@@ -165,13 +164,13 @@ ENGINE_HOST_BYTES = Gauge(
 )
 ENGINE_METRICS_LEFT_OUT = Counter(
     "sparkd_engine_metrics_left_out",
-    "Pages of an engine's metrics that would have spoilt the whole scrape, by what is wrong with them.",
+    "Metrics pages of engines left out because they would break the scrape, by fault.",
     ("model", "fault"),
     registry=REGISTRY,
 )
 ENGINE_METRICS_AGE_SECONDS = Gauge(
     "sparkd_engine_metrics_age_seconds",
-    "Since the engine's own series (vllm:*) were fetched last, or since it was first asked; they are left out after 30 s.",
+    "Age of the engine's own series (vllm:*), or time since the first try; left out after 30 s.",
     ("model", "node"),
     registry=REGISTRY,
 )
@@ -179,40 +178,39 @@ ENGINE_DEVICE_BYTES = Gauge(
     "sparkd_engine_device_bytes", "Memory of its processes on the device, as nvidia-smi says.", ("model", "node"), registry=REGISTRY
 )
 GUARD_ACTIONS = Counter(
-    "sparkd_guard_actions", "What was done because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
+    "sparkd_guard_actions", "Actions taken because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
 )
-SWAPS = Counter("sparkd_swaps", "How often a model was unloaded for the sake of another that waited.", ("model",), registry=REGISTRY)
-GPU_POWER_WATTS = Gauge("sparkd_gpu_power_draw_watts", "What the node's GPU draws.", ("node",), registry=REGISTRY)
+SWAPS = Counter("sparkd_swaps", "Times a model was evicted for another that waited.", ("model",), registry=REGISTRY)
+GPU_POWER_WATTS = Gauge("sparkd_gpu_power_draw_watts", "Power draw of the node's GPU.", ("node",), registry=REGISTRY)
 GPU_BUSY_RATIO = Gauge(
-    "sparkd_gpu_utilization_ratio", "Share of time in which a kernel was resident, also one that hangs.", ("node",), registry=REGISTRY
+    "sparkd_gpu_utilization_ratio", "Share of time with a resident kernel, including a hung one.", ("node",), registry=REGISTRY
 )
 GPU_CELSIUS = Gauge("sparkd_gpu_temperature_celsius", "Temperature of the node's GPU.", ("node",), registry=REGISTRY)
 WATCHDOG_STALLS = Counter(
-    "sparkd_watchdog_stalls", "Times an engine stood still while requests ran, and was started again.", ("model",), registry=REGISTRY
+    "sparkd_watchdog_stalls", "Times an engine hung while requests ran and was restarted.", ("model",), registry=REGISTRY
 )
 RELEASE_SECONDS = Histogram(
-    "sparkd_release_seconds", "From an engine's end until its memory was back.", ("node",), buckets=_SHORT, registry=REGISTRY
+    "sparkd_release_seconds", "Time from an engine's end until its memory was free again.", ("node",), buckets=_SHORT, registry=REGISTRY
 )
 RELEASE_LEAKED_BYTES = Gauge(
-    "sparkd_release_leaked_bytes", "What the last engine that ended on the node has not given back.", ("node",), registry=REGISTRY
+    "sparkd_release_leaked_bytes", "Memory that the last ended engine on the node has not released.", ("node",), registry=REGISTRY
 )
-NODE_RESERVED_BYTES = Gauge(
-    "sparkd_node_reserved_bytes", "Unified memory that resident models have reserved.", ("node",), registry=REGISTRY
-)
+NODE_RESERVED_BYTES = Gauge("sparkd_node_reserved_bytes", "Unified memory reserved by resident models.", ("node",), registry=REGISTRY)
 
-FABRIC_RATE = Gauge(
-    "sparkd_fabric_rate_bytes_per_second", "Bus bandwidth between two nodes, as it was measured last.", ("a", "b"), registry=REGISTRY
-)
+FABRIC_RATE = Gauge("sparkd_fabric_rate_bytes_per_second", "Last measured bus bandwidth between two nodes.", ("a", "b"), registry=REGISTRY)
 
 # The supervisor.
 INTERNAL_ERRORS = Counter(
     "sparkd_internal_errors",
-    "Errors that sparkd itself made, and went on; its log has each one's traceback.",
+    "Errors inside sparkd that it survived; its log has the tracebacks.",
     ("where",),
     registry=REGISTRY,
 )
 TICK_SECONDS = Histogram(
-    "sparkd_tick_seconds", "One turn of the supervisor's loop.", buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5), registry=REGISTRY
+    "sparkd_tick_seconds",
+    "Duration of one turn of the supervisor's loop.",
+    buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5),
+    registry=REGISTRY,
 )
 
 

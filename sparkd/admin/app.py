@@ -124,7 +124,7 @@ def _router(
     api = APIRouter(
         prefix=PREFIX,
         responses={
-            "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what helps"},
+            "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
         },
     )
@@ -140,7 +140,7 @@ def _router(
     @api.get(
         "/nodes",
         **answers(Nodes),
-        summary="Nodes, their agents and their last reading; and who else is at the end of a cable and could join",
+        summary="Nodes, their agents and their last reading, and machines at the end of a cable that could join",
     )
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
@@ -189,12 +189,12 @@ def _router(
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
         return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Wish a model RUNNING, with the recipe that the body names")
+    @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Load a model, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
         known = operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
         return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Wish a model STOPPED; requests in flight may finish")
+    @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Unload a model; requests in flight may finish")
     async def unload(name: str) -> dict[str, Any]:
         return _accepted(supervisor.want(name, Want.STOPPED, "admin"))
 
@@ -260,7 +260,7 @@ def _router(
     @api.get(
         "/recipes/{name:path}",
         **answers(RecipeChoice),
-        summary="One recipe, NAME@VARIANT or NAME@REGISTRY, and what it comes to with a profile and a way to speculate",
+        summary="One recipe, NAME@VARIANT or NAME@REGISTRY, resolved for a profile and a speculation method",
     )
     async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
         book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
@@ -270,7 +270,7 @@ def _router(
         choice = RecipeUse(recipe_name, variant, profile, speculative)
         return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
 
-    @api.get("/plan", **answers(NextActions), summary="What the next tick would do, as of the last look at the cluster")
+    @api.get("/plan", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
     async def plan() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 

@@ -181,7 +181,7 @@ class Client:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             why = f" ({error})" if self.base_url.startswith("https:") else ""
-            cure = "Start it with `sparkd serve`, or say by --url or SPARKD_URL where it is."
+            cure = "Start it with `sparkd serve`, or give its address by --url or SPARKD_URL."
             raise Unavailable(f"No sparkd answers at {self.base_url}{why}. {cure}") from None
         except httpx.TimeoutException:
             raise Unavailable(f"sparkd at {self.base_url} took too long to answer; try again, or see its log.") from None
@@ -201,7 +201,7 @@ def base_url(text: str) -> str:
     except httpx.InvalidURL:
         raise ConfigError(f"--url: {text!r} is not an address; write it as http://host:port.") from None
     if url.userinfo:
-        raise ConfigError("--url: no name or password belongs into the address; give the admin key by SPARKD_ADMIN_KEY or --key-file.")
+        raise ConfigError("--url: the address must not contain a user or password; give the admin key by SPARKD_ADMIN_KEY or --key-file.")
     if (url.port or 0) > 65535:
         raise ConfigError(f"--url: {text!r} has the port {url.port}, and there is none above 65535; sparkd's own is 4000.")
     odd = url.path.rstrip("/") not in ("", "/v1") or url.query
@@ -246,12 +246,14 @@ def refusal(code: object, message: str, body: Mapping[str, Any] | None = None) -
 def model_path(name: str) -> str:
     """A model's path below the admin API; names may hold '/' and ':'. Raises ConfigError for a folder."""
     if name.startswith(FOLDER_SIGNS):
-        raise ConfigError(f"{name} is a folder, and the name of a model is wanted here: `sparkd ls` has them, `sparkd run` brings one in.")
+        raise ConfigError(
+            f"{name} is a folder, and a model's name is expected here: `sparkd ls` lists the names, `sparkd run` adds a model."
+        )
     return f"/models/{quote(name, safe='/:')}"
 
 
 def _key_refused(url: str, had_key: bool) -> SparkdError:
-    what = "does not take this admin key" if had_key else "wants an admin key"
+    what = "rejected this admin key" if had_key else "needs an admin key"
     return refusal(Unauthorized.code, f"sparkd at {url} {what}: put one into SPARKD_ADMIN_KEY, or into a file and give --key-file FILE.")
 
 

@@ -25,7 +25,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     @api.post(
         "/reload",
         **answers(Reloaded),
-        summary="Read the configuration again: what changed; a file that cannot be used is refused, and the old one stays",
+        summary="Read the configuration again and list what changed; an invalid file is refused, and the old one stays",
     )
     async def read_again() -> dict[str, Any]:
         if reload is None:
@@ -36,7 +36,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     hosts = Recent(lambda runtime: cluster.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
 
     @api.get(
-        "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong and what helps, and why models failed"
+        "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong, how to fix it, and why models failed"
     )
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), registry.config
@@ -52,7 +52,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     @api.get(
         "/incidents/{incident_id}",
         **answers(Incident),
-        summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted",
+        summary="One incident: two minutes of readings, the engine's log, the requester, the predicted size",
     )
     async def incident(incident_id: str) -> dict[str, Any]:
         found = await cluster.everywhere("incident", incident_id)

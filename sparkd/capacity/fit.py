@@ -177,7 +177,7 @@ def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     )
     if not inventory.shape.mixers and not any(exact is not None and exact.decides for exact in answers):
         reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
-        cure = "Load it with memory_gib in its entry, and vLLM counts the cache"
+        cure = "Set memory_gib in its entry; vLLM then sizes the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
 
 
@@ -205,7 +205,7 @@ def _option(
     seqs = max(wish.serving.max_num_seqs, wish.requests)
     serving = replace(wish.serving, max_model_len=context, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
     if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
-        too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
+        too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model supports"
         return Option(name, tensor, pipeline, serving, None, too_long, cause="length")
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if tensor > 1 and tensor * pipeline in wish.unlinked:

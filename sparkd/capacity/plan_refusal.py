@@ -62,7 +62,7 @@ def _cure(option: Option, options: Sequence[Option], inventory: Inventory, wish:
         case "format":
             return "choose another format (--quantize, or quantize of the entry)"
         case "uncounted":
-            return "load it with memory_gib in its entry, and vLLM counts the cache"
+            return "set memory_gib in its entry; vLLM then sizes the cache"
         case _:
             return _smaller(option, options, inventory, wish)
 

@@ -33,7 +33,7 @@ _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgp
 # default_loader.py, _prepare_weights).
 FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INDEX_END = ".index.json"
-COMPLETE = "Download the model again: what is there is kept"
+COMPLETE = "Download the model again; complete files are kept"
 # The files that a trainer leaves beside them (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
@@ -221,7 +221,7 @@ def _without_config(source: Source) -> CheckpointError:
         return CheckpointError(f"{reason}: it is an adapter, and no model", file=source.place, cure=cure)
     other = next((name for name in sorted(source.names) if name.endswith(".gguf")), None)
     if other is not None:
-        cure = "vLLM may serve it all the same: load it with memory_gib in its entry"
+        cure = "vLLM may still serve it: set memory_gib in its entry"
         return CheckpointUncounted(f"{reason}, only {shown(other)}, which is not counted", file=source.place, cure=cure)
     return CheckpointIncomplete(reason, file=source.place, cure=COMPLETE)
 
@@ -268,7 +268,7 @@ def _refuse_copies(files: Sequence[FileTensors]) -> None:
         for name in file.counting_names():
             if name in first:
                 told = f"the same tensor is in {os.path.basename(first[name].path)} too, and no index says which one counts"
-                raise CheckpointError(told, file=file.path, tensor=shown(name), cure="Remove the file that is left over")
+                raise CheckpointError(told, file=file.path, tensor=shown(name), cure="Remove the leftover file")
             first[name] = file
 
 

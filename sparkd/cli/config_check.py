@@ -31,7 +31,7 @@ from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_who
 
 # Each pass takes at least one wrong key out.
 _PASSES = 50
-_NO_ADMIN_KEY = "There are inference keys and no admin key, so nobody can use the admin API or the command line: set keys.admin_file."
+_NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
 # 107 less `/ray/session_YYYY-MM-DD_hh-mm-ss_ffffff_12345/sockets/plasma_store` (ray/_private/node.py), without which one node still serves,
 # and less `/ranks/255.255.255.255/12345678.sock`.
 _RUNTIME_BYTES, _ENGINES_BYTES = 40, 71
@@ -41,7 +41,7 @@ _ROLES = ("inference", "admin")
 _FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
 # Keys whose values vLLM's parser may refuse; numbers are judged where the file is read.
 _JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling")
-_NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or leave it out."
+_NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or remove the key."
 # Flags whose value is a file or a folder where it is a whole path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -187,14 +187,14 @@ def _machine(valid: Config, tree: Table) -> Iterator[ConfigProblem]:
     if not _MODULE.fullmatch(entrypoint := valid.engine.entrypoint):
         yield place_of(tree, ("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is no module of Python. {_NAME_ONE}")
     if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
-        message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user may not look there."
+        message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user cannot read it."
         yield place_of(tree, ("recipes_dir",)).problem(message, "warning")
     if runtime := _not_run(valid.engine.runtime):
         yield place_of(tree, ("engine", "runtime")).problem(f"engine.runtime: {runtime[1]}", runtime[0])
     ties, preloaded = valid.groups.ties(valid.names()), valid.preload()
     for name in preloaded:
         if rivals := ties.rivals_of(name).intersection(preloaded[: preloaded.index(name)]):
-            message = f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude has one of them run at a time."
+            message = f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude lets only one of them run."
             yield place_of(tree, ("models", name, "preload")).problem(message)
 
 
@@ -204,7 +204,7 @@ def _not_run(runtime: Path | None) -> tuple[str, str] | None:
     if runtime is None or (os.path.isfile(runtime) and os.access(runtime, os.X_OK)):
         return None
     if not os.path.exists(runtime):
-        return "warning", f"{runtime} does not exist on this node, or this user may not look there."
+        return "warning", f"{runtime} does not exist on this node, or this user cannot read it."
     return "error", f"{runtime} is no program that can be run. Name the Python interpreter of the environment."
 
 

@@ -79,7 +79,7 @@ def _mend(session: Session, found: dict[str, Any], raw: dict[str, Any], root: Pa
 
     fixes = fixes_of(found["findings"], raw)
     if not fixes and not session.json:
-        session.out.print("Nothing here can be mended without a person; `sparkd doctor` says what helps.")
+        session.out.print("--fix can change nothing here; `sparkd doctor` lists the fixes to make by hand.")
     if fixes and root == HERE and not may_change():
         raise ConfigError("--fix changes settings of the system: run it as root, sudo sparkd doctor --fix.")
     mended = []

@@ -166,7 +166,7 @@ def _end(program: subprocess.Popen[bytes]) -> None:
 
 
 def _unsaid(python: str, code: int, errors: IO[bytes]) -> str:
-    """Why a program ended without a word, as well as its last line tells."""
+    """Why a program ended without a message, as well as its last line tells."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else f"it ended with code {code}"

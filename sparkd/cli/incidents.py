@@ -58,7 +58,7 @@ def ls(session: Session) -> None:
     if found["incidents"]:
         session.out.print(table)
     else:
-        session.out.print("The guard has not acted.")
+        session.out.print("The guard has killed no engine.")
     for node in found["silent"]:
         session.err.print(f"{node} does not answer.", markup=False)
 
@@ -132,7 +132,7 @@ def _here(session: Session) -> list[dict[str, Any]]:
     from workers.guard.incidents import summaries
 
     if not session.json:
-        session.err.print("This node alone, since no daemon answers.", style="dim", markup=False)
+        session.err.print("Shows this node only: no daemon answers.", style="dim", markup=False)
     return summaries(_folder())
 
 

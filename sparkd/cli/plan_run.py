@@ -78,9 +78,9 @@ def run(
 
         refuse_as_model(model)
     if json and (docker or compose):
-        raise ConfigError("--json and --docker or --compose are two answers: give one of them.")
+        raise ConfigError("--json cannot be combined with --docker or --compose.")
     if image is not None and not (docker or compose):
-        raise ConfigError("--image belongs to --docker or --compose.")
+        raise ConfigError("--image needs --docker or --compose.")
     asked = PlanRequest(
         model=model,
         nodes=nodes,

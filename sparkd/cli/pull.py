@@ -42,7 +42,7 @@ def pull(
     if session.json:
         show.say_json({"operations": [operation]})
     elif no_wait:
-        session.out.print(f"{operation['model']}: the pull is under way. {_how_on(operation)}", markup=False)
+        session.out.print(f"{operation['model']}: the pull is running. {_how_on(operation)}", markup=False)
     else:
         session.out.print(operation["message"], markup=False)
 
@@ -55,12 +55,12 @@ def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) 
             while operation["state"] == "RUNNING":
                 left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
                 if left_s <= 0:
-                    raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
+                    raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and continues. {_how_on(operation)}")
                 if not session.json and operation["progress"]:
                     line(f"{model}: {show.copying(operation['message'], operation['progress'], session.err)}", operation["message"])
                 operation = session.client.get(f"/operations/{operation['id']}", wait_s=left_s)
     except KeyboardInterrupt:
-        session.err.print(f"\nNo longer waiting; the pull of {model} goes on. {_how_on(operation)}", markup=False)
+        session.err.print(f"\nNo longer waiting; the pull of {model} continues. {_how_on(operation)}", markup=False)
         raise
     if operation["state"] == "FAILED":
         raise RankError(operation["message"])
@@ -70,4 +70,4 @@ def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) 
 
 
 def _how_on(operation: dict[str, Any]) -> str:
-    return f"`sparkd cancel {operation['id']}` ends it, and the same command goes on with it."
+    return f"`sparkd cancel {operation['id']}` cancels it; the same command resumes it."

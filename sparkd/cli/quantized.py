@@ -64,7 +64,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
         raise ConfigError(f"{error.filename or config.quantized_path()}: {error.strerror}. {_AS_ITS_USER}") from None
     if not found:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
-        freed = f" What loads that were killed had left there is removed all the same: {swept_bytes:,} bytes." if swept_bytes else ""
+        freed = f" Leftovers of killed loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
         raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     if in_use:
         done = f" Removed: {', '.join(row['name'] for row in removed)}." if removed else ""
         raise Conflict(
-            f"{', '.join(row['name'] for row in in_use)}: being read by an engine that starts; try again when it is READY.{done}"
+            f"{', '.join(row['name'] for row in in_use)}: a starting engine is reading it; try again when that engine is READY.{done}"
         )
     return removed, swept_bytes
 
@@ -107,7 +107,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     value = _value(quantize) if quantize is not None else own
     recipe = QuantizationRecipe.parse(value, env)
     if not recipe.quantizes:
-        raise ConfigError(f"{model} has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4.")
+        raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
 
 

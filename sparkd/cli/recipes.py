@@ -13,7 +13,7 @@ import typer
 from sparkd.cli import registries
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.render.page import printable, say_json
+from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def check(
         say_json({"ok": not wrong, "recipes": count, "choices": len(choices), "problems": rows})
     else:
         sys.stdout.writelines(f"{printable(str(problem))}\n" for problem in problems)
-        verdict = f"{len(wrong)} to mend" if wrong else "can be used"
-        sys.stdout.write(f"{count} recipe{'s' if count != 1 else ''}, {len(choices)} ways to use them: {verdict}\n")
+        counts = f"{count} recipe{'s' if count != 1 else ''}, {len(choices)} ways to use them"
+        sys.stdout.write(f"{counts}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -201,7 +201,7 @@ def import_(
             sys.stderr.write("\n" if lines else "")
         sys.stderr.writelines(f"{printable(line)}\n" for line in (*converted.notes, *map(str, problems)))
         if problems:
-            sys.stderr.write(f"{file}: what it would come to here cannot be used, so nothing was written.\n")
+            sys.stderr.write(f"{file}: the converted recipe cannot be used here, so nothing was written.\n")
     if problems:
         raise typer.Exit(ConfigError.exit_code)
 

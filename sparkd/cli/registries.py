@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SIGNED = {
     "good": "signed by {}",
-    "untrusted": "signed by {}, whom no key here vouches for",
+    "untrusted": "signed by {}, with an untrusted key",
     "expired": "signed by {}, with a key that has expired",
     "unknown": "signed, by a key that is not here",
     "none": "not signed",

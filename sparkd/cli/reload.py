@@ -10,8 +10,8 @@ from sparkd.render import models as show
 _TOLD = (
     ("added", "added"),
     ("removed", "removed"),
-    ("restarted", "changed, and restarted where they run"),
-    ("adjusted", "changed as they run"),
+    ("restarted", "changed (restarted if running)"),
+    ("adjusted", "changed without a restart"),
 )
 
 
@@ -34,5 +34,5 @@ def reload(session: Session) -> None:
         lines.append(f"In force now: {', '.join(now)}.")
     if found["later"]:
         lines.append(f"In force from the next start of sparkd: {', '.join(found['later'])}.")
-    for line in lines or ["The configuration was read again; nothing changed."]:
+    for line in lines or ["The configuration was read again. Nothing changed."]:
         session.out.print(line, markup=False)

@@ -41,7 +41,7 @@ def run(
     """
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):
-        raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
+        raise ConfigError(f"{extra[0]!r} is no flag of vLLM. Put flags after `--`; ask a question with -p.")
     if model.endswith((".yaml", ".yml")):
         from sparkd.recipes.file import refuse_as_model
 
@@ -84,17 +84,17 @@ def _known(client: Client, model: str, name: str | None, asked: bool) -> str | N
             raise _unknown(model, list(names))
         return None
     if model not in names and found["source"] != source and not _is_recipe(client, source):
-        raise Conflict(f"A model called {found['name']} is known already, with the source {found['source']}: give another --name.")
+        raise Conflict(f"A model called {found['name']} exists already, with the source {found['source']}. Choose another --name.")
     if asked:
-        cure = f"`sparkd rm {found['name']}` first if `run` brought it in, change sparkd.yaml if that has it, or give another --name"
-        raise Conflict(f"{found['name']} is known already and keeps the settings it has: {cure}.")
+        cure = f"Run `sparkd rm {found['name']}` first if `sparkd run` added it, change its entry in sparkd.yaml, or choose another --name"
+        raise Conflict(f"{found['name']} exists already, with other settings. {cure}.")
     return str(found["name"])
 
 
 def _unknown(model: str, names: list[str]) -> SparkdError:
     """A bare word is more often a typing error than a hub id without an owner, and a download must not begin with a typing error."""
     near = nearest(model, names)
-    hint = f"Did you mean {near}?" if near else "A new one is a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
+    hint = f"Did you mean {near}?" if near else "To add a model, give a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
     error = UnknownModel(model, names)
     error.message += f" {hint}"
     return error

@@ -15,7 +15,7 @@ from sparkd import __version__
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
 from sparkd.models.source import CONFIG_PATH, check_there, name_of, source_of
-from sparkd.render.page import printable, say_json
+from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def serve(
             inner[last] = flags.pop(dotted)
         flags["models"] = {entry: keys}
     elif name is not None:
-        raise ConfigError("--name names the model that --model brings: give both, or none.")
+        raise ConfigError("--name needs --model: give both, or neither.")
     from sparkd.config.config import load_config
 
     loaded = load_config(path, flags=flags, environ=os.environ)
@@ -107,7 +107,9 @@ def serve(
     if path is None and not loaded.models:
         from sparkd.render import models as show
 
-        show.terminal().print(f"No configuration is used ({CONFIG_PATH} or --config FILE), and no model is configured.", soft_wrap=True)
+        show.terminal().print(
+            f"There is no configuration file ({CONFIG_PATH} or --config FILE), so no model is configured.", soft_wrap=True
+        )
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
 
 
@@ -166,8 +168,7 @@ def check(
             sys.stdout.write(f"{printable(str(problem))}\n")
         for name, rows in parsers.items():
             sys.stdout.write(f"models.{name}: parsers: {in_words(rows)}\n")
-        told = f"{len(wrong)} to mend" if wrong else "can be used"
-        sys.stdout.write(f"{config}: {told}{f', {len(problems) - len(wrong)} to look at' if len(problems) > len(wrong) else ''}\n")
+        sys.stdout.write(f"{config}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -225,7 +226,7 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"-o {key}: KEY=VALUE is expected, such as -o engine.platform=cpu.")
         if _SECRET.fullmatch(key):
-            raise ConfigError(f"-o {key}: every user can read a command line; put secrets into sparkd.yaml, a key file or the environment.")
+            raise ConfigError(f"-o {key}: every user can read command lines; put secrets into sparkd.yaml, a key file or the environment.")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:

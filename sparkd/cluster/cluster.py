@@ -156,7 +156,7 @@ class Cluster:
         self._sight.begin(time.monotonic())  # the daemon may have been held in the middle of this look
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         for of in self._unreadable.keys() - known.keys():
-            log.warning("what is told of %s cannot be used: %s", of, self._unreadable[of].error)
+            log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
         if could_look and self._link.connected:
             models = frozenset(fact.handle.model for look in looks for fact in look.ranks)

@@ -79,7 +79,7 @@ class Starter:
             if peers and not computed and wants_rdma(placement.platform, said.env):
                 # Without NCCL_NET=IB it would fall back to sockets and say nothing.
                 told = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
-                raise RankError(f"{told}, so nobody knows over which links its ranks meet: `sparkd fabric` and the daemon's log say why.")
+                raise RankError(f"{told}, so the links between its ranks are unknown: `sparkd fabric` and the daemon's log say why.")
             parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port, spec.executor)
             fields = shared | {
                 "rank_id": attempt.rank_id_of(rank),
@@ -125,7 +125,7 @@ class Starter:
         # A stale rank at the same place blocks a rendezvous without a word.
         for node, strays in zip(nodes, await self._each(placement, lambda agent: agent.strays.remote()), strict=True):
             for rank_id in strays:
-                tell(f"Rank {rank_id} on {node} has lost its status file: it is ended before the ranks of another start.")
+                tell(f"Rank {rank_id} on {node} has lost its status file: sparkd stops it before the ranks of another start.")
                 await self._end(node, rank_id)
 
     async def _rendezvous(self, placement: Placement) -> int:

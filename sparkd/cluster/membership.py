@@ -52,7 +52,7 @@ def read(config: Config) -> Joined | None:
     except (OSError, TypeError, ValueError) as error:
         if isinstance(error, OSError):
             raise StateError(f"{path} cannot be read: {error.strerror}. Run it as root (sudo sparkd ...).") from None
-        raise StateError(f"{path} is not what sparkd wrote: remove it, then `sparkd join HEAD` again.") from None
+        raise StateError(f"{path} is damaged. Remove it, then run `sparkd join HEAD` again.") from None
 
 
 def applied(config: Config) -> Config:

@@ -137,14 +137,14 @@ def told_of(missing: Sequence[NodeView]) -> Condition | None:
     if not missing:
         return None
     named = ", ".join(node.address for node in missing)
-    message = f"{named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
+    message = f"{named} is not responding. Its models are considered lost after {NODE_GRACE_S:.0f} s."
     return Condition("NodeUnseen", message, missing[0].address if len(missing) == 1 else None)
 
 
 def told_of_unreadable(unreadable: Mapping[str, UnreadableFacts]) -> Condition | None:
     """The condition for a node's report that cannot be used, by what it is about."""
     for of, report in unreadable.items():
-        message = f"What is told of {of} cannot be used ({report.error}). What runs there is left alone: see to it there."
+        message = f"The report of {of} cannot be used ({report.error}). sparkd leaves its engines alone: check that node."
         return Condition("NodeUnreadable", message, report.node)
     return None
 

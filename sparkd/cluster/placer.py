@@ -170,10 +170,10 @@ class Siting:
         size, seen = ways[0] * ways[1], self._in_sight()
         if len(seen) < size:
             there = f"{len(seen)} node{'s are' if len(seen) > 1 else ' is'} in sight ({', '.join(seen)})"
-            cure = "Connect the others (`sparkd fabric`), or leave tensor_parallel out"
+            cure = "Connect more nodes (`sparkd fabric`), or remove tensor_parallel"
             raise DoesNotFit(f"{spec.name} needs {size} nodes, and {there}. {cure}.")
         if illegal := await asyncio.to_thread(why_illegal, spec, config, where, ways):
-            cure = "Leave tensor_parallel out, or choose another number"
+            cure = "Remove tensor_parallel, or choose another number"
             raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
         need = await self._need(config, spec, where, ways)
         if refusal := await self._too_large(config, need, size):
@@ -191,7 +191,9 @@ class Siting:
         links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
         team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
-            place = f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is no vLLM: it asks for no key there"
+            place = (
+                f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is not vLLM, so it asks for no key there"
+            )
             raise RankError(f"{place}. Unload a model of this node, so that the first part of {spec.name} runs here.")
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
@@ -226,7 +228,7 @@ class Siting:
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
         refusal = await asyncio.to_thread(too_large, need, most_gib, where)
         if refusal and only and need.entrypoint not in GUARDED and len(self._in_sight()) > 1:
-            refusal += f" No other node can serve it: its engine, {need.entrypoint}, is no vLLM and asks for no key on an address."
+            refusal += f" No other node can serve it: its engine, {need.entrypoint}, is not vLLM and asks for no key on an address."
         return refusal
 
 

@@ -164,7 +164,7 @@ class RayLink:
     def group_id(self, model: str) -> str:
         """Ray's name of the model's placement group. Raises RayUnavailable where nothing was reserved."""
         if model not in self._groups:
-            raise RayUnavailable(f"Ray holds no placement group of {model} any more: it is made again with the next start.")
+            raise RayUnavailable(f"Ray has lost the placement group of {model}. The next start creates it again.")
         return str(self._groups[model].id.hex())
 
     async def release(self, model: str) -> None:
@@ -209,7 +209,7 @@ class RayLink:
             raise _raised(error, node_ip, "did not start") from error
         if version != VERSION:
             await self._check_code(node_ip, node_id)
-            raise AgentLost(f"The agent of node {node_ip} has version {version}, and the code there has another by now.")
+            raise AgentLost(f"The agent of node {node_ip} has version {version}, and the code on that node has another version.")
         self._agents[node_ip] = node_id, agent
 
     async def _check_code(self, node_ip: str, node_id: str) -> None:
@@ -372,7 +372,7 @@ code_here.__module__ = "__main__"
 def _code_differs(node_ip: str, code: Code) -> CodeDiffers:
     return CodeDiffers(
         f"Ray on node {node_ip} runs sparkd {code.release} with agent {code.agent}, the daemon sparkd {__version__} with agent {VERSION}: "
-        f"nothing is started there, and what runs there is left alone. Run `{code.prefix}/bin/pip install .` there, in the checkout that "
+        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install .` there, in the checkout that "
         "the daemon was installed from, then `systemctl restart sparkd-ray`."
     )
 

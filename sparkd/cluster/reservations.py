@@ -97,7 +97,9 @@ class Places:
             async with self._change:
                 if model in self._held or model in there or not nodes.isdisjoint(unseen):
                     continue
-                log.warning("Ray keeps memory for %s on %s, and nothing of it runs or is to: it is given back", model, " and ".join(nodes))
+                log.warning(
+                    "Ray reserves memory for %s on %s, which does not run there: the memory is released", model, " and ".join(nodes)
+                )
                 await self._link.release(model)
         seen = self._offered().keys()
         for model, places in list(self._held.items()):

@@ -285,10 +285,10 @@ class Config(Section):
         cure = "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin)"
         if reachable:
             raise ConfigError(
-                f"listen: {self.listen} can be reached from other machines, and there is no key. {cure}, or listen on 127.0.0.1.",
+                f"listen: {self.listen} can be reached from other machines, and no key is set. {cure}, or listen on 127.0.0.1.",
                 param="listen",
             )
-        every = "cors.origins: '*' lets every web page use the models, and there is no key"
+        every = "cors.origins: '*' lets every web page use the models, and no key is set"
         raise ConfigError(f"{every}. {cure}, or name the pages' origins.", param="cors.origins")
 
 
@@ -380,7 +380,7 @@ def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tup
         if name not in names:
             yield (
                 ("hooks", "on_startup", "preload", index),
-                f"hooks.on_startup.preload names {name!r}, which no model is called. {known_or_nearest(name, names)}",
+                f"hooks.on_startup.preload names {name!r}, which is not a model. {known_or_nearest(name, names)}",
             )
 
 
@@ -388,7 +388,7 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: EngineSettings) -> Ite
     owner: dict[str, str] = {name: name for name in models}
     defaults = [model.name for model in models.values() if model.default]
     for name in defaults[1:]:
-        yield (name, "default"), f"models.{name}.default: {defaults[0]!r} is the default already, and there is one at most."
+        yield (name, "default"), f"models.{name}.default: {defaults[0]!r} is already the default, and only one model can be."
     for model in models.values():
         for key in ("served_model_name", "aliases"):
             for alias in getattr(model, key):

@@ -49,10 +49,10 @@ class GroupSettings(Section):
             for index, group in enumerate(getattr(self, key)):
                 for position, name in enumerate(group):
                     if name not in names:
-                        message = f"groups.{key} names {name!r}, which no model is called. {known_or_nearest(name, names)}"
+                        message = f"groups.{key} names {name!r}, which is not a model. {known_or_nearest(name, names)}"
                         yield ("groups", key, index, position), message
                 if len(group) < 2 or len({names.get(name, name) for name in group}) < len(group):
-                    mistake = f"{', '.join(group)} names a model twice, or one alone" if group else "a group here is empty"
+                    mistake = f"{', '.join(group)} names a model twice, or only one model" if group else "a group here is empty"
                     message = f"groups.{key}: {mistake}. A group is of two or more models."
                     yield ("groups", key, index), message
         ties = self.ties(names)
@@ -60,7 +60,7 @@ class GroupSettings(Section):
             for one, other in _pairs((group,), names):
                 if other in ties.companions_of(one):
                     told = f"{one} and {other} exclude each other here and accompany each other in groups.accompany"
-                    yield ("groups", "exclude", index), f"groups.exclude: {told}. Take one of the two out."
+                    yield ("groups", "exclude", index), f"groups.exclude: {told}. Remove one of the two."
 
 
 def known_or_nearest(name: str, names: Collection[str]) -> str:

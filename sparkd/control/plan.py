@@ -204,7 +204,7 @@ def _stray(facts: ModelFacts) -> Destroy | None:
             whole = facts.rank_id is not None or len(found) == found[0].handle.world
             why = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
         else:
-            why = "it died while nobody watched"
+            why = "it died while no daemon watched it"
         return Destroy(start, facts.name, why)
     return None
 
@@ -302,7 +302,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
     """Ranks are one engine: where one of them is dead, missing, held, out of reach or frozen, none of them serves."""
     present = _present(facts)
     if not present and not facts.unseen:
-        return Fail(facts.name, "RankLost", "Its rank has left no trace on the node; it is started again.")
+        return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The others end because of the first, and say less.
@@ -312,7 +312,9 @@ def _broken(facts: ModelFacts) -> Fail | None:
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
         named = " and ".join(map(str, missing))
-        return Fail(facts.name, "RankMissing", f"Rank {named} of {facts.world} has left no trace on its node; all are started again.")
+        return Fail(
+            facts.name, "RankMissing", f"Rank {named} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
+        )
     if facts.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:

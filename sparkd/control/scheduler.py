@@ -131,7 +131,7 @@ def _victims(
         return _whole(chosen, models, ties)
     if not book.has_room(asker.name, asker.lack, names):
         keepers = sorted(set(book.held) - names - {asker.name})
-        kept_by = " and ".join(keepers) or "nobody that sparkd could unload"
+        kept_by = " and ".join(keepers) or "no model that sparkd could unload"
         free = book.free_gib({asker.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
         lacks = f"{asker.name} asks for {_size(asker)} of unified memory, which is not there even if every model goes that may ({there})"

@@ -183,7 +183,7 @@ class Supervisor:
         """Why the last reload was refused; None once one was taken."""
         if why is not None:
             self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {why}")
-        message = f"The configuration file is not in force: {why}"
+        message = f"The configuration file was rejected: {why}"
         self._refused = Condition("ConfigRefused", message) if why is not None else None
 
     def drain(self, *, wholly: bool = True) -> None:

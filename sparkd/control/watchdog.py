@@ -124,7 +124,7 @@ class Pulse:
         if beat is None or put_at_s == math.inf or not _works(record):
             return None
         silent_s, asked_s = self._clock() - beat.at_s, self._clock() - put_at_s
-        return f"No token came for {silent_s:.0f} s: it was asked a question, and has not answered it for {asked_s:.0f} s."
+        return f"No token came for {silent_s:.0f} s, and a test question has had no answer for {asked_s:.0f} s."
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

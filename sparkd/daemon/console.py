@@ -55,7 +55,7 @@ class Console:
         if question is not None and ready:
             await self._ask(ready, question)
         elif question is not None and names:
-            self._say("[red]No model is ready, so nothing was asked. `sparkd ps` and `sparkd logs MODEL` tell more.[/]")
+            self._say("[red]No model is ready, so no question was asked. `sparkd ps` and `sparkd logs MODEL` show why.[/]")
         if question is not None or self._terminal.is_terminal:
             self._say_how_to_go_on(ready, question or GREETING, known=bool(names))
         while self._terminal.is_terminal:
@@ -65,7 +65,7 @@ class Console:
     def say_ending(self, stop_engines: bool, running: int = 0, patience_s: float = 0.0) -> None:
         """running: requests that may finish, for so long at most."""
         # The terminal has shown ^C at the beginning of this line.
-        end = "Stopping: engines and Ray end" if stop_engines else "Letting go: engines keep running for the next daemon"
+        end = "Stopping: engines and Ray end" if stop_engines else "Ending: engines keep running for the next daemon"
         if running:
             first = f"{running} request{'' if running == 1 else 's'} may finish first, for at most {patience_s:.0f} s"
             text = f"{end}. {first}; a second signal (Ctrl-C) ends it at once."
@@ -130,7 +130,7 @@ class Console:
             self._terminal.print(show.curl(self._base_url, model, question, self._needs_key), markup=False, soft_wrap=True)
         elif not known:
             there = ", ".join(sorted(self._supervisor.snapshot().models))
-            how = f"the first request for one loads it: {escape(there)}" if there else "`sparkd run FOLDER_OR_HUB_ID` brings one in"
+            how = f"the first request for one loads it: {escape(there)}" if there else "`sparkd run FOLDER_OR_HUB_ID` adds one"
             self._say(f"No model is loaded at start; {how}.")
         if self._base_url != DEFAULT_URL:
             self._say(f"\nOther commands find it by [bold]export SPARKD_URL={self._base_url}[/]")

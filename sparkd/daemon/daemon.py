@@ -81,7 +81,7 @@ def serve(config: Config, options: Options) -> None:
         log.warning("other processes of this user can read the daemon's keys in its memory: the kernel refused PR_SET_DUMPABLE")
     _allow_many_files()
     if unlocked := memlock.lock():
-        log.warning("the daemon's memory may be paged out: %s", unlocked)
+        log.warning("the daemon's memory may be swapped out: %s", unlocked)
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(_serve(config, options))
 
@@ -443,7 +443,7 @@ def _private_folder(path: Path) -> None:
         reason = f"The runtime directory {path} cannot be made: {error.strerror}."
         raise StateError(f"{reason} Set runtime_dir to a folder of this user.") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise StateError(f"The runtime directory {path} belongs to somebody else or others can write to it: remove it, or set runtime_dir.")
+        raise StateError(f"The runtime directory {path} belongs to another user, or others can write to it: remove it, or set runtime_dir.")
 
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:

@@ -51,7 +51,7 @@ def fixes_of(findings: Iterable[Mapping[str, Any]], raw: Mapping[str, Any]) -> l
         path = "etc/systemd/system/user.slice.d/60-sparkd.conf"
         text = "[Slice]\nMemoryMin=4G\nMemoryLow=6G\n"
         again = (("systemctl", "daemon-reload"),)
-        made.append(Fix("operator", "keep 4 GiB for who logs in", path, text, again, f"rm /{path} && systemctl daemon-reload"))
+        made.append(Fix("operator", "keep 4 GiB for user sessions", path, text, again, f"rm /{path} && systemctl daemon-reload"))
     return made
 
 
@@ -62,7 +62,7 @@ def apply(fix: Fix, root: Path) -> None:
         if fix.path:
             create_below(root, fix.path, fix.text)
     except OSError as error:
-        why = "it is there already, made by somebody else" if isinstance(error, FileExistsError) else error.strerror
+        why = "it exists already, made by another program" if isinstance(error, FileExistsError) else error.strerror
         raise StateError(f"{path} cannot be made: {why}. Run it as root: sudo sparkd doctor --fix.") from error
     if root != Path("/"):
         return

@@ -116,8 +116,8 @@ def _page_cache(host: Host) -> Iterator[Finding]:
         cure = "`sudo systemctl enable --now sparkd-dropcache.socket`"
         if not host.has(*units):
             cure = f"`sudo make -C deploy install`, then {cure}"
-        why = "without it the page cache is not freed before a load, and CUDA sees MemFree alone."
-        yield host.find("page-cache", WARN, "helper", "no helper that may drop the page cache", f"{cure}: {why}")
+        why = "without it the page cache is not freed before a load, and CUDA counts only MemFree."
+        yield host.find("page-cache", WARN, "helper", "no helper that can drop the page cache", f"{cure}: {why}")
     free, available = host.meminfo.get("MemFree"), host.meminfo.get("MemAvailable")
     if free is not None and available is not None:
         yield host.fine("memory", "memory", f"{gib(available)} available, of which {gib(free)} free, the rest page cache")
@@ -132,9 +132,7 @@ def _killers(host: Host) -> Iterator[Finding]:
         else:
             yield host.fine("killers", "earlyoom", "installed")
     if host.has("etc/systemd/system/multi-user.target.wants/systemd-oomd.service"):
-        cure = (
-            "`sudo systemctl disable --now systemd-oomd`: it does not see CUDA's memory, and kills by pressure the session that looks on."
-        )
+        cure = "`sudo systemctl disable --now systemd-oomd`: it does not see CUDA's memory, and under pressure kills the wrong session."
         yield host.find("killers", WARN, "systemd-oomd", "enabled", cure)
 
 
@@ -149,7 +147,7 @@ def _holders(host: Host) -> Iterator[Finding]:
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
             cure = "An engine that died may have left it in the driver: `sudo fuser -v /dev/nvidia*` names who holds it; else restart."
-            yield host.find("leak", FAIL, "memory", f"{gib(gap)} are nobody's, and no engine runs", cure)
+            yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure)
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")
     old = [
@@ -174,4 +172,4 @@ def _system(host: Host) -> Iterator[Finding]:
         )
     if host.is_spark and "MemoryMin" not in str(host.raw.get("slice") or ""):
         cure = "`sudo systemctl set-property user.slice MemoryMin=4G MemoryLow=6G` (or --fix): a shell then answers under pressure."
-        yield host.fine("operator", "user.slice", "no memory is kept for who logs in", cure)
+        yield host.fine("operator", "user.slice", "no memory is kept for user sessions", cure)

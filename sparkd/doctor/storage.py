@@ -68,7 +68,7 @@ def _hub(host: Host) -> Iterator[Finding]:
         path = str(one["path"])
         if one["foreign"]:
             cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: a container that ran as root fetched them."
-            yield host.find("hub-cache", WARN, path, f"{_named(one['foreign'])} belong to somebody else", cure)
+            yield host.find("hub-cache", WARN, path, f"{_named(one['foreign'])} belong to another user", cure)
         if one["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
             cure = f"Fetch it again, which goes on, or remove what broke off: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
             yield host.find("hub-cache", WARN, path, f"{gib(one['incomplete_bytes'])} of downloads that broke off", cure)
@@ -86,7 +86,7 @@ def _caches(host: Host) -> Iterator[Finding]:
         path = str(one["path"])
         if one["foreign"]:
             cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: what cannot be written is compiled again with each start."
-            yield host.find("compiled", WARN, path, "parts of it belong to somebody else", cure)
+            yield host.find("compiled", WARN, path, "parts of it belong to another user", cure)
         elif installed_at_s and one["newest_at_s"] < installed_at_s:
             cure = (
                 f"`rm -rf {shlex.quote(path)}`: code compiled for another release has given garbage and crashes; the next start "

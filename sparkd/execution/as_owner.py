@@ -104,7 +104,7 @@ def _as(user: int, work: Callable[[], Any]) -> Any:
     try:
         outcome = json.loads(text)
     except ValueError:
-        raise StateError(f"The work as the user {_name_of(user)} ended without a word (status {status}).") from None
+        raise StateError(f"The work as the user {_name_of(user)} ended without a message (status {status}).") from None
     if "error" in outcome:
         kind = getattr(errors, outcome["error"], SparkdError)
         raise kind(outcome["message"])

@@ -182,7 +182,7 @@ def _problem(s: NetworkInterface, t: NetworkInterface) -> tuple[str | None, str]
 
 def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
     node, about = f"{cable.a} - {cable.b}", f"{cable.a_cage.label} - {cable.b_cage.label}"
-    how = "the ends have met" if cable.seen else "by their subnets"
+    how = "the ends have seen each other" if cable.seen else "by their subnets"
     if not cable.rails:
         told = f"{how}, and no subnet is in common: {_subnets(cable.a_cage)} and {_subnets(cable.b_cage)}"
         cure = "Give both ends of each twin's rail addresses in one subnet: else `ibv_modify_qp failed with 110 Connection timed out`."
@@ -199,9 +199,9 @@ def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
     told = f"{len(sound)} of {meant} rail{'s' if meant > 1 else ''} sound, {how}"
     if not sound:
         left = f" for RDMA, and {SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else ""
-        yield Finding("rails", FAIL, node, about, told, f"No rail is sound{left}: see what is said of its twins and ends.")
+        yield Finding("rails", FAIL, node, about, told, f"No rail is sound{left}: fix the findings on its twins and ends.")
     elif len(sound) < meant:
-        cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see what is said of the other twin."
+        cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see the findings on the other twin."
         yield Finding("rails", WARN, node, about, told, cure)
     else:
         yield Finding("rails", OK, node, about, told)
@@ -256,7 +256,7 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> It
     pairs = teams(nodes, 2, rdma=rdma)
     proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
     test = "`sparkd fabric --measure all`, a live NCCL test, proves or disproves it; "
-    cure = test if proved else f"Else the LAN is left, about {LAN_GB_S:g} GB/s; "
+    cure = test if proved else f"Otherwise only the LAN is left, about {LAN_GB_S:g} GB/s; "
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
     # Nodes that nobody meant to link may serve a model each.
     meant = any(cage.linked for node in nodes for cage in node.cages)

@@ -206,7 +206,7 @@ def _refusal(one: QueuePair, node: str) -> Finding:
     told += f", local GID {one.local}" if one.local else ""
     told += f", remote GID {one.remote}" if one.remote else ""
     if one.number == 110:
-        cure = "The two ends are in different subnets or the cable leads to another node: see who is cabled to whom in `sparkd fabric`."
+        cure = "The two ends are in different subnets or the cable leads to another node: `sparkd fabric` shows which ports are connected."
     elif one.remote.startswith("fe80"):
         cure = "The other end's twin has no IPv4 address: give it one, or leave its device out of NCCL_IB_HCA on both nodes."
     elif one.remote == "::" or one.local == "::":

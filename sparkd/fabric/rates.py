@@ -101,7 +101,7 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
     if judged.verdict != OK and rate.rails:
         judged = replace(judged, evidence=f"{judged.evidence}: {_lost(rate):.0%} is lost")
     if rate.idle:
-        cure = "See what is said of that twin and its cable in `sparkd fabric`."
+        cure = "See the findings on that twin and its cable in `sparkd fabric`."
         told = f"{judged.evidence}; nothing went over {', '.join(rate.idle)}"
         return replace(judged, verdict=FAIL, evidence=told, cure=judged.cure or cure)
     return judged

@@ -117,7 +117,7 @@ class Stages(FabricNodes):
 
 def _unlinked(nodes: Sequence[str], found: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:
     dark = ", ".join(node for node in nodes if node not in found)
-    blind = f"the network of {dark} cannot be read, so nobody knows of a rail: `sparkd fabric` and the daemon's log say why"
+    blind = f"the network of {dark} cannot be read, so its rails are unknown: `sparkd fabric` and the daemon's log say why"
     return unlinked([*found.values()], rdma=rdma) | dict.fromkeys(range(max(2, len(found) + 1), len(nodes) + 1), blind)
 
 

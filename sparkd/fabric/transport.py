@@ -100,13 +100,13 @@ def _counted(moved_bytes: Mapping[str, int], node: str) -> Finding:
         )
     idle = [name for name, size in moved_bytes.items() if size < IDLE_SHARE * most]
     if idle and most >= JUDGED_BYTES:
-        cure = f"{', '.join(idle)} lies idle ({ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s): see what is said of its twin and cable."
+        cure = f"{', '.join(idle)} lies idle ({ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s): see the findings on its twin and cable."
         return Finding("traffic", WARN, node, "RDMA", told, cure)
     return Finding("traffic", OK, node, "RDMA", told)
 
 
 def _blind(node: str) -> Finding:
-    cure = "See why in `sparkd fabric` and the daemon's log; until then nobody knows whether RDMA should have been there."
+    cure = "See why in `sparkd fabric` and the daemon's log; until then it is unknown whether RDMA should have been used."
     return Finding("network", WARN, node, "NCCL", "network Socket, and the network of its node cannot be read", cure)
 
 

@@ -126,7 +126,7 @@ class Acceptor:
                 cure = f"Raise this process's limit of {self._limit} open files (LimitNOFILE=, ulimit -n)."
             return Condition(
                 "ConnectionsFull",
-                f"{self.most} clients are connected, and no more may be: idle ones are closed for new ones, else these are refused. {cure}",
+                f"{self.most} clients are connected, the most allowed: idle connections are closed for new ones. {cure}",
             )
         return None
 

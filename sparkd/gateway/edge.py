@@ -119,7 +119,7 @@ class Edge:
             await self._refuse(error, scope, receive, send, headers, exchange)
         except asyncio.CancelledError:
             # Only the server's end cancels a request here; re-raised it would come out as uvicorn's own error, in plain text.
-            await self._refuse(Draining("sparkd is going down; try again soon."), scope, receive, send, headers, exchange)
+            await self._refuse(Draining("sparkd is shutting down; try again soon."), scope, receive, send, headers, exchange)
         except Exception as error:  # noqa: BLE001 - the last line: uvicorn would answer in its own words and log a traceback
             _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
             await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)

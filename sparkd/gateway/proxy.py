@@ -161,7 +161,7 @@ class Proxy:
             if exchange.gone:
                 raise ClientGone from None
             if exchange.code is None:
-                _refuse_begun(exchange, Draining("sparkd is going down; ask again soon."))
+                _refuse_begun(exchange, Draining("sparkd is shutting down; try again soon."))
             raise
         except SparkdError as error:
             if exchange.model == "unknown":
@@ -202,7 +202,7 @@ class Proxy:
         except asyncio.CancelledError:
             if pipe.begun and not pipe.ended and not exchange.gone:
                 pipe.stop()
-                pipe.break_off(Draining("sparkd is going down; ask again soon."), route.anthropic)
+                pipe.break_off(Draining("sparkd is shutting down; try again soon."), route.anthropic)
             raise
         finally:
             exchange.hang_up = None  # else a circle for the garbage collector, at every request
@@ -220,7 +220,7 @@ class Proxy:
         self._buffered_bytes += size
         exchange.reserved += size
         if self._buffered_bytes > self.limits.buffered_bytes:
-            raise Unavailable("Too many large requests are coming in at once; try again soon.", retry_after_s=1)
+            raise Unavailable("Too many large requests are arriving at once; try again soon.", retry_after_s=1)
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Proxy:
         name = named[-1] if named else model_meant(models)
         view = find_model(models, name)
         if view is not None and view.state is not ModelState.READY:
-            raise Unavailable(f"The model {view.name} is {view.state.value}, and this path tells of an engine that runs. Load it first.")
+            raise Unavailable(f"The model {view.name} is {view.state.value}, and this path needs a running engine. Load the model first.")
         return name
 
     def _model_of_response(self, response_id: str) -> str:
@@ -313,7 +313,7 @@ def _media_type(content_type: bytes) -> bytes:
 
 def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedMediaType("A body with a content-encoding is not taken; send it plain.")
+        raise UnsupportedMediaType("A body with a content-encoding is not accepted; send it uncompressed.")
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

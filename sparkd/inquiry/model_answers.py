@@ -279,7 +279,7 @@ def _run(
             yield line["question"], line["answer"]
         tail = line.get("ended", tail)
     if done < len(questions) and not cancel.is_set():
-        raise EngineError(f"The vLLM of {runtime.place} gave no answer about a model: {tail or 'it ended without a word'}")
+        raise EngineError(f"The vLLM of {runtime.place} gave no answer about a model: {tail or 'it ended without a message'}")
 
 
 def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dict[str, Any]:

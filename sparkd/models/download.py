@@ -66,7 +66,7 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
         commit = _whole(hub_id, revision, environ)
         if commit is None:
             raise NotAsked(error) from None
-        return commit, f"The hub was not asked ({error.reason}); what is in the cache is whole."
+        return commit, f"The hub was not contacted ({error.reason}); what is in the cache is whole."
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / listing.commit
     names = wanted(listing.sizes)
@@ -117,7 +117,7 @@ def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         # Its message may hold an address with a signature.
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        cure = "Check the network and the disk; run the same again to go on."
+        cure = "Check the network and the disk, then run the same command again to resume."
         raise CheckpointError(f"{name} could not be downloaded: {why}", file=hub.hub_id, cure=cure) from None
     blob = Path(os.path.realpath(path))
     if len(blob.name) == SHA256_DIGITS:
@@ -127,7 +127,7 @@ def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str)
                 with suppress(OSError):
                     one.unlink()
             told = f"{name} does not have the SHA-256 that the hub names and was removed"
-            raise CheckpointError(told, file=hub.hub_id, cure="Run the same again; if it stays so, check memory and disk")
+            raise CheckpointError(told, file=hub.hub_id, cure="Run the same command again; if the error stays, check memory and disk")
         buffer.close()
     _drop(blob, wait=True)
     return name

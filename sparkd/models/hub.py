@@ -74,7 +74,7 @@ class Hub:
             raise ConfigError("HF_ENDPOINT is no address: give one that begins with https://, or unset it.")
         offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
         if offline.upper() in _TRUE or constants.HF_HUB_OFFLINE:
-            told = "not all that is needed of it is in this machine's hub cache, and HF_HUB_OFFLINE keeps sparkd from asking the hub"
+            told = "this machine's hub cache lacks some of its files, and HF_HUB_OFFLINE keeps sparkd from asking the hub"
             raise self.refusal(told, "Unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE, or give a folder")
         token = environ.get("HF_TOKEN")
         own = token if token and token != os.environ.get("HF_TOKEN") else None
@@ -216,8 +216,8 @@ class Hub:
         if status == 403:
             return self.refusal(f"{self._host} does not let it be read (HTTP 403)", "Set HF_TOKEN to a token that may read it")
         if status == 429:
-            cure = "Wait some minutes; with HF_TOKEN more is allowed"
-            return self.refusal(f"{self._host} has had too many requests from here (HTTP 429)", cure)
+            cure = "Wait a few minutes, or set HF_TOKEN for a higher limit"
+            return self.refusal(f"{self._host} limits requests from this address (HTTP 429)", cure)
         if status >= 500:
             return _Passing(f"{self._host} is in trouble (HTTP {status})")
         return self.refusal(f"{self._host} answers with HTTP {status}", "Check HF_ENDPOINT")

@@ -190,7 +190,7 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table
     for name in _FILES:
         for *_, value in values_of(args, name):
             if not value.startswith("/") and _PLAIN.fullmatch(value):
-                yield f"--{name} {value} is a file that {whose}: get it, and write its full path there."
+                yield f"--{name} {value} is a file that {whose}: get the file, and write its full path there."
     if not given or (known := flags()) is None:
         return
     parsers = list(unknown_parsers(given, env, None))
@@ -279,7 +279,7 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
         try:
             json.loads(text)
         except ValueError:
-            raise ConfigError(f"{SPECULATIVE} is not JSON: mend it.") from None
+            raise ConfigError(f"{SPECULATIVE} is not valid JSON: correct it.") from None
     settings = dict(command.settings)
     if isinstance(table.get("model_revision"), str):
         settings.setdefault("revision", table["model_revision"])
@@ -323,7 +323,7 @@ def _environment(env: Any, notes: list[str]) -> dict[str, str]:
             notes.append("env.HF_TOKEN is left out: engines inherit it from sparkd.")
             continue
         if used:
-            notes.append(f"env.{name} takes {', '.join(used)} from the environment of whoever uses the recipe: see that this is meant.")
+            notes.append(f"env.{name} takes {', '.join(used)} from the environment of the recipe's user: check that this is intended.")
         found[name] = _VARIABLE.sub(lambda match: "${env." + (match[1] or match[2]) + "}", text)
     return found
 

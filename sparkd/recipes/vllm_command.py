@@ -192,7 +192,7 @@ def _one_speculation(args: list[str]) -> list[str]:
         return args
     whole = [_as_json(value) for *_, value in values_of(args, SPECULATIVE[2:])]
     if any(not isinstance(each, dict) for each in whole):
-        raise ConfigError(f"{SPECULATIVE} is not JSON: mend it.")
+        raise ConfigError(f"{SPECULATIVE} is not valid JSON: correct it.")
     return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**(whole[-1] if whole else {}), **parts})]
 
 
@@ -234,7 +234,7 @@ def _split(line: str) -> list[str]:
     try:
         tokens = list(lexer)
     except ValueError as error:
-        raise ConfigError(f"command: it cannot be split into words ({str(error).lower()}): mend its quotes.") from None
+        raise ConfigError(f"command: it cannot be split into words ({str(error).lower()}): correct its quotes.") from None
     if shell := next((token for token in tokens if _SHELL.fullmatch(token)), None):
         raise ConfigError(f"command: {shell!r} is for a shell, and sparkd runs none: leave one `vllm serve` line.")
     return tokens

@@ -61,7 +61,7 @@ def nodes(found: Mapping[str, Any], console: Console) -> None:
 def offers(found: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
     """The machines that could join. head: Ray's address of the head; one on loopback nobody can join yet."""
     ready = head is not None and not head.startswith("127.")
-    how = f"`sparkd join {head}` there" if ready else "`sparkd join` there, after `sparkd token` here has said how"
+    how = f"`sparkd join {head}` there" if ready else "`sparkd join` there (`sparkd token` here prints the command)"
     for one in all_printable(list(found)):
         console.print(Text(f"offered  {one['told']}, not joined: run {how}", style="cyan"))
 
@@ -133,7 +133,7 @@ def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> lis
 
 def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
     ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
-    console.print(Text.assemble(ends, ("" if cable["seen"] else "  (by subnets, not met yet)", "dim")))
+    console.print(Text.assemble(ends, ("" if cable["seen"] else "  (by subnets, not seen yet)", "dim")))
     grid = Ragged.grid(padding=(0, 2, 0, 0))
     for _ in range(4):
         grid.add_column(no_wrap=True)
@@ -156,7 +156,7 @@ def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
         holds = one.get("holds", True)  # a daemon of an earlier release does not say
         style = _STYLES[one["verdict"]] if holds else "dim"
         line = Text(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}", style=style)
-        stale = "" if holds else "; not over the links of now, measure again"
+        stale = "" if holds else "; the links have changed since, measure again"
         console.print(line.append(f"  {one['network'] or 'sockets'}, {when}{stale}", style="dim"))
 
 

@@ -140,7 +140,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     now_s = time.time() if now_s is None else now_s
     shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
     if not shown:
-        console.print("No model is resident. `sparkd ls` lists the known ones, `sparkd load MODEL` loads one.")
+        console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
     # Where there is no room for all, a process number is missed least; which node a model is on says where to look.
     with_pid = console.width >= NARROW
@@ -177,7 +177,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
                 _say(console, f"{model['name']}: KV cache: {_sized_why(word, str(kv[word]))}", "yellow")
         if known.get("cache_state") in ("failed", "skipped"):
             why = known.get("cache_why") or "no reason was given"
-            _say(console, f"{model['name']}: its quantized weights were not kept: {why}", "yellow")
+            _say(console, f"{model['name']}: its quantized weights were not cached: {why}", "yellow")
         if told := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
@@ -188,7 +188,7 @@ def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
     """`sparkd ls`: every model that can be served, whether it runs or not."""
     rows = list(models)
     if not rows:
-        console.print("No model is known. Configure one in sparkd.yaml, or bring one in: `sparkd run FOLDER_OR_HUB_ID`.")
+        console.print("No model is known. Configure one in sparkd.yaml, or add one with `sparkd run FOLDER_OR_HUB_ID`.")
         return
     table = _table(["MODEL", "STATE", "WANT", "CONTEXT", "SOURCE", "ALIASES"], right={"CONTEXT"})
     for model in rows:
@@ -225,7 +225,7 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
         console.print(f"The checkpoint is quantized already: {found['quantization']}.", markup=False)
     if (held := found["held"]) is not None:
         if held["refusal"]:
-            _say(console, f"vLLM does not take it so: {held['refusal']}.", "red")
+            _say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
             console.print(f"One GPU holds {size(held['bytes'])} of it ({held['sureness']}).", markup=False)
         if held["unloaded"]:
@@ -269,7 +269,7 @@ def cached(found: Mapping[str, Any], console: Console, now_s: float | None = Non
 
 
 def swept(size_bytes: int) -> str:
-    return f"What loads that were killed had left is removed, {size(size_bytes)} freed."
+    return f"Leftovers of killed loads were removed, {size(size_bytes)} freed."
 
 
 def size(count: int) -> str:
@@ -299,7 +299,7 @@ def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None
     rows.add_row("cost", _cost(costs))
     cluster = status["cluster"]
     joined = "not connected" if not cluster.get("connected") else f"connected to {cluster.get('address')}"
-    rows.add_row("Ray", escape(f"{'own head' if cluster.get('own_head') else 'of somebody else'}, {joined}"))
+    rows.add_row("Ray", escape(f"{'own head' if cluster.get('own_head') else 'another head'}, {joined}"))
     for listener in costs["ray_listeners"]:
         address, _, name = listener.partition(" ")
         rows.add_row("", f"listens on {escape(address)}  [dim]{escape(name)}[/]")

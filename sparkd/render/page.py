@@ -37,6 +37,12 @@ def all_printable(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
+def verdict(errors: int, warnings: int) -> str:
+    """The last line of a check: "2 errors, 1 warning", or "valid" where there is neither."""
+    counts = ((errors, "error"), (warnings, "warning"))
+    return ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in counts if number) or "valid"
+
+
 def duration(seconds: float) -> str:
     """`42s`, `3m`, `5h`, `12d`: the largest whole unit that keeps two digits where it can."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):

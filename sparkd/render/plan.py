@@ -38,15 +38,15 @@ _WORDS = {
     "context": "CUDA context",
     "processes": "processes",
     "margin": "margin",
-    "upper": "kept for what a guess may lack",
+    "upper": "reserve for an uncertain estimate",
     "withheld": "beyond the entry's limit",
     "free": "free",
 }
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
 _SURENESS = {
     EXACT: "vLLM's own answer, or what a start measured",
-    KNOWN: "sparkd's formulas, which are checked for this architecture",
-    GUESS: "formulas of other models, with the most that the cache may take in brackets, which a load reserves",
+    KNOWN: "sparkd's formulas, checked for this architecture",
+    GUESS: "formulas of other models; in brackets the upper bound of the cache, which a load reserves",
 }
 BAR_CELLS = 64
 OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
@@ -128,8 +128,8 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
     if table.rows:
         page.columns(table)
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in found["options"])
-        bound = "-: how fast this machine is, is not known" if unknown else "TOKENS/S: bound of one request by memory bandwidth"
-        page.line(f"Weights, cache and the rest are of one node. {bound}.", "dim")
+        bound = "-: the speed of this machine is not known" if unknown else "TOKENS/S: upper bound for one request, from memory bandwidth"
+        page.line(f"Weights, cache and rest are for one node. {bound}.", "dim")
         page.line(_sureness(found["options"]), "dim")
         page.line(_answered(found.get("vllm")) + "\n", "dim")
     _rejected(rejected, page, every or not table.rows)
@@ -158,7 +158,7 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
     runtime = printable(vllm["runtime"])
     if vllm["version"] is None:
         return f"No vLLM was asked: there is none beside {runtime}."
-    return f"vLLM {printable(vllm['version'])} beside {runtime} {'answered' if vllm['answered'] else 'has given no answer'}."
+    return f"vLLM {printable(vllm['version'])} beside {runtime} {'answered' if vllm['answered'] else 'gave no answer'}."
 
 
 def _format(option: Mapping[str, Any]) -> str:
@@ -179,7 +179,7 @@ def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         page.line(printable(f"{', '.join(found[:NAMED])}{more}: {reason}."), "yellow")
     if hidden := len(options) - sum(len(found) for _, found in shown):
-        page.line(f"{hidden} more that cannot be: --all tells why.", "dim")
+        page.line(f"{hidden} more are rejected: --all shows why.", "dim")
     if options:
         page.line()
 
@@ -229,7 +229,7 @@ def _decided(choice: Mapping[str, Any], page: Page) -> None:
         page.line(f"Keys that are auto in the entry of {printable(choice['name'])} become:", "bold")
         page.line(printable("\n".join(f"    {key}: {_told(value)}" for key, value in choice["config"].items())), whole=True)
         page.line()
-    page.line("What sparkd runs for its entry, but for the socket and the files of each start:", "bold")
+    page.line("The command that sparkd runs for its entry, without the socket and files of each start:", "bold")
 
 
 def _entry(choice: Mapping[str, Any], page: Page) -> None:
@@ -238,7 +238,7 @@ def _entry(choice: Mapping[str, Any], page: Page) -> None:
     for key, value in choice["config"].items():
         lines.append(f"    {key}: {_told(value)}")
     page.line(printable("\n".join(lines)), whole=True)
-    page.line("\nWhat sparkd runs then:", "bold")
+    page.line("\nThe command that sparkd then runs:", "bold")
 
 
 def _told(value: Any) -> Any:

@@ -66,7 +66,7 @@ def absolute_from(path: Path, base: Path | None) -> Path:
     if not text or _CONTROL.search(text):
         raise ValueError("a path is expected, without control characters")
     if variable := _SHELLS_VARIABLE.search(text):
-        raise ValueError(f"no shell fills in {variable[0]}: write ${{env.{variable[1] or variable[2]}}}, or the whole path")
+        raise ValueError(f"no shell expands {variable[0]}: write ${{env.{variable[1] or variable[2]}}}, or the whole path")
     if len(os.fsencode(text)) > _PATH_BYTES or any(len(os.fsencode(part)) > _NAME_BYTES for part in path.parts):
         raise ValueError(f"the kernel takes {_PATH_BYTES} bytes at most, and {_NAME_BYTES} for each name in it")
     try:

@@ -38,11 +38,11 @@ def kv_cache(value: Any) -> Any:
         raise refuse(f"has no {str(unknown)[:48]!r}: give {_EXAMPLES}", item=unknown)
     said = [way for way in _WAYS if way in given]
     if not said:
-        raise refuse(f"says no size: give {_EXAMPLES}, or auto", item=next(iter(given), None))
+        raise refuse(f"sets no size: give {_EXAMPLES}, or auto", item=next(iter(given), None))
     if len(said) > 1:
         raise refuse(f"says {' and '.join(said)}: keep one of them", item=said[1])
     if "at" in given and said != ["sequences"]:
-        raise refuse(f"says 'at' beside {said[0]}: 'at' is the length of each of so many 'sequences'. Remove it", item="at")
+        raise refuse(f"sets 'at' together with {said[0]}; 'at' is the length of each of the 'sequences'. Remove it", item="at")
     return {key: made for key, found in given.items() if (made := _READ[key](key, found)) is not None}
 
 

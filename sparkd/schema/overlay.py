@@ -193,7 +193,7 @@ def _models(table: Table, problems: list[ConfigProblem]) -> Table:
         try:
             check_name(name)
         except ValueError as error:
-            problems.append(place.problem(f"models: {name[:64]!r} cannot be a model's name: it needs {error}."))
+            problems.append(place.problem(f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."))
             continue
         if isinstance(entry, Table | None):
             entry = canonical(entry or Table(), ModelConfig, problems, ("models", name))
@@ -374,9 +374,9 @@ def _explain(path: Sequence[str], place: Location, value: Any, sentences: Sequen
     if complete:
         return f"{name}: {'; '.join(sentences).rstrip('.')}."
     if sentences == [_EXPECTED["extra_forbidden"]]:
-        return f"{name} is not a known key: mend its spelling, or remove it."
+        return f"{name} is not a known key: correct its spelling, or remove it."
     if sentences == [_EXPECTED["missing"]]:
-        return f"{name} is missing, and it is required."
+        return f"{name} is required and missing."
     told = f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
     if not isinstance(value, str) or _is_secret(path, place):
         return told

@@ -274,7 +274,7 @@ class _Builder:
                 self._document.repeated.append(f"{_shown(key)} stands more than once: the one on line {_line(key_node)} counts.")
             elif key in table:
                 first = table.places[key].line
-                self._wrong(key_node, f"The key {_shown(key)} stands here a second time; it was first set on line {first}. Keep one.")
+                self._wrong(key_node, f"The key {_shown(key)} is set twice; line {first} sets it first. Keep one.")
                 continue
             table.put(key, self.build(value_node, depth + 1), self._place(key_node, value_node))
         for value_node in merges:

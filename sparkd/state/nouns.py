@@ -502,7 +502,7 @@ def _cure(error: Exception, path: Path) -> str:
     if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return (
             f"Move it away (mv {path} {path}.damaged) and start again: engines that run are adopted, sparkd.yaml decides what loads, "
-            "and those that were added later have to be added again."
+            "and models added later must be added again."
         )
     return "Check that the folder exists, is writable by this user and has free space, or name another with --state-dir."
 

@@ -38,7 +38,7 @@ _OWNED: Mapping[str, str] = {
     "root-path": "the gateway forwards to fixed paths. Remove it",
     "model": "the model is the 'model:' key. Set it there",
     "served-model-name": "the engine must answer to the names that the gateway routes. Set 'aliases:' or 'served_model_name:' on the model",
-    "config": "it would read more flags from a file that nobody checks. Write them out instead",
+    "config": "it would read more flags from an unchecked file. Write them out instead",
     "help": "the engine would print its help and end. Run the engine's own --help by hand",
     "headless": _RANKS,
     "nnodes": _RANKS,
@@ -108,7 +108,7 @@ def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple
             # vLLM splits `-O--uds` in two, and a dotted flag before it swallows the first half: found by fuzzing its parser.
             yield index, "'-O' takes a level, 0 to 3: remove what follows it."
         elif name := _owned_name(arg):
-            yield index, f"{_flag(arg)} is not for {place}: {_reason(name)}."
+            yield index, f"{_flag(arg)} is not allowed in {place}: {_reason(name)}."
 
 
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:

@@ -73,12 +73,12 @@ class _Job:
     def first(self, timeout_s: float) -> dict[str, Any]:
         if not self._program.wait_for_a_word(timeout_s):
             return {"error": f"The program that copies said nothing within {timeout_s:.0f} s."}
-        return self._program.last or {"error": "The program that copies ended without a word."}
+        return self._program.last or {"error": "The program that copies ended without a message."}
 
     def state(self) -> dict[str, Any]:
         running, is_over = self._program.running, self._program.is_over
         if not running and not is_over:
-            return {"running": False, "error": "The program that copies ended without a word; run the same again to go on."}
+            return {"running": False, "error": "The program that copies ended without a message; run the same command again to resume."}
         return {"running": running and not is_over} | self._program.last
 
     def end(self) -> None:

@@ -49,7 +49,7 @@ class _Run:
         running = self._program.running
         if not running and not self._program.is_over:
             code = self._program.process.returncode
-            why = "did not end within its time" if code == -signal.SIGALRM else f"ended without a word (exit code {code})"
+            why = "did not end within its time" if code == -signal.SIGALRM else f"ended without a message (exit code {code})"
             return {"running": False, "error": f"The program that measures {why}: the nodes do not reach each other, or one hangs."}
         return {"running": running} | self._program.last
 

@@ -71,7 +71,7 @@ class Floor:
 
     def _say_blind(self) -> None:
         logger.error(
-            "sparkd: the last %d readings of memory failed: nobody watches the floor of %.2f GiB. Should this machine freeze in a "
+            "sparkd: the last %d readings of memory failed: nothing watches the floor of %.2f GiB. Should this machine freeze in a "
             "rehearsal, give the cache a size (kv_cache) or the batch a smaller one (max_num_batched_tokens).",
             self._failed,
             self._floor / 2**30,

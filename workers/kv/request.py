@@ -40,7 +40,7 @@ class CacheRequest:
         if settings.blocks is None:
             return None
         others = any(getattr(settings, name) is not None for name in (*SIZES, "at_most_bytes", "reserved_bytes"))
-        return f"{BLOCKS_FLAG} asks for {settings.blocks:,} blocks{', which goes before kv_cache and memory_gib' if others else ''}"
+        return f"{BLOCKS_FLAG} asks for {settings.blocks:,} blocks{', which overrides kv_cache and memory_gib' if others else ''}"
 
     def at_most(self) -> int | None:
         """A limit on what `auto` takes; None for none."""

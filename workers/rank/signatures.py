@@ -266,7 +266,7 @@ SIGNATURES = (
     # Downloads and files.
     _sign(
         "Gated", ROOT, r"gated repo|is restricted and you are not in the authorized list|401 Client Error",
-        "The hub asks who wants this model: it is gated or private.",
+        "The hub requires a login for this model: it is gated or private.",
         "Accept its licence on its page, and give HF_TOKEN to the daemon's environment or log in with `hf auth login`.",
     ),
     _sign(
@@ -286,7 +286,7 @@ SIGNATURES = (
     ),
     _sign(
         "NotReadable", CAUSE, r"PermissionError: \[Errno 13\]",
-        "A file belongs to somebody else, often to root after a container fetched it.", "`sparkd doctor` names it and gives the command.",
+        "A file belongs to another user, often root after a download in a container.", "`sparkd doctor` names it and gives the command.",
     ),
     _sign(
         "DockerRefused", ROOT, r"permission denied .{0,80}docker\.sock",

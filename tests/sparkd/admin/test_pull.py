@@ -242,7 +242,7 @@ async def test_weights_that_a_copy_removed_or_left_are_told(tmp_path: Path) -> N
         ended = await made.ended(made.pulls.start("plain"))
 
     told = "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors and 2 more"
-    assert f"Removed from {B}, where an earlier pull had put it and {A} has it no more: {told}. {B} has weights that {A}" in ended.message
+    assert f"Removed from {B}, where an earlier pull had put it and {A} has it no longer: {told}. {B} has weights that {A}" in ended.message
     assert "no pull put there: mine.safetensors; remove or move it there" in ended.message
 
 

@@ -131,7 +131,7 @@ def test_a_length_beyond_the_models_own_is_refused() -> None:
     found = chosen(plain(), max_model_len=8193)
 
     assert found.best is None
-    assert {one.reason for one in found.options} == {"8,193 tokens are more than the 8,192 that the model was made for"}
+    assert {one.reason for one in found.options} == {"8,193 tokens are more than the 8,192 that the model supports"}
     assert chosen(plain(), max_model_len=8192).best is not None
 
 

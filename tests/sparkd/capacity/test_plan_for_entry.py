@@ -476,7 +476,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     found = plan(capsys, "mine", "--config", file)
     assert found["hardware"]["name"] == "spark" and "of" not in found["hardware"]
     (note,) = (note for note in found["notes"] if note.startswith("This is for a Spark, since the daemon did not say what its nodes are: "))
-    assert "wants an admin key" in note
+    assert "needs an admin key" in note
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     found = plan(capsys, "mine", "--config", file)
     assert found["hardware"]["name"] == "spark" and not any("for a Spark" in note for note in found["notes"])
@@ -560,7 +560,7 @@ def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
         assert (found["entry"] or {}).get("origin") == entry
         assert any(note.startswith(f"Whether the daemon has an entry for {name} is not known: ") for note in found["notes"])
     assert exit_code(["plan", "--quick", "m"]) == 6
-    assert "wants an admin key" in capsys.readouterr().err
+    assert "needs an admin key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("free_gib", [100, 34, 26, 20, 14])

@@ -50,16 +50,16 @@ def test_the_last_line_is_the_only_verdict(tmp_path: Path, capsys: pytest.Captur
     models = Folders.under(tmp_path)
     file = tmp_path / "sparkd.yaml"
     for keys, code, verdict in (
-        ({}, 0, "can be used"),
-        ({"dtype": "float99"}, 2, "1 to mend"),
-        ({"runtime": "/no/python"}, 0, "1 to look at"),
+        ({}, 0, "valid"),
+        ({"dtype": "float99"}, 2, "1 error"),
+        ({"runtime": "/no/python"}, 0, "1 warning"),
     ):
         file.write_text(entry(models.sound, keys))
         assert exit_code(["check", str(file)]) == code
         *lines, last = capsys.readouterr().out.splitlines()
         assert last.startswith(f"{file}: ") and verdict in last
-        assert ("can be used" in last) is (code == 0)
-        assert not [line for line in lines if "can be used" in line or "to mend" in line]
+        assert ("error" in last) is (code != 0)
+        assert not [line for line in lines if line.startswith(f"{file}: ")]
         assert exit_code(["--json", "check", str(file)]) == code
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
 

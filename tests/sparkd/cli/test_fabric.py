@@ -108,7 +108,7 @@ def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr()
 
     assert code in (0, 1)
-    assert shown.err == "This node alone, since no daemon answers.\n"
+    assert shown.err == "Shows this node only: no daemon answers.\n"
     assert shown.out.splitlines()[0] == os.uname().nodename
 
 

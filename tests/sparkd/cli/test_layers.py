@@ -303,7 +303,7 @@ def test_a_checkpoint_with_fewer_layers_than_it_says_is_named(tmp_path: Path, ca
         (["--layers", "MODEL", "--quantize", "[a]"], "--quantize [a]: a format such as nvfp4"),
         (["--layers", "MODEL", "--quantize", "{a"], "a format such as nvfp4, or a mapping"),
         (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], "did you mean format"),
-        (["--quantize", "nvfp4"], "belong to --layers MODEL"),
+        (["--quantize", "nvfp4"], "need --layers MODEL"),
         (["--layers", "MODEL", "--config", "/none.yaml"], None),
         (["--layers", "name", "--config", "/none.yaml"], "/none.yaml"),
     ],

@@ -123,7 +123,7 @@ def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: py
     answers.by_path = {"/models/m/load": [failed], "/models/m": [{"state": "FAILED", "reason": reason}]}
     assert exit_code(["--url", answers.url, "load", "m"]) == 8
     err = capsys.readouterr().err
-    assert ("`sparkd logs m` tells more" in err) is told and "`sparkd unload m` stops its next try." in err
+    assert ("`sparkd logs m` tells more" in err) is told and "`sparkd unload m` stops further attempts." in err
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,10 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
         (["unload"], "--all"),
         (["unload", "m", "--all"], "--all"),
         (["run", "m", "hello"], "after `--`"),
-        (["run", "m", "--", "--host", "0.0.0.0"], "'--host' is not for vLLM's flags after `--`: sparkd chooses where an engine listens"),
+        (
+            ["run", "m", "--", "--host", "0.0.0.0"],
+            "'--host' is not allowed in vLLM's flags after `--`: sparkd chooses where an engine listens",
+        ),
         (["ps", "--url", "ftp://x"], "--url"),
         (["ps", "--key-file", "/nowhere/key"], "/nowhere/key"),
         (["serve", "--config", "/nowhere/sparkd.yaml"], "cannot be read"),
@@ -335,7 +338,7 @@ def test_the_key_is_sent_and_never_shown(
 
     assert exit_code([*argv, "--url", answers.url]) == 6
     assert answers.seen == [("GET", "/admin/v1/models", f"Bearer {KEY}")]
-    assert "does not take this admin key" in (told := capsys.readouterr().err) and KEY not in told
+    assert "rejected this admin key" in (told := capsys.readouterr().err) and KEY not in told
 
 
 @pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "käse", "x" * 513])
@@ -459,7 +462,7 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         (
             {"max_model_len": 4097},
             {},
-            "4,097 tokens are more than the 4,096 that the model was made for (config.json), and vLLM will refuse",
+            "4,097 tokens are more than the 4,096 that the model supports (config.json), so vLLM refuses",
         ),
         ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
         ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
@@ -752,7 +755,7 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     assert out.getvalue().splitlines()[-3:] == [
         "p: finding room",
         "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
-        "b: its quantized weights were not kept: the disk has 3 GiB left",
+        "b: its quantized weights were not cached: the disk has 3 GiB left",
     ]
 
 
@@ -840,7 +843,7 @@ def test_ps_tells_who_waits_and_for_whom() -> None:
 def test_ps_tells_whose_engine_is_doubted() -> None:
     rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 1, "queued": 0, "ranks": [], "node": None}
     rest |= {"state": "READY", "message": None, "reason": None, "retry_in_s": None, "progress": None, "turn": None}
-    why = "No token came for 9 s: it was asked a question, and has not answered it for 1 s."
+    why = "No token came for 9 s."
     out = io.StringIO()
     goes = {"name": "c", "doubt": why, **rest, "state": "DRAINING"}
     models = [{"name": "a", "doubt": why, **rest}, {"name": "b", "doubt": None, **rest}, goes]

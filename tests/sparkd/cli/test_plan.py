@@ -94,7 +94,7 @@ def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str],
     (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+\.+)  121\.6 GiB$", out, re.MULTILINE)
     # In the order of what is held, and none of it left out.
     assert len(bar) == 64 and re.fullmatch(r"S+W+K+B+G+C+P+M+\.+", bar)
-    entry = yaml.safe_load(out[out.index("models:") : out.index("\nWhat sparkd runs")])
+    entry = yaml.safe_load(out[out.index("models:") : out.index("\nThe command that sparkd then runs")])
     assert entry["models"]["tiny-moe"]["model"] == str(folder)
     assert re.search(rf"-m vllm\.entrypoints\.openai\.api_server --model {folder} .*--max-model-len 4096", out)
     assert out.count("the smallest that works") == 1
@@ -107,7 +107,7 @@ def test_the_entry_is_one_that_sparkd_takes(
     options = ("--quantize", "nvfp4", "--seqs", "4", "--margin", "2.5", "--kv-dtype", "fp8", "--eager", "--batch", "2048")
     out = drawn(capsys, monkeypatch, folder, *options)
     file = tmp_path / "sparkd.yaml"
-    file.write_text(out[out.index("models:") : out.index("\nWhat sparkd runs")])
+    file.write_text(out[out.index("models:") : out.index("\nThe command that sparkd then runs")])
     spec = load_config(file, environ={}).models["tiny-moe"]
 
     assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens, spec.max_num_seqs) == (str(folder), 4096, 2048, 4)
@@ -140,7 +140,7 @@ def test_what_is_not_known_of_a_cpu_is_no_number(
     assert all(option["footprint"][name] is None for option in found["options"] if option["fits"] for name in times)
     assert found["choice"]["nodes"] == 1, "nothing says that two would be faster"
     out = drawn(capsys, monkeypatch, folder, "--hardware", file)
-    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", out, re.MULTILINE) and "-: how fast this machine is, is not known." in out
+    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", out, re.MULTILINE) and "-: the speed of this machine is not known." in out
     assert planned(capsys, folder)["choice"]["footprint"]["first_load_s"] > 0
     file.write_text("platform: cpu\nbandwidth_bytes_s: 9.0e+10\ndisk_bytes_s: 1.0e+9\n")
     options = {one["format"]: one["footprint"] for one in planned(capsys, folder, "--hardware", file)["options"]}
@@ -216,7 +216,7 @@ def test_a_pipeline_is_what_auto_takes_where_heads_do_not_divide(
     assert "In sparkd.yaml" in out and "tensor_parallel:" not in out
     assert out.count("--pipeline-parallel-size 2") == 2
     refused = "as stored on 2 nodes (TP=2): 7 attention heads do not divide by 2 ranks."
-    assert refused not in out and "1 more that cannot be: --all tells why." in out
+    assert refused not in out and "1 more are rejected: --all shows why." in out
     assert refused in drawn(capsys, monkeypatch, *asked, "--all")
 
 
@@ -231,7 +231,7 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
     assert found["refusal"]["cause"] == "memory"
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
-    assert "and 3 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
+    assert "and 3 more: 5,000 tokens are more than the 4,096 that the model supports." in out
     assert "4,096 tokens or fewer" in first_line(out) and "memory" not in first_line(out)
 
 

@@ -119,7 +119,7 @@ def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) -> None:
     before = cli.daemon.config.read_text()
-    assert cli.run("reload") == (0, "The configuration was read again; nothing changed.\n", "")
+    assert cli.run("reload") == (0, "The configuration was read again. Nothing changed.\n", "")
     try:
         more = f"global_ttl_s: 900\ncluster: {{port: 6400}}\n{before}".replace("models:\n", f"models:\n  more: {{model: {cli.folder}}}\n")
         cli.daemon.config.write_text(more)
@@ -154,7 +154,7 @@ def test_load_ps_and_unload(cli: Cli) -> None:
     shown = cli.json("ps")["models"]
     assert [(model["name"], model["state"]) for model in shown] == [("quick", "READY")] and str(shown[0]["ranks"][0]["pid"]) in row
 
-    assert cli.run("unload", "quick")[1] == "quick: Every process of it is gone.\n"
+    assert cli.run("unload", "quick")[1] == "quick: All of its processes have ended.\n"
     assert cli.json("ps") == {"models": []}
     assert "No model is resident" in cli.run("ps")[1]
 

@@ -217,7 +217,7 @@ def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None
     config = config_of(tmp_path)
     config.state_dir.mkdir()
     (config.state_dir / membership.RECORD).write_text(text)
-    with pytest.raises(StateError, match=r"join\.json is not what sparkd wrote: remove it"):
+    with pytest.raises(StateError, match=r"join\.json is damaged"):
         membership.read(config)
 
 
@@ -309,7 +309,7 @@ def test_token_says_where_the_ray_that_runs_here_listens(
     monkeypatch.setattr(RayHead, "living_address", lambda _: living)
     assert exit_code(["token", "--state-dir", str(tmp_path)]) == code
     shown = capsys.readouterr()
-    assert f"sudo sparkd join {HEAD} --token -" in shown.out if living == HEAD else "Nobody can join yet" in shown.err
+    assert f"sudo sparkd join {HEAD} --token -" in shown.out if living == HEAD else "No node can join yet" in shown.err
 
 
 def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
@@ -400,7 +400,7 @@ def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
 
     assert exit_code(["join", "spark-1", "--token", "-", *words]) == 0
     told = capsys.readouterr()
-    assert f"This node has joined {HEAD} as 192.168.100.11; sparkd-ray.service keeps it so." in told.err
+    assert f"This node has joined {HEAD} as 192.168.100.11; sparkd-ray.service keeps it joined." in told.err
     assert TOKEN not in told.err + told.out
     assert membership.read(config) == membership.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
     assert units.said == joins
@@ -420,7 +420,7 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
         lock.write("4711")
         lock.flush()
         assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
-    assert "A daemon of its own runs on this node (process 4711)" in capsys.readouterr().err
+    assert "This node runs a daemon of its own (process 4711)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "ends"), [(["sparkd", "join"], True), (["sparkd", "serve"], False)])
@@ -529,7 +529,7 @@ def test_nodes_as_they_are_shown() -> None:
 
     assert "192.168.100.10 (daemon)" in text and "110 GiB" in text
     assert f"answers, not joined: run `sparkd join {HEAD}` there" in text
-    assert "after `sparkd token` here has said how" in text
+    assert "`sparkd token` here prints the command" in text
 
 
 def test_who_has_no_port_of_a_card_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

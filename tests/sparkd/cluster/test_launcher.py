@@ -164,7 +164,7 @@ async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_
 
     _, told = await started(agents, tmp_path, platform="cpu")
     assert agents.log[0] == f"destroy old {B}"
-    assert told == [f"Rank old on {B} has lost its status file: it is ended before the ranks of another start."]
+    assert told == [f"Rank old on {B} has lost its status file: sparkd stops it before the ranks of another start."]
 
 
 @pytest.mark.parametrize("failure", [AgentLost("it is gone."), TypeError("another release's answer"), asyncio.CancelledError()], ids=repr)

@@ -235,7 +235,7 @@ async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp
         ),
         ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, "are no whole groups of 128: int4-g64 or int4-g32 would fit."),
         ({"quantize": {"layers": {"gate_proj": "fp8-block", "up_proj": "fp8-block"}}}, LoadRefused, "which fp8-block cannot express"),
-        ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model was made for"),
+        ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model supports"),
         ({"max_model_len": None, "extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
     ],
 )
@@ -355,7 +355,7 @@ async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
 async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_breaks_it(model: str, tmp_path: Path) -> None:
     told = await Scene(tmp_path, dict.fromkeys((A, B, C), 30.0)).refused(model, tensor_parallel=3)
 
-    assert told.startswith("m cannot be split over 3 nodes: 32 attention heads do not divide by 3 ranks. Leave tensor_parallel out")
+    assert told.startswith("m cannot be split over 3 nodes: 32 attention heads do not divide by 3 ranks. ")
 
 
 async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_a_model_is_downloaded_once_and_copied_to_the_other_node(stage: Stage) -
     assert (there.name, (there.parent.parent / "refs" / "main").read_text()) == (COMMIT, COMMIT)
     sent = [asked for asked in stage.repository.asked if asked.server == "store" and asked.sent]
     assert len(sent) == len([name for name in names if name.endswith(".safetensors")])
-    assert "nothing was lacking" in stage.sparkd("pull", HUB_ID, "--nodes", stage.there.address).stdout
+    assert "nothing was missing" in stage.sparkd("pull", HUB_ID, "--nodes", stage.there.address).stdout
 
 
 def test_what_cannot_be_pulled_says_why(stage: Stage) -> None:
@@ -327,7 +327,7 @@ def test_what_cannot_be_pulled_says_why(stage: Stage) -> None:
     missing = stage.sparkd("pull", "owner/missing")
 
     assert (nowhere.returncode, missing.returncode) == (5, 4)
-    assert f"192.0.2.9 is no node in sight; there is {stage.here.address}, {stage.there.address}" in nowhere.stderr
+    assert f"192.0.2.9 is no node of this cluster; its nodes are {stage.here.address}, {stage.there.address}" in nowhere.stderr
     assert missing.stderr.startswith("error: owner/missing: ")
 
 

@@ -65,7 +65,7 @@ TABLE = {
     ),
     "the remains of a rank are cleared away first": (
         replace(RUNNING, ranks=(DEAD,)),
-        [Destroy("r1", "m", "it died while nobody watched")],
+        [Destroy("r1", "m", "it died while no daemon watched it")],
     ),
     "a second rank beside the present one is destroyed": (
         running(S.READY, UP, OTHER),

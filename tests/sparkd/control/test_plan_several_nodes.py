@@ -55,7 +55,7 @@ TABLE = {
     "whole, it is adopted": (replace(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
     "a part of it is not": (replace(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start are gone")]),
     "a part waits for the node that is out of sight": (replace(RUNNING, ranks=(UP,), unseen=True), []),
-    "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while nobody watched")]),
+    "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while no daemon watched it")]),
     "a short silence is waited for": (team(S.READY, UP, unseen=True, dark_s=5.0), []),
     "one look at a rank that is stopped too": (team(S.READY, UP, HELD, halted_s=0.5), []),
     "a question under way does not hide nothing": (team(S.SIZING, UP, SIZED, busy="ask"), []),
@@ -71,7 +71,7 @@ def test_plan_of_a_model_with_two_ranks(facts: ModelFacts, expected: list[object
 def test_a_rank_that_is_gone_fails_all() -> None:
     reason, message = failed(UP, DEAD)
     assert (reason, message.split(" ended")[0]) == ("EngineExited", "Rank 1 of 2, on o,")
-    assert failed(UP) == ("RankMissing", "Rank 1 of 2 has left no trace on its node; all are started again.")
+    assert failed(UP) == ("RankMissing", "Rank 1 of 2 has disappeared from its node; sparkd starts all ranks again.")
     assert failed()[0] == "RankLost"
 
 

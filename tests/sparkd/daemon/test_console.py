@@ -177,7 +177,7 @@ async def test_a_load_that_fails_is_told_with_its_reason(
 
         lines = await made.rest()
         assert lines[2].startswith("m failed (DoesNotFit): m asks for [9] GiB; [31m4 are free.\\ Next try in ")
-        assert lines[3] == "No model is ready, so nothing was asked. `sparkd ps` and `sparkd logs MODEL` tell more."
+        assert lines[3] == "No model is ready, so no question was asked. `sparkd ps` and `sparkd logs MODEL` show why."
         assert not [line for line in lines if line.startswith("curl")]
         assert made.asker.asked == []
 
@@ -289,9 +289,9 @@ def test_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "Stopping: engines and Ray end now.",
         "Everything that was started has ended.",
-        "Letting go: engines keep running for the next daemon.",
+        "Ending: engines keep running for the next daemon.",
         "Engines run on.",
         "Stopping: engines and Ray end. 1 request may finish first, for at most 60 s; a second signal (Ctrl-C) ends it at once.",
-        "Letting go: engines keep running for the next daemon. 2 requests may finish first, for at most 30 s; a second signal (Ctrl-C) "
+        "Ending: engines keep running for the next daemon. 2 requests may finish first, for at most 30 s; a second signal (Ctrl-C) "
         "ends it at once.",
     ]

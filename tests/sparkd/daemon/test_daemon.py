@@ -474,7 +474,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
             made.process.wait(4)
         assert not asked.done()
         assert made.end(signal.SIGINT, 30) == 0, "neither the stream nor the engine's own time was waited for"
-        assert "sparkd is going down" in asked.result(1), "the stream ends with the reason"
+        assert "sparkd is shutting down" in asked.result(1), "the stream ends with the reason"
 
 
 def _chat(**fields: Any) -> dict[str, Any]:

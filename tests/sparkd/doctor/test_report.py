@@ -162,7 +162,7 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
 
     assert "rm -rf" in of_check(found, "compiled")[0]["cure"]
     owner, broken = of_check(found, "hub-cache")
-    assert owner["evidence"] == "a/b, c/d belong to somebody else" and "chown -R" in owner["cure"]
+    assert owner["evidence"] == "a/b, c/d belong to another user" and "chown -R" in owner["cure"]
     assert broken["evidence"] == "1.0 GiB of downloads that broke off"
 
 
@@ -268,7 +268,7 @@ def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(inspection, "sample", lambda root, runtime: raw | {"runtime_at_s": 9.0 if runtime == sys.executable else None})
     exit_code(["doctor"])
     told = capsys.readouterr()
-    assert told.err == "This node alone, since no daemon answers.\n"
+    assert told.err == "Shows this node only: no daemon answers.\n"
     assert "older than the vLLM that would use it" in told.out
 
 
@@ -289,7 +289,7 @@ def test_a_fix_is_asked_for_made_and_can_be_undone(
 
     monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
     assert exit_code(["doctor", "--fix", "--root", str(root)]) == 3, "what is there already is not written over"
-    assert "made by somebody else" in capsys.readouterr().err
+    assert "made by another program" in capsys.readouterr().err
 
 
 def test_what_is_never_mended_without_a_person(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_any_nodes_of_a_switch_may_be_a_team(tmp_path: Path) -> None:
         ("switch-of-four", {}),
         ("one-cable-port-1", {}),
         ("half-trained", {2: "MTU 1500 at one end and 9000 at the other. Set mtu: 9000 at both ends"}),
-        ("lan-only", {2: "no cable between them. Else the LAN is left, about 1 GB/s; pipeline parallelism needs far less"}),
+        ("lan-only", {2: "no cable between them. Otherwise only the LAN is left, about 1 GB/s; pipeline parallelism needs far less"}),
         ("rdma-dead", {2: "NCCL fails minutes later: restart both nodes, then reseat the cable"}),
         ("ring-of-three", {3: "TP=2 may use spark-1 + spark-2 or spark-1 + spark-3 or spark-2 + spark-3"}),
     ],

@@ -94,8 +94,8 @@ CASES = {
         PORT_0,
         {
             "fail queue pair: ibv_modify_qp failed with 110 Connection timed out on rocep1s0f0, local GID ::ffff:192.168.102.1, "
-            "remote GID ::ffff:192.168.104.1": "The two ends are in different subnets or the cable leads to another node: see who is "
-            "cabled to whom in `sparkd fabric`."
+            "remote GID ::ffff:192.168.104.1": "The two ends are in different subnets or the cable leads to another node: "
+            "`sparkd fabric` shows which ports are connected."
         },
     ),
     "hca-mistyped": Case(

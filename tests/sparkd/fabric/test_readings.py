@@ -105,7 +105,7 @@ async def test_the_nodes_that_may_share_a_model() -> None:
     assert told == {2: (await agents.nodes.team([A, B], 2, rdma=True))[1]}
     assert told[2].endswith("Set mtu: 9000 at both ends")
     agents.raw[B] = None
-    blind = f"the network of {B} cannot be read, so nobody knows of a rail: `sparkd fabric` and the daemon's log say why"
+    blind = f"the network of {B} cannot be read, so its rails are unknown: `sparkd fabric` and the daemon's log say why"
     assert await agents.nodes.unlinked([A, B], rdma=True) == {2: blind}
     assert await agents.nodes.team([A, B], 2, rdma=True) == ((), blind)
     assert await agents.nodes.unlinked([A], rdma=True) == {}

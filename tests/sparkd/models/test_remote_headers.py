@@ -203,7 +203,7 @@ GATED = {"X-Error-Code": "GatedRepo"}
         ("main", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "does not accept the token", "a valid one"),
         (FIRST, 404, {"X-Error-Code": "EntryNotFound"}, "a file that is listed is not served", "another revision"),
         ("main", 403, {"X-Error-Message": "Access to this resource is disabled."}, "does not let it be read", "HF_TOKEN"),
-        (SECOND, 429, {}, "has had too many requests from here", "Wait"),
+        (SECOND, 429, {}, "limits requests", "Wait"),
         ("main", 503, {}, "is in trouble (HTTP 503)", "Check the network"),
         ("main", 418, {}, "answers with HTTP 418", "Check HF_ENDPOINT"),
     ],

@@ -70,7 +70,7 @@ def test_anchors_and_merges() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("a: 1\nb: 2\na: 3", 3, "'a' stands here a second time; it was first set on line 1"),
+        ("a: 1\nb: 2\na: 3", 3, "'a' is set twice; line 1 sets it first"),
         ("a: [1", 1, "malformed"),
         ("a: 1\n  b: 2", 2, "malformed"),
         ("\ta: 1", 1, "malformed"),

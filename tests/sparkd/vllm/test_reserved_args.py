@@ -122,7 +122,7 @@ def test_the_message_has_flag_reason_and_cure_and_no_value() -> None:
 
     assert index == 2
     assert message == (
-        "'--api-key' is not for extra_args: sparkd makes a random key for each engine that needs one; "
+        "'--api-key' is not allowed in extra_args: sparkd makes a random key for each engine that needs one; "
         "clients' keys stand under 'keys:'. Remove it."
     )
     with pytest.raises(ConfigError) as caught:

@@ -324,7 +324,7 @@ class CacheWriter:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{what}: the disk of {self._cache_dir} is full; free some, or set quantized_cache.dir to another disk."
         if isinstance(error, OSError):
-            return f"{what}: {error.filename or self._cache_dir}: {error.strerror}; mend that, or set quantized_cache.dir."
+            return f"{what}: {error.filename or self._cache_dir}: {error.strerror}; fix that, or set quantized_cache.dir."
         if isinstance(error, CheckpointError | _Skipped):
             return f"{what}: {clause(str(error))}."
         return f"{what}: {type(error).__name__}: {clause(str(error))}."

@@ -592,7 +592,7 @@ def test_a_cache_folder_that_cannot_be_made(source: Checkpoint, tmp_path: Path) 
 
     assert made.state == "failed"
     assert made.reason == (
-        f"No quantized cache of Tiny-1B was kept: {tmp_path}/file/quantized: Not a directory; mend that, or set quantized_cache.dir."
+        f"No quantized cache of Tiny-1B was kept: {tmp_path}/file/quantized: Not a directory; fix that, or set quantized_cache.dir."
     )
 
 
