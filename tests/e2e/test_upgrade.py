@@ -110,6 +110,7 @@ def events(daemon: ActivatedDaemon, kind: str) -> list[dict[str, Any]]:
     return [event for event in told if event["kind"] == kind]
 
 
+@pytest.mark.timeout(600)
 def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: ActivatedDaemon) -> None:
     pids, agents = [old.pid_of(name) for name in ENGINES], agent_pids(old)
     assert len(agents) == 1
@@ -134,6 +135,7 @@ def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: Ac
     assert old.status()["conditions"] == []
 
 
+@pytest.mark.timeout(600)
 def test_an_engine_of_the_old_release_ends_when_it_is_unloaded(old: ActivatedDaemon) -> None:
     pid = old.pid_of("real")
     old.unload("real")

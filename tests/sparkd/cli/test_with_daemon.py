@@ -220,7 +220,7 @@ def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:
     assert (code, "Did you mean quick?" in err) == (5, True)
     assert cli.run("run", str(cli.folder), "--name", "evil", "--", "--host", "0.0.0.0")[0] == 2
     assert cli.run("run", "/nowhere")[2].startswith("error: /nowhere: there is no such folder.")
-    assert cli.run("pull", "./nowhere")[2].startswith("error: ./nowhere is a folder, and the name of a model is wanted here")
+    assert cli.run("pull", "./nowhere")[2].startswith("error: ./nowhere is a folder, and ")
     assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
 
 

@@ -322,7 +322,7 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     assert [join._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
     assert capsys.readouterr().err == ""
     assert join._token(TOKEN, None) == TOKEN
-    assert "every user of this node can read a command line" in capsys.readouterr().err
+    assert "every user of this node can read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["-", "short", "x" * 600, "with a blank in the middle of it", "/no/such/file", None])

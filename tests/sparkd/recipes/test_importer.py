@@ -473,7 +473,7 @@ def test_the_image_of_a_fork_may_know_more_flags() -> None:
         (with_command("vllm serve o/m && rm -rf /"), "'&&' is for a shell"),
         (with_command("vllm serve o/m > /tmp/log"), "'>' is for a shell"),
         (with_command("vllm serve o/m; echo"), "';' is for a shell"),
-        (with_command("vllm serve 'o/m"), "mend its quotes"),
+        (with_command("vllm serve 'o/m"), "its quotes"),
         (with_command("vllm serve a/b\nvllm serve c/d"), "two lines of it start an engine"),
         ("recipe_version: '2'\ndefaults: [1]\nmodel: o/m\n", "defaults must be a map"),
         ("recipe_version: '2'\nmodel: o/m\ninclude: x\n", "as sparkrun prints it"),

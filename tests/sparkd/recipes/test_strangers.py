@@ -85,7 +85,7 @@ def test_trust_in_a_models_code_is_told_first_and_apart(
     assert out.partition("\n")[2].startswith("# RISKS:\n# trust_remote_code: ") and err.startswith("risk: trust_remote_code: ")
     assert err.split("\n")[1] == ""
     (tmp_path / "again.yaml").write_text(out)
-    assert run(capsys, "check", str(tmp_path / "again.yaml"))[0].endswith("can be used\n")
+    assert run(capsys, "check", str(tmp_path / "again.yaml"))[0].endswith("valid\n")
 
 
 def test_a_recipe_that_trusts_nothing_has_no_risks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,7 +210,7 @@ def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
 def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, caplog, other):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
     assert start(Machine(40 * GIB), tmp_path, blocks=512, **other)[1] == 2 * GIB
-    why = "--num-gpu-blocks-override asks for 512 blocks" + (", which goes before kv_cache and memory_gib" if other else "")
+    why = "--num-gpu-blocks-override asks for 512 blocks" + (", which overrides kv_cache and memory_gib" if other else "")
     assert told(tmp_path)["source_why"] == why
     assert f"2.00 GiB for the KV cache by plenty ({why})" in caplog.text
 
