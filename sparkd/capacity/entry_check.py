@@ -91,7 +91,7 @@ def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterato
     if needed is not None and exceeds(needed, args.memory_gib):
         cure = f"Allow it {-(-needed.least // GIB)} or more"
         where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
-        yield "memory_gib", f"{args.memory_gib:g} GiB are too little{where} ({needed.sureness}): {needed.sentence}. {cure}."
+        yield "memory_gib", f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}. {cure}."
 
 
 def _hardware(platform: str) -> Hardware:

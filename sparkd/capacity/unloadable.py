@@ -73,7 +73,7 @@ def too_long(args: EngineArgs, release: Release | None = None) -> str | None:
     if length <= max(longest):
         return None
     cure = f"choose {most:,} or less, scale its rotary embedding (--hf-overrides in extra_args), or set {_LONGER}: 1 in env"
-    return f"{length:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
+    return f"{length:,} tokens are more than the {most:,} that the model supports ({CONFIG}), so vLLM refuses to start: {cure}."
 
 
 def uneven(args: EngineArgs) -> str | None:
