@@ -279,7 +279,7 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
         try:
             json.loads(text)
         except ValueError:
-            raise ConfigError(f"{SPECULATIVE} is not valid JSON: correct it.") from None
+            raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.") from None
     settings = dict(command.settings)
     if isinstance(table.get("model_revision"), str):
         settings.setdefault("revision", table["model_revision"])

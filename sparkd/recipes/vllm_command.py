@@ -192,7 +192,7 @@ def _one_speculation(args: list[str]) -> list[str]:
         return args
     whole = [_as_json(value) for *_, value in values_of(args, SPECULATIVE[2:])]
     if any(not isinstance(each, dict) for each in whole):
-        raise ConfigError(f"{SPECULATIVE} is not valid JSON: correct it.")
+        raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.")
     return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**(whole[-1] if whole else {}), **parts})]
 
 

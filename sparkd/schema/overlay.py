@@ -376,7 +376,7 @@ def _explain(path: Sequence[str], place: Location, value: Any, sentences: Sequen
     if sentences == [_EXPECTED["extra_forbidden"]]:
         return f"{name} is not a known key: correct its spelling, or remove it."
     if sentences == [_EXPECTED["missing"]]:
-        return f"{name} is required and missing."
+        return f"{name} is missing, and it is required."
     told = f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
     if not isinstance(value, str) or _is_secret(path, place):
         return told

@@ -203,8 +203,8 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
         ("models: [a]", ["F:1: models is a list; it must be a map of 'key: value' lines."]),
         ("backoff: {initial_s: 9, max_s: 1}", ["F:1: backoff: max_s must be at least initial_s."]),
         ("memory: {os_reserve_gib: lots}", ["F:1: memory.os_reserve_gib is 'lots'; it must be a number or 'auto'."]),
-        ("models:\n  a:\n    ttl: 5", ["F:2: models.a.model is required and missing."]),
-        ("models:\n  a:", ["F:2: models.a.model is required and missing."]),
+        ("models:\n  a:\n    ttl: 5", ["F:2: models.a.model is missing, and it is required."]),
+        ("models:\n  a:", ["F:2: models.a.model is missing, and it is required."]),
         (
             "models: {a: {model: -x}}",
             ["F:1: models.a.model: a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected."],

@@ -150,7 +150,7 @@ def test_check_finds_errors(tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
     for text, words, line in [
         ("a: 1", "not a known key", 1),
-        ("listen: 0.0.0.0:1", "there is no key", 1),
+        ("listen: 0.0.0.0:1", "no key is set", 1),
         ("keys: {admin_file: none}", "cannot be read", 1),
     ]:
         file.write_text(text)
