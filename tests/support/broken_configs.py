@@ -255,8 +255,8 @@ def texts(models: Folders) -> Iterator[Case]:
     yield f"{whole}listen: {'[' * 60}{']' * 60}\n", ("nested",), 5
     yield "- a\n- b\n", ("map",), 1
     yield "only text\n", ("map",), 1
-    yield f"{whole}listen: 127.0.0.1:1\nlisten: 127.0.0.1:2\n", ("'listen'", "second time"), 6
-    yield f"{whole}    ttl: 6\n", ("'ttl'", "second time"), 5
+    yield f"{whole}listen: 127.0.0.1:1\nlisten: 127.0.0.1:2\n", ("'listen'", "set twice"), 6
+    yield f"{whole}    ttl: 6\n", ("'ttl'", "set twice"), 5
     yield f"{whole}listen: ${{env.NOT_SET_ANYWHERE}}\n", ("NOT_SET_ANYWHERE",), 5
     yield f"{whole}listen: ${{env.A:-b}}\n", ("defaults",), 5
     yield f"{whole}listen: '${{env.'\n", ("'${env.'",), 5
