@@ -348,7 +348,7 @@ def test_what_goes_wrong_with_a_node_is_told_as_json_where_that_is_wanted(
 
 def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["leave", "--state-dir", str(tmp_path)]) == 2
-    assert "has joined nobody" in capsys.readouterr().err
+    assert "has joined no cluster" in capsys.readouterr().err
 
 
 class Units:

@@ -400,7 +400,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         made.supervisor.want("n", Want.RUNNING, "admin")
         await made.tick(2, seconds=10)
         assert [line for line in made.cluster.log if line.startswith("place")] == ["place n"]
-        with pytest.raises(ModelFailed, match="waiting does not heal it"):
+        with pytest.raises(ModelFailed, match="will not recover on its own"):
             await enter(made, "m")
 
 
@@ -437,7 +437,7 @@ async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankE
             with pytest.raises(ModelFailed) as raised:
                 await asked
             heard = raised.value.message
-            assert f"({type(error).__name__})" in heard and "waiting does not heal it" in heard
+            assert f"({type(error).__name__})" in heard and "will not recover on its own" in heard
             assert heard.endswith(f"{told} See `sparkd ps`." if told else "(this will not recover on its own). See `sparkd ps`.")
 
 
