@@ -101,10 +101,10 @@ class Measures:
         if self._running is not None:
             raise Conflict(f"Another measurement is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
         if not force and (models := self._using(chosen)):
-            told = f"{', '.join(models)} would be slowed, and would slow what is measured"
-            raise Conflict(f"{told}: `sparkd unload` first, or ask for it all the same (--force).")
+            told = f"{', '.join(models)} would be slowed, and would distort the measurement"
+            raise Conflict(f"{told}: run `sparkd unload` first, or measure anyway with --force.")
         if self._tasks is None:
-            raise ClusterError("The daemon is only just starting: try again in a moment.")
+            raise ClusterError("The daemon is still starting: try again in a moment.")
         operation = self._ledger.operations.open(KIND, " - ".join(chosen), by)
         task = self._boundary.spawn(self._tasks, KIND, self._measure(operation.id, chosen))
         self._running = operation.id, task
@@ -132,7 +132,9 @@ class Measures:
         there = self._nodes.in_sight()
         asked = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
         if unknown := [node for node in asked if node not in there]:
-            raise BadRequest(f"{', '.join(unknown)[:200]} is no node in sight; there is {', '.join(there)}: see `sparkd nodes`.")
+            raise BadRequest(
+                f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
+            )
         if len(asked) < 2:
             raise BadRequest(f"A rate is between two nodes: name two or more of {', '.join(there)}, or `all` where there are more.")
         return asked

@@ -97,7 +97,7 @@ class Pulls:
                     raise Conflict(f"{told} {operation_id}`.")
                 return self._ledger.operations.find(operation_id)
         if self._tasks is None:
-            raise ClusterError("The daemon is only just starting: try again in a moment.")
+            raise ClusterError("The daemon is still starting: try again in a moment.")
         operation = self._ledger.operations.open(KIND, called, by)
         self._asked[operation.id] = (called, chosen, revision)
         pull = _Pull(self._nodes, self._tell(operation.id), self._clock)
@@ -152,7 +152,9 @@ class Pulls:
             return there
         asked = [nodes] if isinstance(nodes, str) else list(nodes)
         if unknown := [node for node in asked if node not in there]:
-            raise BadRequest(f"{', '.join(unknown)[:200]} is no node in sight; there is {', '.join(there)}: see `sparkd nodes`.")
+            raise BadRequest(
+                f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
+            )
         return list(dict.fromkeys(asked))
 
 
@@ -188,7 +190,7 @@ class _Pull:
         except ClusterError as error:
             raise silent or error from None
         if silent is not None:
-            note = f"The hub was not asked ({silent.why}); what {source} has is whole."
+            note = f"The hub was not contacted ({silent.why}); what {source} has is whole."
         targets = [node for node in nodes if node != source]
         size = sum(file["size"] for file in manifest["files"])
         where = f"{model} ({size / 1e9:.2f} GB)"
@@ -202,7 +204,7 @@ class _Pull:
         took_s = max(self._clock() - began_s, 1e-3)
         note = " ".join(filter(None, (note, *(_left_over(node, source, state) for node, state in ended.items()))))
         sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
-        return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
+        return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was missing'}. {note}".strip()
 
     async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str], branch: str | None) -> tuple[str, str]:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
@@ -218,7 +220,7 @@ class _Pull:
             limit=MAX_LINE,
         )
         if process.stdin is None or process.stdout is None:
-            raise RankError("The program that downloads was started without pipes.")
+            raise RankError("The download process was started without pipes.")
         try:
             process.stdin.write(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n")
             async for line in process.stdout:
@@ -233,7 +235,7 @@ class _Pull:
                         note = f"{note} {moved(model, branch, commit, head)}".strip()
                     return commit, note
                 self._tell("fetching from the hub", int(told["done_bytes"]), int(told["total_bytes"]))
-            raise RankError(f"The download of {model} ended without a word; run the same again to go on.")
+            raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -266,7 +268,7 @@ class _Pull:
                 raise failed
         if there:
             told = f"{model} is only on {', '.join(there)}, where a copy of it was interrupted"
-            raise RankError(f"{told}: bring the node back that it came from, or use a hub id (owner/name).")
+            raise RankError(f"{told}: bring back the node that it came from, or use a hub id (owner/name).")
         raise RankError(f"{model} is on none of {', '.join(asked)}: check the path, or use a hub id (owner/name).")
 
     async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
@@ -349,7 +351,7 @@ def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
     """A copy's remark on weights on a node that the source lacks."""
     told = []
     if removed := state.get("removed"):
-        told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no more: {_some(removed)}.")
+        told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no longer: {_some(removed)}.")
     if left := state.get("left"):
         cure = "remove or move it there, or an engine may load it too"
         told.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")

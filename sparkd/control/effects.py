@@ -276,13 +276,13 @@ class Actions:
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
         self.move(record, ModelState.READY)
-        self._ledger.operations.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
+        self._ledger.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
         self._door.open(record)
 
     def rest(self, record: Record) -> None:
-        message = "Every process of it is gone."
+        message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
-            message = "It had failed; it is not wished any more, and not tried again."
+            message = "It had failed, and is no longer requested: sparkd does not try again."
             record.load_s = None
             self._spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
@@ -292,7 +292,7 @@ class Actions:
         if record.desired.want is Want.STOPPED:
             self._door.turn_away(record)
         if record.spec is None:
-            self._ledger.operations.finish(record, OperationState.CANCELLED, "The model was taken out of the configuration.")
+            self._ledger.operations.finish(record, OperationState.CANCELLED, "The model was removed from the configuration.")
             del self._roster.records[record.name]
             self._ledger.forget_wish(record.name)
         self._wake.set()
@@ -378,16 +378,16 @@ def end_backoffs(registry: Roster, now_s: float, reasons: Collection[str], names
 
 
 def _rests(times: int) -> str:
-    return f"It has hung {times} times within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
+    return f"It hung {times} times in {STALL_WINDOW_S / 60:.0f} minutes. sparkd starts it again in {STALL_WINDOW_S / 60:.0f} minutes."
 
 
 def _mended(record: Record) -> str:
     """The advice for whoever brought the model in, without a full stop, once a start has failed for good: only a file is read again."""
     name = record.name
     if record.origin == "file":
-        return f"mend it, then `sparkd reload` or `sparkd load {name}`"
-    again = f"`sparkd rm {name}` and bring it in again, as by `sparkd run MODEL -- FLAGS`"
-    return f"where its own flags are wrong, {again}; else mend what is, then `sparkd load {name}`"
+        return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
+    again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
+    return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 
 
 def _started(handle: RankHandle) -> str:
