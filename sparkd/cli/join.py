@@ -77,7 +77,7 @@ def join(
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
     if daemon := as_owner(loaded.state_dir, lambda: _daemon(loaded)):
         raise Conflict(
-            f"A daemon of its own runs on this node (process {daemon}): `sparkd unload --all`, then end it, as a service by `systemctl "
+            f"This node runs a daemon of its own (process {daemon}): `sparkd unload --all`, then end it, as a service by `systemctl "
             "disable --now sparkd.socket sparkd.service`."
         )
     before = _joined(loaded)
@@ -107,8 +107,8 @@ def join(
         record = membership.Joined(found.address, way.node_ip, True, enabled, active)
         as_owner(loaded.state_dir, lambda: membership.keep(loaded, record))
         if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
-            raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
-        err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
+            raise RayUnavailable(f"The unit {UNIT} did not start and is tried again; `journalctl -u {UNIT}` shows the reason.")
+        err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it joined. `sparkd leave` undoes it.", markup=False)
         if as_json:
             say_json({**told, "unit": UNIT})
         return
@@ -135,7 +135,7 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
     loaded, out = _loaded(config, state_dir), show.terminal()
     found = _joined(loaded)
     if found is None:
-        raise ConfigError(f"This node has joined nobody: there is no {loaded.state_dir / membership.RECORD}.")
+        raise ConfigError(f"This node has joined no cluster: there is no {loaded.state_dir / membership.RECORD}.")
     as_owner(loaded.state_dir, lambda: _interrupt(found))
     # The record is the word of who can write there: only that of the system's folder speaks of the system's unit.
     unit = found.unit and _has_units(loaded)
@@ -172,7 +172,7 @@ def token(
         secret = as_owner(path.parent, path.read_text).strip()
     except (OSError, StateError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.clause
-        raise ConfigError(f"The token {path} cannot be read: {reason}. Run it as root, after sparkd was started once.") from None
+        raise ConfigError(f"The token {path} cannot be read: {reason}. Start sparkd once, then run this as root.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": address, "command": command, "token": secret})
@@ -202,7 +202,7 @@ def _token(given: str | None, kept: Path | None) -> str:
         from sparkd.render import models as show
 
         show.terminal(stderr=True).print(
-            "warn: every user of this node can read a command line: prefer --token - or a file.", style="yellow"
+            "warn: every user of this node can read command lines: use --token - or a file instead.", style="yellow"
         )
         text = given
     elif kept is not None and kept.is_file():
@@ -211,7 +211,7 @@ def _token(given: str | None, kept: Path | None) -> str:
         text = str(typer.prompt("Token of the head (`sparkd token` there)", hide_input=True, err=True))
     else:
         raise ConfigError(
-            "The head's token is missing: give it by --token - (stdin) or --token FILE; `sparkd token` on the head prints it."
+            "The head's token is missing. Run `sparkd token` on the head, and give the token by --token - (stdin) or --token FILE."
         )
     token = text.strip()
     if not (16 <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and " " not in token):
@@ -292,7 +292,7 @@ def _offered_address(config: Config, path: Path | None) -> str:
     settings = f"cluster: {{node_ip: {rail[0] if rail else 'THIS NODE ON THE CABLE'}, port: {port or PORT}}}"
     from_where = f" {rail[0]} is {rail[1]}'s." if rail and rail[1] else ""
     raise ConfigError(
-        f"Nobody can join yet, since Ray listens on {'a port of its own choice' if rail and not rail[1] else 'loopback only'}: put "
+        f"No node can join yet, because Ray listens on {'a port of its own choice' if rail and not rail[1] else 'loopback only'}: put "
         f"`{settings}` into {path or 'sparkd.yaml'}, then restart Ray and the daemon (systemctl restart sparkd-ray sparkd).{from_where}"
     )
 

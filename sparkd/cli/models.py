@@ -57,7 +57,7 @@ class Session:
         except (Unauthorized, UnknownRoute) as error:
             alone = error.clause
         if not self.json:
-            self.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
+            self.err.print(f"Shows this node only: {alone}.", style="dim", markup=False)
         return None
 
     def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Session:
                     left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - waited_s)
                     if left_s <= 0:
                         kind = operation["kind"]
-                        raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
+                        raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and continues. {_how_on(operation)}")
                     view = self._seen(model)
                     if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
                         bar = self._bar(view)
@@ -84,7 +84,7 @@ class Session:
                         line(f"{model}: {told}  ({waited_s:.0f} s)", step)
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
-            self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
+            self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} continues. {_how_on(operation)}", markup=False)
             raise
         if operation["state"] == "FAILED":
             view = self._seen(model)
@@ -92,8 +92,8 @@ class Session:
                 removal = self.client.delete(model_path(model))
                 self.client.get(f"/operations/{removal['id']}", wait_s=POLL_S)
                 raise ModelFailed(f"{model}: {operation['message']} {model} was removed again.")
-            more = f"`sparkd logs {model}` tells more, " if view is not None and view["reason"] in _LOG_TELLS else ""
-            raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops its next try.")
+            more = f"`sparkd logs {model}` shows more; " if view is not None and view["reason"] in _LOG_TELLS else ""
+            raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops further attempts.")
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
@@ -168,7 +168,7 @@ def unload(
 ) -> None:
     """Let the requests of a model finish, then unload it."""
     if (model is None) == (not everything):
-        raise ConfigError("Say which model to unload, or --all.")
+        raise ConfigError("Name a model, or give --all.")
     names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
     _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
     if not names and not session.json:
@@ -203,7 +203,7 @@ def rm(
         _remove_cached(session, model, config)
         return
     if config is not None:
-        raise ConfigError("--config belongs to --cached.")
+        raise ConfigError("--config needs --cached.")
     _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
 
 
@@ -234,14 +234,14 @@ def ls(
     """
     if cached:
         if of is not None or quantize is not None:
-            raise ConfigError("--cached stands alone: --layers and --quantize are about a model's own weights.")
+            raise ConfigError("--cached cannot be combined with --layers or --quantize.")
         _list_cached(session, config)
         return
     if of is not None:
         _list_layers(session, of, quantize, config, quick=quick)
         return
     if quantize is not None or config is not None or quick:
-        raise ConfigError("--quantize, --quick and --config belong to --layers MODEL, --config to --cached too.")
+        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs --layers or --cached.")
     models = session.client.models()
     if session.json:
         show.say_json({"models": models})
@@ -275,7 +275,7 @@ def logs(
         return
     for piece in session.client.follow_log(model, page["cursor"], rank):
         _write_log(session, piece)
-    raise Unavailable(f"sparkd at {session.client.base_url} ended, and the log with it.")
+    raise Unavailable(f"sparkd at {session.client.base_url} ended, so the log ends here.")
 
 
 def status(session: Session) -> None:
@@ -305,7 +305,7 @@ def events(
         return
     for event in session.client.follow_events(found[-1]["seq"] if found else 0):
         _write_event(session, event)
-    raise Unavailable(f"sparkd at {session.client.base_url} ended, and its events with it.")
+    raise Unavailable(f"sparkd at {session.client.base_url} ended, so its events end here.")
 
 
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
@@ -361,13 +361,13 @@ def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, t
         return
     for operation in ended:
         if no_wait:
-            session.out.print(f"{operation['model']}: the {operation['kind']} is under way. {_how_on(operation)}", markup=False)
+            session.out.print(f"{operation['model']}: the {operation['kind']} is running. {_how_on(operation)}", markup=False)
         else:
             session.out.print(f"{operation['model']}: {operation['message']}", markup=False)
 
 
 def _how_on(operation: dict[str, Any]) -> str:
-    return f"`sparkd ps` shows it, `sparkd cancel {operation['id']}` ends it."
+    return f"`sparkd ps` shows it; `sparkd cancel {operation['id']}` cancels it."
 
 
 def _resident(view: dict[str, Any]) -> bool:

@@ -52,7 +52,7 @@ _THERE = (ModelState.READY, ModelState.DRAINING)
 KEPT_S, KEEP_EVERY_S = 120.0, 5.0
 NEARLY_S, STILL_S = 60.0, 30.0
 
-_ABSENT = "What its entry names cannot be used: check `model` there. `sparkd ps` or sparkd's log says why."
+_ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` for the reason."
 
 
 class Lease:
@@ -288,7 +288,7 @@ class LeaseQueue:
         loading = view(self._roster, record, self._clock()).loading()
         eta_s = loading.get("eta_seconds")
         return ModelLoading(
-            f"The model {record.name} is on its way ({record.state}) and was not ready in time; try again.",
+            f"The model {record.name} is loading ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
             held_by=() if record.rank_id else holders(self._roster, record, self._clock()),
@@ -296,7 +296,7 @@ class LeaseQueue:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        lasts = " (waiting does not heal it)" if record.lasts else ""
+        lasts = " (this will not recover on its own)" if record.lasts else ""
         if record.reason == DoesNotFit.__name__:
             # Which models have the room may be nobody's business.
             more = "`sparkd ps` says how much it asks for."
@@ -337,4 +337,4 @@ def _refuse_unable(record: Record, need: RequestNeeds) -> None:
 
 
 def _draining() -> Draining:
-    return Draining("sparkd is going down and takes no new requests; try again in a moment.", retry_after_s=5)
+    return Draining("sparkd is shutting down and takes no new requests; try again in a moment.", retry_after_s=5)
