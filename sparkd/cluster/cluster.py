@@ -26,7 +26,7 @@ from sparkd.cluster.node_tracker import (
 )
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.cluster.ray_connection import RayLink, or_none
-from sparkd.cluster.ray_head import LOOPBACK, RayHead, costs_of, node_environment
+from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
 from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Places
 from sparkd.condition import Condition
@@ -89,9 +89,9 @@ class Cluster:
                 port=config.cluster.port,
                 memory_gib=self.total_gib,
                 object_store_mib=config.cluster.object_store_memory_mib,
-                starts="CREDENTIALS_DIRECTORY" not in environ,
-                rank_folders=self._rank_folders,
-                fabric=ray_environment,
+                options=RayOptions(
+                    starts="CREDENTIALS_DIRECTORY" not in environ, rank_folders=self._rank_folders, fabric=ray_environment
+                ),
             )
         )
         self.costs = partial(costs_of, self._head)

@@ -42,17 +42,30 @@ class RayProcess:
     cpu_s: float
 
 
-class RayHead:
-    """The Ray head of one runtime directory. Its processes carry that directory in their environment: so they are found, and only they.
-
-    node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
-    every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """How Ray is kept on a node, and what it is for there.
 
     join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
     answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone. starts: false in a unit with
     credentials, which engines of a Ray that was started there could read: then a keeper has to.
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
     on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
+    """
+
+    join: str | None = None
+    keeper: bool = False
+    starts: bool = True
+    rank_folders: tuple[Path, Path, Path, Path] | None = None
+    fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None
+    session: Callable[[], str | None] | None = None
+
+
+class RayHead:
+    """The Ray head of one runtime directory. Its processes carry that directory in their environment: so they are found, and only they.
+
+    node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
+    every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
     """
 
     def __init__(
@@ -64,27 +77,23 @@ class RayHead:
         port: int,
         memory_gib: int,
         object_store_mib: int,
-        join: str | None = None,
-        keeper: bool = False,
-        starts: bool = True,
-        rank_folders: tuple[Path, Path, Path, Path] | None = None,
-        fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None,
-        session: Callable[[], str | None] | None = None,
+        options: RayOptions | None = None,
     ) -> None:
+        options = options or RayOptions()
         self.folder = runtime_dir / "ray"
         self.token_path = token_path
         self.node_ip = node_ip
         self._port = port
         self._memory_gib = memory_gib
         self._object_store_mib = object_store_mib
-        self._join = join
-        self._keeper = keeper
-        self._starts = starts
-        self._session = session
-        self._rank_folders = rank_folders
+        self._join = options.join
+        self._keeper = options.keeper
+        self._starts = options.starts
+        self._session = options.session
+        self._rank_folders = options.rank_folders
         # Alone on its loopback a node has nobody to meet.
-        self._fabric = fabric if node_ip != LOOPBACK else None
-        self._essential = {"raylet"} if join else {"gcs_server", "raylet"}
+        self._fabric = options.fabric if node_ip != LOOPBACK else None
+        self._essential = {"raylet"} if options.join else {"gcs_server", "raylet"}
         self._record = runtime_dir / "ray.json"
 
     @property

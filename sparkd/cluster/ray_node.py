@@ -16,7 +16,7 @@ from sparkd.capacity.reservation import offered_gib
 from sparkd.cluster import membership
 from sparkd.cluster.head_probe import probe_head
 from sparkd.cluster.node_paths import rank_folders, remove_empty
-from sparkd.cluster.ray_head import LOOPBACK, RayHead, is_here
+from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, is_here
 from sparkd.config.config import Config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
 from sparkd.fabric.readings import ray_environment
@@ -114,11 +114,13 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
         port=port,
         memory_gib=offered_gib(config),
         object_store_mib=cluster.object_store_memory_mib,
-        join=join,
-        keeper=True,
-        rank_folders=rank_folders(config, node_ip),
-        fabric=ray_environment,
-        session=lambda: _session_of(str(join), token_path, node_ip),
+        options=RayOptions(
+            join=join,
+            keeper=True,
+            rank_folders=rank_folders(config, node_ip),
+            fabric=ray_environment,
+            session=lambda: _session_of(str(join), token_path, node_ip),
+        ),
     )
 
 

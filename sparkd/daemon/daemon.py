@@ -41,7 +41,7 @@ from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
-from sparkd.gateway.edge import Edge
+from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.pages import origins_of
@@ -158,18 +158,14 @@ class Daemon:
             live=self._live,
             ready=self._ready,
             metrics_text=lambda: metrics.text(self._scraper.text()),
-            keys=self._keys(config),
-            limits=_limits(config),
+            settings=self._edge_settings(config),
             probe_token=probe_token,
-            metrics_need_key=config.metrics_need_key,
-            include_aliases_in_list=config.include_aliases_in_list,
-            page_origins=origins_of(config.cors.origins),
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
-        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.keys.open)
+        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.settings.keys.open)
 
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""
@@ -287,12 +283,9 @@ class Daemon:
         return config
 
     def _take(self, config: Config) -> dict[str, list[str]]:
-        self._edge.keys, self._edge.limits = self._keys(config), _limits(config)
+        self._edge.settings = self._edge_settings(config)
         self._server.set_limits(_limits(config))
         self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
-        self._edge.metrics_need_key = config.metrics_need_key
-        self._edge.page_origins = origins_of(config.cors.origins)
-        self._edge.include_aliases_in_list = config.include_aliases_in_list
         logging.getLogger().setLevel(config.log_level.upper())
         self._cluster.reconfigure(config)
         return self._supervisor.reconfigure(config)
@@ -334,6 +327,15 @@ class Daemon:
         """(model, node, upstream) of every engine that serves."""
         ready = [record for record in self._registry.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
         return [(record.name, record.node_id or "", record.upstream) for record in ready if record.upstream]
+
+    def _edge_settings(self, config: Config) -> EdgeSettings:
+        return EdgeSettings(
+            keys=self._keys(config),
+            limits=_limits(config),
+            metrics_need_key=config.metrics_need_key,
+            include_aliases_in_list=config.include_aliases_in_list,
+            page_origins=origins_of(config.cors.origins),
+        )
 
     def _keys(self, config: Config) -> KeyDigests:
         ring = load_keys(config.keys, self._environ)

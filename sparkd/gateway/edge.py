@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -62,11 +63,22 @@ _FORWARDED = (RouteKind.JSON, RouteKind.FORM, RouteKind.RESPONSE, RouteKind.ENGI
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 
+@dataclass(frozen=True, slots=True)
+class EdgeSettings:
+    """The part of the configuration that a reload may change. page_origins: lower case, or b"*" for every page."""
+
+    keys: KeyDigests = field(default_factory=KeyDigests)
+    limits: ClientLimits = field(default_factory=ClientLimits)
+    metrics_need_key: bool = False
+    include_aliases_in_list: bool = False
+    page_origins: frozenset[bytes] = frozenset()
+
+
 class Edge:
     """The ASGI application of the daemon.
 
-    `keys`, `limits`, `metrics_need_key` and `page_origins` may be replaced while it runs (a reload of the configuration); requests that are
-    already in keep what they began with. `admin` sees requests under /admin/v1 only, after the key, with their body already bounded.
+    `settings` may be replaced while it runs; requests that are already in keep what they began with. `admin` sees requests under /admin/v1
+    only, after the key, with their body already bounded.
     """
 
     def __init__(
@@ -76,34 +88,28 @@ class Edge:
         admin: App,
         live: Probe,
         ready: Probe,
+        settings: EdgeSettings | None = None,
         metrics_text: Callable[[], bytes] = metrics.text,
-        keys: KeyDigests | None = None,
-        limits: ClientLimits | None = None,
         probe_token: str | None = None,
-        metrics_need_key: bool = False,
-        include_aliases_in_list: bool = False,
-        page_origins: frozenset[bytes] = frozenset(),
     ) -> None:
-        self.page_origins = page_origins
-        self.keys = keys or KeyDigests()
-        self.metrics_need_key = metrics_need_key
-        self.include_aliases_in_list = include_aliases_in_list
+        self._settings = settings or EdgeSettings()
         self._supervisor = supervisor
         self._admin = admin
         self._live = live
         self._ready = ready
         self._metrics_text = metrics_text
-        self._proxy = Proxy(supervisor, limits or ClientLimits(), probe_token)
+        self._proxy = Proxy(supervisor, self._settings.limits, probe_token)
         self._open_requests = 0
         self._admin_turns = asyncio.Lock()
 
     @property
-    def limits(self) -> ClientLimits:
-        return self._proxy.limits
+    def settings(self) -> EdgeSettings:
+        return self._settings
 
-    @limits.setter
-    def limits(self, limits: ClientLimits) -> None:
-        self._proxy.limits = limits
+    @settings.setter
+    def settings(self, settings: EdgeSettings) -> None:
+        self._settings = settings
+        self._proxy.limits = settings.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -159,8 +165,8 @@ class Edge:
 
     def _most_requests(self, kind: RouteKind) -> float:
         if kind in _FORWARDED:
-            return self.limits.requests
-        return self.limits.any_requests if kind is RouteKind.ADMIN else math.inf
+            return self._settings.limits.requests
+        return self._settings.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
     async def _answer(self, route: Route, name: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
         """The routes that the gateway answers itself."""
@@ -173,7 +179,8 @@ class Edge:
             body = json.dumps({"status": "ok" if well else "unavailable", **facts}).encode()
         elif route.kind is RouteKind.MODELS:
             models = self._supervisor.snapshot().models
-            body = json.dumps(models_list(models, with_aliases=self.include_aliases_in_list, paths=self._is_admin(headers))).encode()
+            with_aliases = self._settings.include_aliases_in_list
+            body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(headers))).encode()
         elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
         else:
@@ -187,7 +194,7 @@ class Edge:
 
     async def _delegate(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         """Hands a request to the admin API with its whole body, which is small, and the request id on the answer."""
-        body = await self._proxy.read_body(receive, exchange, self.limits.admin_body_bytes)
+        body = await self._proxy.read_body(receive, exchange, self._settings.limits.admin_body_bytes)
         replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def receive_again() -> Message:
@@ -234,33 +241,33 @@ class Edge:
 
     def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
         """The origin of the web page behind the request, where it is one that may use this route (`cors`)."""
-        origin = headers.get(b"origin")
-        if origin is None or not route.for_pages or not (origin.lower() in self.page_origins or b"*" in self.page_origins):
+        origin, allowed = headers.get(b"origin"), self._settings.page_origins
+        if origin is None or not route.for_pages or not (origin.lower() in allowed or b"*" in allowed):
             return None
         return origin
 
     def _is_admin(self, headers: dict[bytes, bytes]) -> bool:
-        return self.keys.open or self.keys.role(headers) is Role.ADMIN
+        return self._settings.keys.open or self._settings.keys.role(headers) is Role.ADMIN
 
     def _meant(self, path: str, headers: dict[bytes, bytes]) -> str:
         """The nearest path, for a client that may ask: to look for it costs more than to refuse."""
-        may_ask = self.keys.open or self.keys.role(headers) is not Role.NOBODY
+        may_ask = self._settings.keys.open or self._settings.keys.role(headers) is not Role.NOBODY
         meant = nearest(path) if may_ask else None
         return f"; the nearest is {meant}" if meant else ""
 
     def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> None:
         """The key of the route or, where no keys are configured, proof that no other web page than an allowed one is behind the request."""
-        if self.keys.open:
+        if self._settings.keys.open:
             if route.kind not in _PROBES:
                 does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS)
                 check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
             return
         needed = route.role
-        if route.kind is RouteKind.METRICS and self.metrics_need_key:
+        if route.kind is RouteKind.METRICS and self._settings.metrics_need_key:
             needed = Role.INFERENCE
         if needed is Role.NOBODY:
             return
-        role = self.keys.role(headers)
+        role = self._settings.keys.role(headers)
         if role is Role.NOBODY:
             raise Unauthorized
         if role < needed:
@@ -268,7 +275,7 @@ class Edge:
 
     def _check_length(self, route: Route, headers: dict[bytes, bytes]) -> None:
         declared = headers.get(b"content-length")
-        limit = self.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self.limits.body_bytes
+        limit = self._settings.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self._settings.limits.body_bytes
         if declared is not None and int(declared) > limit:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.")
 
@@ -292,7 +299,7 @@ class Edge:
                 await send_whole(send, error.status, answer, body)
                 return
             waits = b"expect" in headers  # such a client sends its body only when it is asked to
-            if waits or int(headers.get(b"content-length", b"0")) > self.limits.admin_body_bytes:
+            if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
             await send({"type": "http.response.start", "status": error.status, "headers": answer})
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -304,7 +311,7 @@ class Edge:
 
     async def _drop_body(self, receive: Receive) -> None:
         try:
-            async with asyncio.timeout(self.limits.linger_s):
+            async with asyncio.timeout(self._settings.limits.linger_s):
                 while (await receive()).get("more_body", False):
                     pass
         except TimeoutError:

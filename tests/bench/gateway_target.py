@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
-from sparkd.gateway import ClientLimits, Edge, gateway_server
+from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
 from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.state.snapshot import Snapshot
 
@@ -57,7 +57,7 @@ async def serve(stub_socket: str, port: int, model: str) -> None:
     def well() -> tuple[bool, dict[str, Any]]:
         return True, {}
 
-    edge = Edge(OneModel(model, upstream), admin=_no_admin, live=well, ready=well, limits=limits)
+    edge = Edge(OneModel(model, upstream), admin=_no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits))
     server = gateway_server(edge, limits, drain_s=0.0)
 
     def stop() -> None:

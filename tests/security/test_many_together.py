@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from sparkd.engine.upstream import Upstream
-from sparkd.gateway import Edge, KeyDigests
+from sparkd.gateway import Edge
 from sparkd.gateway.responses import Receive, Scope, Send
 from tests.sparkd.gateway.fakes import FakeSupervisor
 
@@ -30,7 +30,7 @@ async def test_the_loop_turns_between_two_of_them() -> None:
             course.append("turn")
             await asyncio.sleep(0)
 
-    edge = Edge(FakeSupervisor(Upstream(base_url="http://127.0.0.1:9")), admin=admin, live=well, ready=well, keys=KeyDigests())
+    edge = Edge(FakeSupervisor(Upstream(base_url="http://127.0.0.1:9")), admin=admin, live=well, ready=well)
     scope: Scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/admin/v1/events",
         "raw_path": b"/admin/v1/events", "query_string": b"", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 2),

@@ -152,23 +152,24 @@ def margin_of(size: int, asked: int | None) -> int:
     return asked if asked is not None else max(MARGIN_BYTES, int(size * MARGIN_SHARE))
 
 
-def pool(
-    room: int,
-    demand: Demand,
-    margin: int,
-    need: CacheCosts,
-    asked: int | None = None,
-    at_most: int | None = None,
-    reserved: Reserved | None = None,
-    by_blocks: bool = False,
-    again: Callable[[CacheCosts], int | None] | None = None,
-) -> CachePool:
+@dataclass(frozen=True, slots=True)
+class SizeBounds:
     """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. by_blocks: the size was
-    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much. Raises CacheDoesNotFit.
+    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much."""
 
-    room: bytes that can be taken at all (MemoryReading.room).
-    """
-    case = _Case(room, margin, demand, need, again if asked is not None and again else lambda _need: asked, at_most, reserved, by_blocks)
+    asked: int | None = None
+    at_most: int | None = None
+    reserved: Reserved | None = None
+    by_blocks: bool = False
+    again: Callable[[CacheCosts], int | None] | None = None
+
+
+def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> CachePool:
+    """room: bytes that can be taken at all (MemoryReading.room). Raises CacheDoesNotFit."""
+    bounds = bounds or SizeBounds()
+    asked, at_most, reserved = bounds.asked, bounds.at_most, bounds.reserved
+    again = bounds.again if asked is not None and bounds.again else lambda _need: asked
+    case = _Case(room, margin, demand, need, again, at_most, reserved, bounds.by_blocks)
     left, limit = case.left, ""
     if asked is not None:
         if asked < need.floor and (cures := _of_too_little(asked, case)):

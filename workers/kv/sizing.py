@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
-from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, pool, too_little
+from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, SizeBounds, pool, too_little
 from workers.kv.load_watch import Batches, UnderLoad
 from workers.kv.memory import MemoryReading, lowest
 from workers.kv.memory_floor import Floor, floor_of
@@ -275,7 +275,8 @@ class Sizing:
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
         margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
-        made = pool(reading.room, demand, margin, need, wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
+        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
+        made = pool(reading.room, demand, margin, need, bounds)
         why = "; ".join(one for one in (wish.why(), made.limit, course.why) if one) or None
         self._pool = made
         self._source = course.source

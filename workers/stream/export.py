@@ -33,11 +33,11 @@ from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.atomic_folder import appearing
 from workers.stream.cache.companions import companions_bytes, write_companions
 from workers.stream.cache.layout import lay_out, neighbours
-from workers.stream.cache.shard_writer import MIB, ShardWriter
+from workers.stream.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.stream.cache.store import CachedCheckpoint, find
 from workers.stream.cache.writer import MARGIN_BYTES, bytes_of, layout_of
 from workers.stream.direct_target import TargetFile
-from workers.stream.pipeline import Pipeline
+from workers.stream.pipeline import Pipeline, Receivers
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm.config import linear_modules, quantization_config
@@ -160,9 +160,9 @@ def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str
     shards = lay_out(neighbours(layout_of(virtual)[0]))
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
     on_gpu = device.type == "cuda"
-    writer = ShardWriter(shards, lambda: folder, staging_bytes=STAGING_BYTES, block_bytes=BLOCK_BYTES, pin=on_gpu, threads=2)
+    writer = ShardWriter(shards, lambda: folder, staging=Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))
     into = _Into(writer, tell)
-    pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), dtype=_dtype(checkpoint.config), sink=into, watcher=into)
+    pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), receivers=Receivers(into, into), dtype=_dtype(checkpoint.config))
     into.total = pipeline.bytes_total
     try:
         for _ in pipeline.tensors():

@@ -15,7 +15,7 @@ from workers.stream.cache.layout import ALIGNMENT
 from workers.stream.cache.store import CachedCheckpoint
 from workers.stream.cache.writer import CacheWriter
 from workers.stream.expert_placement import straightened
-from workers.stream.pipeline import SHAPE, Handed, Pipeline
+from workers.stream.pipeline import SHAPE, Handed, Needed, Pipeline, Receivers
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
 from workers.stream.trace import Target, Trace
@@ -55,7 +55,8 @@ class LoadSession:
     ) -> LoadSession:
         """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
         cached: the quantized cache that `virtual` is, closed with the source."""
-        pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed, trusted=cached is not None)
+        receivers = Receivers(watcher=progress, straight={} if trace is None else trace.straight, placed=placed)
+        pipeline = Pipeline(virtual, device, reader, _needed(virtual, trace), receivers, dtype=dtype, trusted=cached is not None)
         return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)
 
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> LoadSession | None:
@@ -74,8 +75,11 @@ class LoadSession:
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
         virtual = virtual_of(cached, needed.__contains__)
-        trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
-        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts, trusted=True)
+        # Without a trace, a tensor that is stored as a part goes where the part belongs.
+        trace = self.trace if whole else None
+        straight = trace.straight if trace is not None else {} if whole else self._parts(needed)
+        receivers = Receivers(watcher=self.progress, straight=straight, placed=self.placed)
+        pipeline = Pipeline(virtual, self.device, self.reader, _needed(virtual, trace), receivers, dtype=self.dtype, trusted=True)
         cut = None if whole else needed
         return LoadSession(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
@@ -149,31 +153,12 @@ def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda na
     return VirtualCheckpoint(cached.checkpoint, {}, keep, first=lambda ref: ref.nbytes % ALIGNMENT != 0)
 
 
-def _pipeline(
-    virtual: VirtualCheckpoint,
-    device: torch.device,
-    reader: Callable[..., Reader],
-    trace: Trace | None,
-    dtype: torch.dtype,
-    progress: ProgressFile,
-    placed: Callable[[Sequence[str]], None],
-    parts: dict[str, Target] | None = None,
-    *,
-    trusted: bool = False,
-) -> Pipeline:
-    """parts: where tensors go that are stored as a part; without it they are whole."""
-    taken = {} if trace is None else trace.taken
+def _needed(virtual: VirtualCheckpoint, trace: Trace | None) -> Needed:
+    if trace is None:
+        return Needed()
     # A checkpoint that is quantized already notes shapes, which no kernel reads: one would come after its module has its kernel's layout.
     unread = () if virtual.formats else (f".{SHAPE}",)
-    return Pipeline(
-        virtual,
-        device,
-        reader,
-        regions=None if trace is None else {name: None if name.endswith(unread) else one.region for name, one in taken.items()},
-        once=frozenset(name for name, one in taken.items() if one.once) if trace is not None and not trace.late else frozenset(),
-        dtype=dtype,
-        watcher=progress,
-        placed=placed,
-        straight=parts if trace is None else trace.straight,
-        trusted=trusted,
+    return Needed(
+        regions={name: None if name.endswith(unread) else one.region for name, one in trace.taken.items()},
+        once=frozenset() if trace.late else frozenset(name for name, one in trace.taken.items() if one.once),
     )

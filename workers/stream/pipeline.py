@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -69,13 +69,31 @@ class Handed:
         return self.shape == self.whole
 
 
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The part of a checkpoint that is read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that
+    it does not take; without `regions` all is needed. once: names that are taken once. only: numbers of units, None for all."""
+
+    regions: Mapping[str, Region | None] | None = None
+    once: Container[str] = ()
+    only: Container[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """The places of what is made. straight: of what is placed here and not handed on; what is placed is taken out of it, for a place holds
+    memory. placed: is called with the names of what has reached its parameter."""
+
+    sink: CacheSink | None = None
+    watcher: Watcher | None = None
+    straight: dict[str, Target] = field(default_factory=dict)
+    placed: Callable[[Sequence[str]], None] = lambda _names: None
+
+
 class Pipeline:
     """`tensors()` yields (name, tensor on `device`) for everything that is needed of `virtual`, ready for a model's `load_weights`.
 
-    regions: for each emitted name the part that this rank takes (trace.py), None for a name that it does not take; without `regions`
-    all is needed. A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
-    straight: where those go that are placed here and not handed on; what is placed is taken out of it, for a place holds memory. placed:
-    is told the names of what has reached its parameter.
+    A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
     trusted: nothing is looked at for NaN and infinities, because it was when it was made: a quantized cache is read at the disk's speed.
     reader: makes the Reader for a list of pieces. batch_bytes: quantized together (plan.py); None: as the device likes it.
     """
@@ -85,40 +103,36 @@ class Pipeline:
         virtual: VirtualCheckpoint,
         device: torch.device,
         reader: Callable[..., Reader],
+        needed: Needed | None = None,
+        receivers: Receivers | None = None,
         *,
-        regions: Mapping[str, Region | None] | None = None,
-        once: Container[str] = (),
         dtype: torch.dtype = torch.bfloat16,
-        only: Container[int] | None = None,
-        sink: CacheSink | None = None,
-        watcher: Watcher | None = None,
-        straight: dict[str, Target] | None = None,
-        placed: Callable[[Sequence[str]], None] = lambda _names: None,
         batch_bytes: int | None = None,
         trusted: bool = False,
     ) -> None:
+        needed, receivers = needed or Needed(), receivers or Receivers()
         self.virtual = virtual
         self._device = device
         self._make_reader = reader
         self._dtype = dtype
-        self.sink = sink
-        self._watcher = watcher
-        self._straight = {} if straight is None else straight
-        self._told = placed
+        self.sink = receivers.sink
+        self._watcher = receivers.watcher
+        self._straight = receivers.straight
+        self._told = receivers.placed
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
         for one in virtual.emitted():
             self._emitted.setdefault(one.unit, []).append(one)
-        self._regions = regions
-        self._once = once
-        self._only = only
+        self._regions = needed.regions
+        self._once = needed.once
+        self._only = needed.only
         self.bytes_read = 0
         self.waited_s = 0.0
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
         self.unpinned_reason: str | None = None
         self._trusted = trusted
-        self._finite = Finite(device, weights_only=regions is None)
+        self._finite = Finite(device, weights_only=needed.regions is None)
 
     @cached_property
     def _plans(self) -> list[Plan]:
@@ -221,7 +235,7 @@ class Pipeline:
         reader = partial(self._make_reader, pin=device.type == "cuda")
         regions = self._regions if self.handed_whole() is None else None
         bad: set[TensorRef] = set()
-        alone = Pipeline(self.virtual, device, reader, regions=regions, dtype=self._dtype, sink=Keep(), only=wanted)
+        alone = Pipeline(self.virtual, device, reader, Needed(regions, only=wanted), Receivers(Keep()), dtype=self._dtype)
         alone._finite = Finite(device, weights_only=regions is None, into=bad)
         for _ in alone.tensors():
             yield from ((name, tensor) for name, tensor in made if name in names)

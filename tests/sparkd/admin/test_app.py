@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -734,7 +734,7 @@ async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
 
 async def test_only_an_admin_key_opens_it(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        made.edge.keys = KeyDigests.of(inference=["user-key"], admin=["admin-key"])
+        made.edge.settings = replace(made.edge.settings, keys=KeyDigests.of(inference=["user-key"], admin=["admin-key"]))
         for path in ("/models", "/openapi.json", "/docs", "/nope", "/models/m/log"):
             assert (await made.client.get(PREFIX + path)).status_code == 401
             assert (await made.client.get(PREFIX + path, headers={"x-api-key": "user-key"})).status_code == 403

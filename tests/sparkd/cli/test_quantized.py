@@ -21,7 +21,7 @@ from sparkd.cli.export import how_far
 from tests.support.checkpoints import Entry, normal, write_checkpoint
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache import store
-from workers.stream.cache.writer import CacheWriter
+from workers.stream.cache.writer import CacheContent, CacheWriter
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256}
@@ -53,7 +53,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 
 def kept(tmp_path: Path, source: Checkpoint, recipe: Any = NVFP4, tp_slice: tuple[int, int] | None = None) -> str:
-    made = CacheWriter(str(tmp_path / "state" / "quantized"), source, recipe, tp_slice, {}, {"t": ("U8", (2 << 20,))})
+    made = CacheWriter(str(tmp_path / "state" / "quantized"), CacheContent(source, recipe, tp_slice, {}, {"t": ("U8", (2 << 20,))}))
     made.add("t", torch.zeros(2 << 20, dtype=torch.uint8))
     assert made.finish() == "written", made.reason
     return os.path.basename(made.folder)
@@ -265,7 +265,7 @@ def test_both_verbs_tell_what_was_swept_as_json(here: Path, capsys: pytest.Captu
 
 def test_what_is_being_written_is_told_and_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(here / "Tiny-A")
-    writer = CacheWriter(str(here / "state" / "quantized"), source, NVFP4, None, {}, {"t": ("U8", (2 << 20,))})
+    writer = CacheWriter(str(here / "state" / "quantized"), CacheContent(source, NVFP4, None, {}, {"t": ("U8", (2 << 20,))}))
     writer.add("t", torch.zeros(2 << 20, dtype=torch.uint8))
     assert writer._writer is not None
     writer._writer.flush()

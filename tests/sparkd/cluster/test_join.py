@@ -25,7 +25,7 @@ from sparkd.cluster import head_probe, membership
 from sparkd.cluster.head_probe import Head, ask_head, clock_doubt, find_head
 from sparkd.cluster.join_route import way_to
 from sparkd.cluster.node_paths import rank_folders
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import Config, load_config
 from sparkd.daemon import logs
@@ -254,8 +254,8 @@ def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytes
 def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.json").write_text(json.dumps({"address": HEAD, "keeper": True} | record))
     ray = RayHead(
-        tmp_path, tmp_path / "t", node_ip="192.168.100.11", port=0, memory_gib=1, object_store_mib=80, join=HEAD, keeper=True,
-        session=lambda: session,
+        tmp_path, tmp_path / "t", node_ip="192.168.100.11", port=0, memory_gib=1, object_store_mib=80,
+        options=RayOptions(join=HEAD, keeper=True, session=lambda: session),
     )  # fmt: skip
     done: list[str] = []
     monkeypatch.setattr(RayHead, "essential", lambda self: {"raylet": 1})

@@ -20,7 +20,7 @@ import pytest
 from sparkd import __version__
 from sparkd.cluster import ray_head
 from sparkd.cluster.node_paths import rank_folders
-from sparkd.cluster.ray_head import MARK, RayHead, make_token, node_environment, process_cost
+from sparkd.cluster.ray_head import MARK, RayHead, RayOptions, make_token, node_environment, process_cost
 from sparkd.config.config import load_config
 from sparkd.errors import RayUnavailable
 from tests.support.daemon_process import alive, until
@@ -40,7 +40,8 @@ def folder() -> Iterator[Path]:
 
 def head_of(folder: Path, **changes: Any) -> RayHead:
     settings: dict[str, Any] = {"node_ip": "127.0.0.1", "port": 0, "memory_gib": 4, "object_store_mib": 80}
-    return RayHead(folder, folder / "ray.token", **settings | changes)
+    options = RayOptions(**{name: changes.pop(name) for name in [*changes] if name not in settings})
+    return RayHead(folder, folder / "ray.token", **settings | changes, options=options)
 
 
 @pytest.fixture

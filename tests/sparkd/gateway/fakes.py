@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
-from sparkd.gateway import ClientLimits, Edge, GatewayServer, KeyDigests, gateway_server
+from sparkd.gateway import ClientLimits, Edge, EdgeSettings, GatewayServer, KeyDigests, gateway_server
 from sparkd.gateway.proxy import Waits
 from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.state.abilities import Abilities, RequestNeeds
@@ -323,6 +323,8 @@ async def serving(
 ) -> AsyncIterator[Running]:
     """The real server, on a real port, in front of `engine`."""
     limits = limits or ClientLimits(linger_s=0.3)
+    changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins") if name in options}
+    settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
     supervisor = FakeSupervisor(upstream)
     calls: list[Scope] = []
@@ -338,7 +340,7 @@ async def serving(
         return True, {}
 
     named: dict[str, Any] = {"admin": admin, "live": well, "ready": well, "probe_token": PROBE_TOKEN} | options
-    edge = Edge(supervisor, keys=keys, limits=limits, **named)
+    edge = Edge(supervisor, settings=settings, **named)
     server = gateway_server(edge, limits, drain_s=drain_s)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     port = listener.getsockname()[1]

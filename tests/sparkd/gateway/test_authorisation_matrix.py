@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -224,9 +225,9 @@ async def test_where_a_key_may_stand(engine: RawEngine) -> None:
 async def test_keys_may_change_while_it_runs(engine: RawEngine) -> None:
     async with serving(engine) as gateway:
         assert (await gateway.get("/v1/models")).status == 200
-        gateway.edge.keys = keys()
+        gateway.edge.settings = replace(gateway.edge.settings, keys=keys())
         assert (await gateway.get("/v1/models")).status == 401
-        gateway.edge.keys = KeyDigests.of(inference=["new"])
+        gateway.edge.settings = replace(gateway.edge.settings, keys=KeyDigests.of(inference=["new"]))
         assert (await gateway.get("/v1/models", "X-Api-Key: new")).status == 200
         assert (await gateway.get("/admin/v1/models", "X-Api-Key: new")).status == 403
 
@@ -235,7 +236,7 @@ async def test_metrics_need_a_key_only_if_so_configured(engine: RawEngine) -> No
     async with serving(engine, keys=keys(), metrics_need_key=True) as gateway:
         assert (await gateway.get("/metrics")).status == 401
         assert (await gateway.get("/metrics", f"X-Api-Key: {INFERENCE}")).status == 200
-        gateway.edge.metrics_need_key = False
+        gateway.edge.settings = replace(gateway.edge.settings, metrics_need_key=False)
         assert (await gateway.get("/metrics")).status == 200
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -249,5 +250,5 @@ async def test_limits_may_change_while_it_runs(gateway: Running) -> None:
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 200
     gateway.server.set_limits(QUICK)
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 431
-    gateway.edge.limits = ClientLimits(body_bytes=10)
+    gateway.edge.settings = replace(gateway.edge.settings, limits=ClientLimits(body_bytes=10))
     assert (await gateway.post(CHAT, BODY)).status == 413

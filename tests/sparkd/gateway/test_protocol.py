@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 import uvicorn
@@ -107,7 +108,7 @@ async def test_what_may_hide_a_second_request_is_refused(gateway: Running) -> No
 @pytest.mark.parametrize("keys", [KeyDigests(), KeyDigests.of(["inference"], ["admin"])], ids=["open", "with keys"])
 async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str, keys: KeyDigests) -> None:
     """It has a code of its own, in the error body that every other refusal has; the engine and the admin API never see it."""
-    gateway.edge.keys = keys
+    gateway.edge.settings = replace(gateway.edge.settings, keys=keys)
     client = await gateway.open()
     client.send(request("GET", path, *WEBSOCKET))
     answer = await client.answer()

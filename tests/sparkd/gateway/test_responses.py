@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fastapi import FastAPI
 
@@ -34,7 +36,7 @@ async def test_the_model_list(engine: RawEngine) -> None:
         assert first["metadata"] == {"family": "x"}
         assert second["status"]["progress"] == 0.25
         assert "eta_seconds" not in second["status"]
-        gateway.edge.include_aliases_in_list = True
+        gateway.edge.settings = replace(gateway.edge.settings, include_aliases_in_list=True)
         assert [entry["id"] for entry in (await gateway.get("/v1/models")).json["data"]] == ["tiny", "small", "org/big-model:7b"]
         for path in ("org/big-model:7b", "org%2Fbig-model%3A7b", "hidden", "small"):
             assert (await gateway.get(f"/v1/models/{path}")).status == 200, path

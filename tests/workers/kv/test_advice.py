@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kv.arithmetic import FOUR_BITS, GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, pool
+from workers.kv.arithmetic import FOUR_BITS, GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool
 from workers.kv.request import CacheRequest
 from workers.kv.settings import BLOCKS_FLAG, CacheSettings
 
@@ -36,7 +36,7 @@ class Start:
         size = wish.asked(self.need)
         # An operator's own size goes before memory_gib; sparkd hands over one or the other.
         reserved = self.reserved if size is None else None
-        made = pool(self.room, self.demand, self.margin, self.need, size, wish.at_most(), reserved, blocks, wish.asked)
+        made = pool(self.room, self.demand, self.margin, self.need, SizeBounds(size, wish.at_most(), reserved, blocks, wish.asked))
         return made.bytes
 
 

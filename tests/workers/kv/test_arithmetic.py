@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.arithmetic import GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, longest, margin_of, pool, smaller_batch, too_little
+from workers.kv.arithmetic import (
+    GIB,
+    CacheCosts,
+    CacheDoesNotFit,
+    Demand,
+    Reserved,
+    SizeBounds,
+    longest,
+    margin_of,
+    pool,
+    smaller_batch,
+    too_little,
+)
 from workers.kv.memory import MemoryReading, host
 
 NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
@@ -41,7 +53,7 @@ def spark(folder: Path, capture: str) -> MemoryReading:
     ],
 )
 def test_the_cache_is_what_is_left(room, demand, margin, asked, at_most, expected):
-    made = pool(room, demand, margin, NEED, asked, at_most)
+    made = pool(room, demand, margin, NEED, SizeBounds(asked, at_most))
     assert made.bytes == expected
     assert made.bytes + made.demand.ahead + made.margin + made.spare == room
     assert made.expected_slack == room - expected - demand.graphs + demand.reusable
@@ -172,7 +184,7 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
 )
 def test_other_sentences(room, asked, at_most, says):
     with pytest.raises(CacheDoesNotFit, match=r".") as raised:
-        pool(room, SPARK, GIB, NEED, asked, at_most)
+        pool(room, SPARK, GIB, NEED, SizeBounds(asked, at_most))
     assert says in str(raised.value)
 
 
@@ -192,7 +204,7 @@ ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 
 )
 def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
     with pytest.raises(CacheDoesNotFit) as raised:
-        pool(left + demand.ahead + GIB, demand, GIB, NEED, asked)
+        pool(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked))
     assert says in str(raised.value)
 
 
@@ -210,11 +222,11 @@ def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_wit
         return 17 * GIB if sequences is None else sequences * need.per_request + need.per_block
 
     with pytest.raises(CacheDoesNotFit) as raised:
-        pool(4 * GIB, Demand(), GIB, NEED, asked(NEED), again=asked)
+        pool(4 * GIB, Demand(), GIB, NEED, SizeBounds(asked(NEED), again=asked))
     assert says in str(raised.value)
     if sequences == 1:
         shorter = NEED.shortened(24_320)
-        assert pool(4 * GIB, Demand(), GIB, shorter, asked(shorter), again=asked).bytes == asked(shorter)
+        assert pool(4 * GIB, Demand(), GIB, shorter, SizeBounds(asked(shorter), again=asked)).bytes == asked(shorter)
 
 
 RESERVED = (
@@ -233,13 +245,13 @@ RESERVED = (
 )
 def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
     with pytest.raises(CacheDoesNotFit) as raised:
-        pool(40 * GIB, SPARK, GIB, NEED, reserved=reserved)
+        pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=reserved))
     said = str(raised.value)
     assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
     assert ("The 2 ranks here share that." in said) is (reserved.ranks == 2)
     assert f"a larger memory_gib ({fits_gib} would fit)" in said
     larger = replace(reserved, bytes=int(float(fits_gib) * GIB))
-    assert pool(40 * GIB, SPARK, GIB, NEED, reserved=larger).bytes >= NEED.least
+    assert pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=larger)).bytes >= NEED.least
     assert "4-bit weights (quantize: nvfp4 frees up to 43.1 GiB" in said
     # Of a batch that takes 5 GiB not all can come that is missing.
     assert ("a smaller batch" in said) is (larger.bytes - reserved.bytes < 5 * GIB)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
+from tests.support.pipelines import pipeline_of
 from tests.workers.stream.formats.test_fp8_source_load import described
 from tests.workers.stream.reference import E4M3
 from tests.workers.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
@@ -24,7 +25,6 @@ from workers.quantization.packed import PackedWeight
 from workers.quantization.packed_scale import block_scale, packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.formats import quantizer
-from workers.stream.pipeline import Pipeline
 from workers.stream.read_plan import Batch, steps
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
@@ -137,7 +137,7 @@ def test_experts_that_lie_as_they_are_needed_are_quantized_together(tmp_path: Pa
     """Gate and up are of one kind where no block of scales is part of both."""
     checkpoint = read_checkpoint(str(packed(layout, tmp_path, inter)[0]))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
-    units = [step for step in steps(Pipeline(virtual, CPU, READER)._plans, 2**30, {}) if isinstance(step, Batch)]
+    units = [step for step in steps(pipeline_of(virtual, CPU, READER)._plans, 2**30, {}) if isinstance(step, Batch)]
     together = {plan.unit.name for batch in units for plan in batch.plans}
     alike = any("gate_proj" in name for name in together)
     transposed = LAYOUTS[layout][2]
@@ -154,8 +154,8 @@ def test_a_rank_takes_its_part(tmp_path: Path, layout: str, rank: int, batch_byt
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     regions = {name: taken.region for name, taken in trace.taken.items()}
     one, whole = Rank(rank), Rank(rank)
-    one.load_weights(Pipeline(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
-    whole.load_weights(Pipeline(virtual, CPU, READER).tensors())
+    one.load_weights(pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
+    whole.load_weights(pipeline_of(virtual, CPU, READER).tensors())
     assert one.taken.keys() == whole.taken.keys()
     assert [name for name in one.taken if not torch.equal(one.taken[name], whole.taken[name])] == []
 

@@ -21,7 +21,7 @@ from tests.support.checkpoints import Draw, Entry, normal, write_checkpoint
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import export as program
 from workers.stream.atomic_folder import appearing
-from workers.stream.cache.writer import CacheWriter, layout_of
+from workers.stream.cache.writer import CacheContent, CacheWriter, layout_of
 from workers.stream.export import ExportRequest, export
 from workers.stream.formats import quantizer
 from workers.stream.virtual import VirtualCheckpoint
@@ -56,7 +56,7 @@ def cached(source: Checkpoint, cache_dir: Path, leave_out: str | None = None) ->
     layout, plain = layout_of(virtual)
     layout = {name: one for name, one in layout.items() if name != leave_out}
     described = quantization_config(formats, linear_modules(source))
-    made = CacheWriter(str(cache_dir), source, RECIPE, None, described, layout, plain=plain)
+    made = CacheWriter(str(cache_dir), CacheContent(source, RECIPE, None, described, layout, plain=plain))
     stored = {name: tensor_of(source, name) for name in source.tensors}
 
     def refill(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,13 +11,13 @@ import torch
 
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
+from tests.support.pipelines import pipeline_of
 from tests.workers.stream.formats.test_fp8_source_load import described, fp8_source
 from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import finite, pipeline
 from workers.stream.finite import Finite
 from workers.stream.load_session import LoadSession
-from workers.stream.pipeline import Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.read_plan import Run, steps
 from workers.stream.virtual import VirtualCheckpoint
@@ -102,7 +102,7 @@ def test_a_large_tensor_that_is_never_whole(tmp_path: Path, monkeypatch: pytest.
 
     def load(first: int) -> None:
         """A rank that takes rows from `first` on."""
-        stream = Pipeline(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={EMBEDDING})
+        stream = pipeline_of(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={EMBEDDING})
         for name, tensor in stream.tensors():
             part = tensor[first:] if name == EMBEDDING else tensor
             torch.zeros(part.shape, dtype=torch.float32 if changed else part.dtype).copy_(part)
@@ -124,7 +124,7 @@ def test_of_a_run_of_neighbours_the_bad_ones_are_named(tmp_path: Path, monkeypat
     checkpoint = read_checkpoint(str(laid_out(tmp_path, weights)))
     virtual = VirtualCheckpoint(checkpoint, {})
     model = Fused()
-    stream = Pipeline(virtual, CPU, READER, **model.asked(virtual))
+    stream = pipeline_of(virtual, CPU, READER, **model.asked(virtual))
     runs = [step for step in steps(stream._plans, 0, stream._straight) if isinstance(step, Run)]
     assert any({*names} <= {plan.unit.name for plan in run.plans} for run in runs)
     with pytest.raises(CheckpointError) as caught:
@@ -142,11 +142,11 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
-    assert MASK in {name for name, _ in Pipeline(virtual, CPU, READER).tensors()}
+    assert MASK in {name for name, _ in pipeline_of(virtual, CPU, READER).tensors()}
     regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
     with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
-        list(Pipeline(virtual, CPU, READER, regions=regions).tensors())
-    assert list(Pipeline(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
+        list(pipeline_of(virtual, CPU, READER, regions=regions).tensors())
+    assert list(pipeline_of(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
 
 
 @pytest.mark.parametrize("leaf", ["linear_attn.A_log", "linear_attn.dt_bias", "mixer.D", "gate.e_score_correction_bias", "self_attn.sinks"])
@@ -199,7 +199,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
     checkpoint = read_checkpoint(str(folder))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     with pytest.raises(CheckpointError, match=rf": {name}: it holds NaN or Inf\."):
-        list(Pipeline(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
+        list(pipeline_of(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 
 
 def test_the_flags_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

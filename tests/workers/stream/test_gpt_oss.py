@@ -19,12 +19,12 @@ from sparkd.errors import CheckpointError
 from tests.bench.dequantized import read
 from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
 from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.pipelines import pipeline_of
 from workers import plugin
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.export import ExportRequest, export
 from workers.stream.formats import quantizer
-from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Reader
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
@@ -113,7 +113,7 @@ def test_a_rank_takes_its_rows_of_both_halves_at_once(
     trace = Trace()
     load(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     reader = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=2, pin=False)
-    load(Pipeline(virtual, CPU, reader, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    load(pipeline_of(virtual, CPU, reader, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
 
     assert all(taken.once for taken in trace.taken.values())
     kind = quantizer(form)

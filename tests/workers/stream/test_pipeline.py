@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
+from tests.support.pipelines import pipeline_of
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache.layout import lay_out, neighbours
 from workers.stream.cache.writer import CODES
@@ -68,7 +69,7 @@ def written(folder: Path, weights: dict[str, torch.Tensor], *, order: Callable[[
 def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
     checkpoint = read_checkpoint(str(folder))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    return {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER, **kwargs).tensors()}
+    return {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER, **kwargs).tensors()}
 
 
 def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[str] = ()) -> dict[str, torch.Tensor]:
@@ -202,8 +203,8 @@ def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_byt
     trace = Trace()
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     regions = {name: taken.region for name, taken in trace.taken.items()}
-    sliced = Pipeline(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes)
-    everything = Pipeline(virtual, CPU, READER)
+    sliced = pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes)
+    everything = pipeline_of(virtual, CPU, READER)
     one, whole = Rank(rank), Rank(rank)
     one.load_weights(sliced.tensors())
     whole.load_weights(everything.tensors())
@@ -220,7 +221,7 @@ def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
     trace = Trace()
     Rank(1).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     rank = Rank(1)
-    rank.load_weights(Pipeline(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    rank.load_weights(pipeline_of(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
     form = quantizer(QuantizationRecipe.parse("nvfp4").default)
     name = "model.layers.0.mlp.experts.2.up_proj"
     parts = {suffix: rank.taken[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_global_scale")}
@@ -236,12 +237,12 @@ def test_a_large_tensor_goes_straight_into_its_parameter(tmp_path, monkeypatch):
     virtual = VirtualCheckpoint(checkpoint, {})
     whole: dict[str, torch.Tensor] = {}
     cast: dict[str, torch.Tensor] = {}
-    pipeline = Pipeline(virtual, CPU, READER, once={"model.embed_tokens.weight"})
+    pipeline = pipeline_of(virtual, CPU, READER, once={"model.embed_tokens.weight"})
     for name, tensor in pipeline.tensors():
         whole[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         whole[name].copy_(tensor)
     assert torch.equal(whole["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
-    for name, tensor in Pipeline(virtual, CPU, READER, once={"model.embed_tokens.weight"}).tensors():
+    for name, tensor in pipeline_of(virtual, CPU, READER, once={"model.embed_tokens.weight"}).tensors():
         cast[name] = torch.zeros(tensor.narrow(0, 3, 20).shape if tensor.shape[0] > 23 else tensor.shape)
         cast[name].copy_(tensor.narrow(0, 3, 20) if tensor.shape[0] > 23 else tensor)
     assert torch.equal(cast["model.embed_tokens.weight"], weights["model.embed_tokens.weight"][3:23].float())
@@ -251,7 +252,7 @@ def test_a_large_tensor_that_nobody_copies_is_read_past(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.stream.pipeline.STREAMED_BYTES", 64 * 1024)
     weights = random_weights()
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    names = [name for name, _ in Pipeline(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={"model.embed_tokens.weight"}).tensors()]
+    names = [name for name, _ in pipeline_of(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={"model.embed_tokens.weight"}).tensors()]
     assert sorted(names) == sorted(weights)
 
 
@@ -280,7 +281,7 @@ def test_progress_is_told_unit_by_unit(tmp_path, batch_bytes):
 
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
-    pipeline = Pipeline(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
+    pipeline = pipeline_of(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
     for _ in pipeline.tensors():
         pass
     assert seen == sorted(seen)
@@ -352,12 +353,12 @@ def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkey
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     arguments = Fused(ranks, rank).asked(virtual)
-    want = Fused(ranks, rank).load(Pipeline(virtual, CPU, READER, regions=arguments["regions"]))
+    want = Fused(ranks, rank).load(pipeline_of(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
     arguments = got.asked(virtual)
     reached: list[str] = []
     straight = set(arguments["straight"])
-    got.load(Pipeline(virtual, CPU, READER, **arguments, placed=reached.extend, batch_bytes=batch_bytes))
+    got.load(pipeline_of(virtual, CPU, READER, **arguments, placed=reached.extend, batch_bytes=batch_bytes))
     same_memory(got, want)
     assert not set(got.handed) & straight
     assert sorted(reached) == sorted({*got.handed, *straight})
@@ -384,12 +385,12 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    first = {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER).tensors()}
+    first = {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER).tensors()}
     cache = laid_out(tmp_path, first)
     stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
-    got, want = Fused(), Fused().load(Pipeline(virtual, CPU, READER))
+    got, want = Fused(), Fused().load(pipeline_of(virtual, CPU, READER))
     arguments = got.asked(stored)
-    pipeline = Pipeline(stored, CPU, READER, **arguments)
+    pipeline = pipeline_of(stored, CPU, READER, **arguments)
     runs = [step for step in steps(pipeline._plans, 0, arguments["straight"]) if isinstance(step, Run)]
     straight = len(arguments["straight"])
     got.load(pipeline)
@@ -448,7 +449,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     trace.forget_targets()
     got.handed.clear()
     got.load_weights(second.tensors())
-    whole = Fused(2, 1).load(Pipeline(virtual, CPU, READER, regions=Fused(2, 1).asked(virtual)["regions"]))
+    whole = Fused(2, 1).load(pipeline_of(virtual, CPU, READER, regions=Fused(2, 1).asked(virtual)["regions"]))
     same_memory(got, whole)
     cut = {name for name, one in handed.items() if not one.is_whole and "weight_shape" not in name}
     assert cut

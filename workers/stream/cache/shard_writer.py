@@ -46,12 +46,23 @@ class _Held:
     event: torch.cuda.Event | None
 
 
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """staging_bytes: the ring's memory, pinned where `pin`, in blocks of block_bytes. hold_bytes: what may be copied in addition to it (on
+    the tensor's own device) of single tensors of more than half the ring. threads: that write."""
+
+    staging_bytes: int = 16 * MIB
+    block_bytes: int = MIB
+    hold_bytes: int = 0
+    pin: bool = False
+    threads: int = 1
+
+
 class ShardWriter:
     """`put` is called by one thread at a time. The files appear in the folder that `prepare` returns, which the writing thread calls first.
 
     ended: is told, on that thread and with the files closed, what ended the writing, where something did (a full disk).
-    staging_bytes: the ring's memory, pinned where `pin`. hold_bytes: what may be copied beside it (on the tensor's own device) of single
-    tensors of more than half the ring. bytes_written: what the files have so far.
+    bytes_written: what the files have so far.
     """
 
     def __init__(
@@ -59,14 +70,11 @@ class ShardWriter:
         shards: Sequence[ShardLayout],
         prepare: Callable[[], str],
         ended: Callable[[BaseException], None] = lambda _error: None,
+        staging: Staging | None = None,
         *,
-        staging_bytes: int = 16 * MIB,
-        block_bytes: int = MIB,
-        hold_bytes: int = 0,
-        pin: bool = False,
         direct: bool = True,
-        threads: int = 1,
     ) -> None:
+        staging = staging or Staging()
         self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
         self.bytes_total = sum(shard.size_bytes for shard in shards)
         self.bytes_written = 0
@@ -75,13 +83,14 @@ class ShardWriter:
         self._prepare = prepare
         self._ended = ended
         self._direct = direct
-        self._block_bytes = block_bytes
-        self._staging_bytes = staging_bytes
-        self._hold_bytes = hold_bytes
+        self._block_bytes = staging.block_bytes
+        self._staging_bytes = staging.staging_bytes
+        self._hold_bytes = staging.hold_bytes
         # One block is the thread's own, for what it copies itself.
-        self._ring = Ring(block_bytes, staging_bytes // block_bytes + 1, pin=pin)
+        blocks = staging.staging_bytes // staging.block_bytes
+        self._ring = Ring(staging.block_bytes, blocks + 1, pin=staging.pin)
         self._changed = threading.Condition()
-        self._free = list(range(1, staging_bytes // block_bytes + 1))
+        self._free = list(range(1, blocks + 1))
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._left: dict[tuple[int, int], int] = {}
         self._jobs: deque[_Block] = deque()
@@ -96,7 +105,7 @@ class ShardWriter:
         self._threads = [threading.Thread(target=self._work, name="stream-write-0", daemon=True)]
         # The others wait for the first to make the files: several writes in flight keep the disk busy, as several reads do.
         self._ready = False
-        self._threads += [threading.Thread(target=self._help, name=f"stream-write-{n}", daemon=True) for n in range(1, threads)]
+        self._threads += [threading.Thread(target=self._help, name=f"stream-write-{n}", daemon=True) for n in range(1, staging.threads)]
         for thread in self._threads:
             thread.start()
 

@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +28,15 @@ from sparkd.errors import CheckpointError, clause
 from workers.stream.cache.companions import companions_bytes, write_companions
 from workers.stream.cache.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
 from workers.stream.cache.manifest import MANIFEST, USED, CacheManifest, CheckpointIdentity, OwnFile, TpSlice, entry_name, format_name
-from workers.stream.cache.shard_writer import MIB, ShardWriter
+from workers.stream.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.stream.cache.store import DAMAGED, GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.finite import holds_nan
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import DTYPES, VirtualCheckpoint, dtype_of
 
 # CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
-CPU_STAGING_BYTES, CPU_BLOCK_BYTES, CPU_HOLD_BYTES = 16 * MIB, MIB, 64 * MIB
-CUDA_STAGING_BYTES, CUDA_BLOCK_BYTES, CUDA_HOLD_BYTES = 256 * MIB, 4 * MIB, 32 * MIB
-CPU_THREADS, CUDA_THREADS = 1, 4
+CPU_STAGING = Staging(16 * MIB, MIB, hold_bytes=64 * MIB)
+CUDA_STAGING = Staging(256 * MIB, 4 * MIB, hold_bytes=32 * MIB, pin=True, threads=4)
 # For the manifest and the file system's own records.
 MARGIN_BYTES = 16 * MIB
 
@@ -50,13 +50,28 @@ class _Skipped(Exception):
     """There is a good reason not to write this cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheContent:
+    """What a cache is to hold. layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order.
+
+    quantization_config: for config.json. plain: the names that are in the source byte for byte. notes: JSON values for the manifest.
+    """
+
+    checkpoint: Checkpoint
+    recipe: Mapping[str, Any]
+    tp_slice: TpSlice
+    quantization_config: Mapping[str, Any]
+    layout: Tensors
+    plain: Container[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
 class CacheWriter:
     """One entry in the making. state: writing, then written, failed or skipped; reason: why, of the latter two, in a sentence.
 
-    layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order. plain: the names that are
-    in the source byte for byte. quantization_config: for config.json. limit_bytes: of the whole cache folder. notes: JSON values for the
-    manifest. device: where the tensors are. told: is called with (state, bytes written, reason) at the beginning and when the state
-    changes. damaged: the names of what is written and is not finite, which the manifest tells: the next start trusts the rest.
+    limit_bytes: of the whole cache folder. device: where the tensors are. told: is called with (state, bytes written, reason) at the
+    beginning and when the state changes. damaged: the names of what is written and is not finite, which the manifest tells: the next start
+    trusts the rest.
     Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
     Nothing here raises for a disk, a folder or a tensor that is not as expected.
     """
@@ -64,52 +79,41 @@ class CacheWriter:
     def __init__(
         self,
         cache_dir: str,
-        checkpoint: Checkpoint,
-        recipe: Mapping[str, Any],
-        tp_slice: TpSlice,
-        quantization_config: Mapping[str, Any],
-        layout: Tensors,
+        content: CacheContent,
         limit_bytes: int | None = None,
         *,
-        plain: Container[str] = (),
-        notes: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
         shard_bytes: int = SHARD_BYTES,
-        staging_bytes: int | None = None,
+        staging: Staging | None = None,
         told: Callable[[str, int, str | None], None] = lambda _state, _bytes, _reason: None,
     ) -> None:
         self.state = "writing"
         self.reason: str | None = None
         self.damaged: set[str] = set()
-        self.folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
+        self.folder = os.path.join(cache_dir, entry_name(content.checkpoint, content.recipe, content.tp_slice))
         self._cache_dir = cache_dir
         self._writing = os.path.join(cache_dir, WRITING + os.path.basename(self.folder))
-        self._checkpoint = checkpoint
-        self._recipe = recipe
-        self._tp_slice = tp_slice
-        self._described = quantization_config
+        self._checkpoint = content.checkpoint
+        self._recipe = content.recipe
+        self._tp_slice = content.tp_slice
+        self._described = content.quantization_config
         self._limit_bytes = limit_bytes
-        self._plain = plain
-        self._notes = dict(notes or {})
+        self._plain = content.plain
+        self._notes = dict(content.notes)
         self._told = told
         self._turn = contextlib.ExitStack()
         self._mine = False
         self._ending = threading.Lock()
         self._writer: ShardWriter | None = None
         told(self.state, 0, None)
-        on_gpu = device is not None and device.type == "cuda"
         try:
-            self._source = CheckpointIdentity.of(checkpoint)
-            self._shards: list[ShardLayout] = lay_out(neighbours(layout), shard_bytes)
+            self._source = CheckpointIdentity.of(content.checkpoint)
+            self._shards: list[ShardLayout] = lay_out(neighbours(content.layout), shard_bytes)
             self._writer = ShardWriter(
                 self._shards,
                 self._prepare,
                 self._ended,
-                staging_bytes=staging_bytes or (CUDA_STAGING_BYTES if on_gpu else CPU_STAGING_BYTES),
-                block_bytes=CUDA_BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES,
-                hold_bytes=CUDA_HOLD_BYTES if on_gpu else CPU_HOLD_BYTES,
-                pin=on_gpu,
-                threads=CUDA_THREADS if on_gpu else CPU_THREADS,
+                staging or (CUDA_STAGING if device is not None and device.type == "cuda" else CPU_STAGING),
             )
         except (CheckpointError, OSError, RuntimeError) as error:
             self._end(error)
@@ -134,8 +138,8 @@ class CacheWriter:
         if name not in self._plain:
             self._writer.put(slot, 0, view)
             return
-        for start in range(0, slot.nbytes, CPU_BLOCK_BYTES):
-            self._writer.put(slot, start, view[start : start + CPU_BLOCK_BYTES])
+        for start in range(0, slot.nbytes, CPU_STAGING.block_bytes):
+            self._writer.put(slot, start, view[start : start + CPU_STAGING.block_bytes])
 
     def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
         """The same for quantized tensors [names, ..] of one shape; those that lie one behind the other in the file are taken as one."""

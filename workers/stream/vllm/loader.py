@@ -25,7 +25,7 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache.layout import Tensors
 from workers.stream.cache.omitted import can_be_completed, completed, left_out, recipe_without
 from workers.stream.cache.store import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
-from workers.stream.cache.writer import CODES, CacheWriter
+from workers.stream.cache.writer import CODES, CacheContent, CacheWriter
 from workers.stream.load_session import LoadSession, virtual_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
@@ -332,14 +332,16 @@ class SparkStreamLoader(DefaultModelLoader):
             layout, plain = completed(virtual, layout)
         source.writer = CacheWriter(
             cache_dir,
-            checkpoint,
-            recipe,
-            tp_slice,
-            quantization_config(formats, linear_modules(checkpoint)),
-            layout,
+            CacheContent(
+                checkpoint,
+                recipe,
+                tp_slice,
+                quantization_config(formats, linear_modules(checkpoint)),
+                layout,
+                plain=plain,
+                notes={SPELLINGS: sorted({form.spelling for form in formats.values()})},
+            ),
             self._settings.cache_limit_bytes,
-            plain=plain,
-            notes={SPELLINGS: sorted({form.spelling for form in formats.values()})},
             device=device,
             told=source.progress.cache,
         )

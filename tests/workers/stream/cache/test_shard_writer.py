@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from workers.stream import direct_target
 from workers.stream.cache.layout import ShardLayout, Tensors, lay_out
-from workers.stream.cache.shard_writer import ShardWriter
+from workers.stream.cache.shard_writer import ShardWriter, Staging
 from workers.stream.direct_target import TargetFile
 
 BLOCK = 4096
@@ -37,7 +37,8 @@ def writer(
     folder: Path, shards: list[ShardLayout], *, blocks: int = 4, prepare: Callable[[], str] | None = None, **more: object
 ) -> ShardWriter:
     made = prepare or (lambda: str(folder))
-    return ShardWriter(shards, made, staging_bytes=blocks * BLOCK, block_bytes=BLOCK, **more)  # type: ignore[arg-type]
+    named = {name: more.pop(name) for name in ("hold_bytes", "pin", "threads") if name in more}
+    return ShardWriter(shards, made, staging=Staging(blocks * BLOCK, BLOCK, **named), **more)  # type: ignore[arg-type]
 
 
 def fill_gaps(made: ShardWriter, tensors: dict[str, torch.Tensor]) -> int:
@@ -200,7 +201,7 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(direct_target.os, "pwrite", full)
-    made = ShardWriter(shards, lambda: str(tmp_path), told.append, staging_bytes=4 * BLOCK, block_bytes=BLOCK)
+    made = ShardWriter(shards, lambda: str(tmp_path), told.append, Staging(4 * BLOCK, BLOCK))
 
     refused = [made.put(slot, 0, values[name], wait=True) for name, slot in made.slots.items()]
     with pytest.raises(OSError, match="No space left"):

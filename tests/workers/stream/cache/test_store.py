@@ -36,7 +36,7 @@ from workers.stream.cache.store import (
     swept,
     written_now,
 )
-from workers.stream.cache.writer import CODES, CacheWriter
+from workers.stream.cache.writer import CODES, CacheContent, CacheWriter
 from workers.stream.load_session import virtual_of
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -94,7 +94,9 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[in
 def writer(
     cache_dir: str, source: Checkpoint, tensors: Mapping[str, torch.Tensor], recipe: Mapping[str, Any] = RECIPE, **more: Any
 ) -> CacheWriter:
-    return CacheWriter(cache_dir, source, recipe, None, DESCRIBED, layout(tensors), plain={PLAIN}, shard_bytes=8000, **more)
+    named = {name: more.pop(name) for name in ("notes",) if name in more}
+    content = CacheContent(source, recipe, None, DESCRIBED, layout(tensors), plain={PLAIN}, **named)
+    return CacheWriter(cache_dir, content, shard_bytes=8000, **more)
 
 
 def written(cache_dir: str, source: Checkpoint, recipe: Mapping[str, Any] = RECIPE, **more: Any) -> CacheWriter:
@@ -567,14 +569,14 @@ import resource, shutil, signal, sys
 from pathlib import Path
 import torch
 from workers.stream.cache import store as cache
-from workers.stream.cache.writer import CacheWriter
+from workers.stream.cache.writer import CacheContent, CacheWriter
 from sparkd.checkpoint import read_checkpoint
 cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
 folder = Path({str(small_disk)!r})
 if (folder / "limit").exists():
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-made = CacheWriter(str(folder), read_checkpoint({source.folder!r}), {RECIPE!r}, None, {{}}, {{"t": ("U8", (4 << 20,))}})
+made = CacheWriter(str(folder), CacheContent(read_checkpoint({source.folder!r}), {RECIPE!r}, None, {{}}, {{"t": ("U8", (4 << 20,))}}))
 made.add("t", torch.zeros(4 << 20, dtype=torch.uint8))
 print(made.finish(), made.reason)
 """
@@ -600,7 +602,7 @@ def test_a_cache_folder_that_cannot_be_made(source: Checkpoint, tmp_path: Path) 
 def test_experts_that_come_together_are_one_part_of_the_file(cache_dir: str, source: Checkpoint, odd: bool) -> None:
     names = [f"l.experts.{expert}.{matrix}.weight_scale" for expert in range(4) for matrix in ("gate_proj", "up_proj")]
     stacked = torch.randint(0, 255, (8, 6, 16), dtype=torch.uint8)
-    made = CacheWriter(cache_dir, source, RECIPE, None, DESCRIBED, dict.fromkeys(reversed(names), ("U8", (6, 16))))
+    made = CacheWriter(cache_dir, CacheContent(source, RECIPE, None, DESCRIBED, dict.fromkeys(reversed(names), ("U8", (6, 16)))))
     made.add_stacked([*names[:5], "stranger"] if odd else names[:6], stacked[:6])
     made.add_stacked(names[6:], stacked[6:])
     made.finish()
@@ -636,11 +638,11 @@ import os, shutil, sys, threading
 import torch
 from sparkd.checkpoint import read_checkpoint
 from workers.stream.cache import store as cache
-from workers.stream.cache.writer import CacheWriter
+from workers.stream.cache.writer import CacheContent, CacheWriter
 cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
 cache_dir, folder = sys.argv[1:]
 layout = {"a": ("U8", (4 << 20,)), "b": ("U8", (4 << 20,))}
-made = CacheWriter(cache_dir, read_checkpoint(folder), {"format": "nvfp4", "layers": []}, None, {}, layout)
+made = CacheWriter(cache_dir, CacheContent(read_checkpoint(folder), {"format": "nvfp4", "layers": []}, None, {}, layout))
 made.add("a", torch.zeros(4 << 20, dtype=torch.uint8))
 made._writer.flush()
 print("half", flush=True)

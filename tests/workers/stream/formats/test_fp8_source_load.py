@@ -17,12 +17,12 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, fp8_config, linear, write_checkpoint
+from tests.support.pipelines import pipeline_of
 from tests.workers.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.formats import quantizer
 from workers.stream.formats.fp8_source import holds_codes
-from workers.stream.pipeline import Pipeline
 from workers.stream.read_plan import Batch, steps
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
@@ -96,8 +96,8 @@ def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, 
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     alone, together = Fused(2, 1), Fused(2, 1)
-    alone.load(Pipeline(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
-    stream = Pipeline(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
+    alone.load(pipeline_of(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
+    stream = pipeline_of(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
     batches = [step for step in steps(stream._plans, 2**30, stream._straight) if isinstance(step, Batch)]
     assert max(len(plans) for batch in batches for plans in batch.alike.values()) >= 6
     together.load(stream)
@@ -180,7 +180,7 @@ def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quan
     regions = {name: taken.region for name, taken in trace.taken.items()}
     for batch_bytes in (0, 2**30):
         mine = Rank(rank)
-        mine.load_weights(Pipeline(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
+        mine.load_weights(pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
         for module in modules(stored):
             axis = 1 if "down_proj" in module or "o_proj" in module else 0
             if module.startswith("model.layers.1.") or (axis == 1 and (kind, quantize) == ("fp8_block", "fp8")):
@@ -202,7 +202,7 @@ def test_experts_that_are_kept_are_placed_with_their_own_codes(tmp_path, monkeyp
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
     got = Fused(ranks, rank)
-    got.load(Pipeline(virtual, CPU, READER, **got.asked(virtual), batch_bytes=batch_bytes))
+    got.load(pipeline_of(virtual, CPU, READER, **got.asked(virtual), batch_bytes=batch_bytes))
     for number in range(9):
         for which, name in enumerate(("gate_proj", "up_proj")):
             want = stored[f"model.layers.1.mlp.experts.{number}.{name}.weight"].chunk(ranks)[rank]
