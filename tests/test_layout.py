@@ -31,7 +31,6 @@ _CALLBACKS = {*dir(HttpToolsProtocol), "on_chunk_header", "on_chunk_complete", "
 EXCEPTIONS = {
     "sparkd/capacity/footprint.py: footprint": "each is one quantity of the formula, and most calls leave the last six out",
     "sparkd/cluster/cluster.py: Cluster": "the one facade over Ray: nodes, placement and ranks",
-    "sparkd/config/config.py: Config": "the configuration's root, with what follows from several keys",
     "sparkd/control/effects.py: Actions": "one method for each action of the plan",
     "sparkd/control/effects.py: __init__": "the collaborators of the actions",
     "sparkd/control/journal.py: Ledger": "events, operations and wishes, over one store",

@@ -11,6 +11,7 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
+from sparkd.schema import kv_cache, quantize
 from sparkd.vllm.translate import Translation
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
@@ -32,8 +33,8 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
         "extra_args": list(said.args),
         "media": spec.media.model_dump(mode="json") if spec.media.domains else None,
-        **config.loader_of(spec),
-        **config.sizing_of(spec, platform, entrypoint, reserved_bytes),
+        **loader_of(config, spec),
+        **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
     if (commits := commits_of(spec)) is not None:
         fields["trusted_code"] = commits.to_dict()
@@ -42,3 +43,15 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
+
+
+def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
+    """See sparkd.schema.quantize.loader_of."""
+    limit_gib = config.quantized_cache.limit_gib
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    return quantize.loader_of(spec, spec.environment(config.engine), str(config.quantized_path), limit_bytes)
+
+
+def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
+    """See sparkd.schema.kv_cache.sizing_of."""
+    return kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)

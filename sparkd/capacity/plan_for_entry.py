@@ -135,7 +135,7 @@ def answer(
     tried = [args.split] if args.tensor_parallel is not None else list(splits(nodes))
     answers = Answers(ask)
     draft = headers.drafting.draft if headers.drafting is not None else None
-    evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept, draft)
+    evidence = Evidence(str(entry.config.profiles_path), entry.vllm, answers.kept, draft)
     wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked)
     informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)

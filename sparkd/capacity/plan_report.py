@@ -57,7 +57,7 @@ class Site:
     def of(config: Config) -> Site:
         limit_gib = config.quantized_cache.limit_gib
         limit = None if limit_gib is None else int(limit_gib * GIB)
-        return Site(config.engine.runtime, str(config.quantized_path()), limit, str(config.profiles_path()))
+        return Site(config.engine.runtime, str(config.quantized_path), limit, str(config.profiles_path))
 
     @staticmethod
     def without_config(environ: Mapping[str, str]) -> Site:

@@ -135,7 +135,7 @@ def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
     """The measurements of earlier starts, and the answers of the vLLM of the model's runtime when it was asked: nothing is asked here.
     found: what that runtime has, on this node or another."""
-    vllm, profiles = found.get("vllm"), str(config.profiles_path())
+    vllm, profiles = found.get("vllm"), str(config.profiles_path)
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
     away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))

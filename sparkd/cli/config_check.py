@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from sparkd.config import config
 from sparkd.config.api_keys import KeyRing, load_keys
-from sparkd.config.config import Config, ConfigReading
+from sparkd.config.config import Config, ConfigReading, check_bind
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.models.folder import unusable
 from sparkd.models.source import folder_of
@@ -143,7 +143,7 @@ def _keys(valid: Config, reading: ConfigReading, path: Path, environ: Mapping[st
     if rings["inference"].inference and not rings["admin"].admin:
         yield place_of(tree, ("keys",)).problem(_NO_ADMIN_KEY, "warning")
     try:
-        valid.check_bind(environ)
+        check_bind(valid, environ)
     except ConfigError as error:
         yield place_of(tree, (error.param or "").split(".")).problem(error.message)
 

@@ -302,7 +302,7 @@ def _running_address(config: Config) -> str | None:
     from sparkd.cluster.ray_head import living_head
     from sparkd.config.config import is_loopback
 
-    address = living_head(config.runtime_path())
+    address = living_head(config.runtime_path)
     return None if address is None or is_loopback(address.rpartition(":")[0].strip("[]")) else address
 
 

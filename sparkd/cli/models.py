@@ -330,7 +330,7 @@ def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    found = as_owner(loaded.quantized_path(), lambda: listing(loaded))
+    found = as_owner(loaded.quantized_path, lambda: listing(loaded))
     if session.json:
         show.say_json(found)
     else:
@@ -343,7 +343,7 @@ def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    removed, swept_bytes = as_owner(loaded.quantized_path(), lambda: remove(model, loaded))
+    removed, swept_bytes = as_owner(loaded.quantized_path, lambda: remove(model, loaded))
     if session.json:
         show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return

@@ -34,7 +34,7 @@ class Chosen:
 def listing(config: Config) -> dict[str, Any]:
     """What `ls --cached` tells: the folder, its entries, what is being written, and how much of killed loads was removed at this look (or
     why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
-    limit_gib, folder = config.quantized_cache.limit_gib, str(config.quantized_path())
+    limit_gib, folder = config.quantized_cache.limit_gib, str(config.quantized_path)
     entries = _entries(config)
     swept_bytes, sweep_fault = 0, None
     try:
@@ -59,13 +59,13 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     """
     found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
     try:
-        swept_bytes = store.swept(str(config.quantized_path()))
+        swept_bytes = store.swept(str(config.quantized_path))
     except OSError as error:
-        raise ConfigError(f"{error.filename or config.quantized_path()}: {error.strerror}. {_AS_ITS_USER}") from None
+        raise ConfigError(f"{error.filename or config.quantized_path}: {error.strerror}. {_AS_ITS_USER}") from None
     if not found:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
         freed = f" Leftovers of killed loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
-        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.{freed}")
+        raise ConfigError(f"Nothing of {model} is in {config.quantized_path}. `sparkd ls --cached` lists what is there{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for entry in found:
@@ -108,11 +108,11 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     recipe = QuantizationRecipe.parse(value, env)
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
-    return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
+    return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
 
 
 def _entries(config: Config) -> list[store.CacheEntry]:
-    folder = str(config.quantized_path())
+    folder = str(config.quantized_path)
     try:
         return store.entries(folder)
     except OSError as error:

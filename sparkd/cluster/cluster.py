@@ -83,7 +83,7 @@ class Cluster:
             None
             if config.cluster.address
             else RayHead(
-                config.runtime_path(),
+                config.runtime_path,
                 token_path,
                 node_ip=self.node_ip,
                 port=config.cluster.port,

@@ -17,8 +17,8 @@ def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
 
     The first are named after the node, so that nodes that share a file system do not mix.
     """
-    run_dir = config.runtime_path() / "ranks" / folder_name(node_ip)
-    return run_dir, config.state_dir / "logs", config.quantized_path(), config.profiles_path()
+    run_dir = config.runtime_path / "ranks" / folder_name(node_ip)
+    return run_dir, config.state_dir / "logs", config.quantized_path, config.profiles_path
 
 
 def agent_arguments(config: Config, here: str, node_ip: str) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     environ = dict(environ)
     systemd = Systemd.take()
     ray = node_of(membership.applied(config), environ)
-    runtime = config.runtime_path()
+    runtime = config.runtime_path
     try:
         runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -108,7 +108,7 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
             f"Ray's token {token_path} is missing: run `sparkd join HEAD`, or copy the head's file there, or name it by cluster.token_file."
         )
     return RayHead(
-        config.runtime_path(),
+        config.runtime_path,
         token_path,
         node_ip=node_ip,
         port=port,

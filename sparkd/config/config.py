@@ -188,6 +188,7 @@ class Config(Section):
         """0 lets the system choose a free one."""
         return split_address(self.listen)[1]
 
+    @property
     def runtime_path(self) -> Path:
         """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7)).
 
@@ -209,23 +210,15 @@ class Config(Section):
             return credential
         return self.state_dir / "ray.token"
 
+    @property
     def quantized_path(self) -> Path:
         """The folder of quantized weights."""
         return self.quantized_cache.dir or self.state_dir / "quantized"
 
+    @property
     def profiles_path(self) -> Path:
         """The folder of what the KV cache's workers learned."""
         return self.state_dir / "kv-profiles"
-
-    def sizing_of(self, model: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
-        """See kv_sizing.sizing_of."""
-        return kv_cache.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), reserved_bytes)
-
-    def loader_of(self, model: ModelConfig) -> dict[str, Any]:
-        """See quantizing.loader_of."""
-        limit_gib = self.quantized_cache.limit_gib
-        limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-        return quantize.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
 
     def book(self) -> RecipeLibrary:
         """The recipes that a model may name."""
@@ -274,23 +267,6 @@ class Config(Section):
             raise ConfigError(message, param=str(location[-1]))
         return self.model_copy(update={"models": models})
 
-    def check_bind(self, environ: Mapping[str, str]) -> None:
-        """Raises ConfigError where the daemon would be open to the network, or to every web page, without keys. Reads the key files."""
-        reachable, every_page = not is_loopback(self.host), "*" in self.cors.origins
-        if not reachable and not every_page:
-            return
-        ring = load_keys(self.keys, environ)
-        if ring.inference or ring.admin:
-            return
-        cure = "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin)"
-        if reachable:
-            raise ConfigError(
-                f"listen: {self.listen} can be reached from other machines, and no key is set. {cure}, or listen on 127.0.0.1.",
-                param="listen",
-            )
-        every = "cors.origins: '*' lets every web page use the models, and no key is set"
-        raise ConfigError(f"{every}. {cure}, or name the pages' origins.", param="cors.origins")
-
 
 def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str]) -> Config:
     """Flag over environment over file over default. Raises ConfigError with every problem that was found, one a line.
@@ -301,6 +277,24 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
     if reading.config is None:
         raise error_of(reading.problems)
     return reading.config
+
+
+def check_bind(config: Config, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError where the daemon would be open to the network, or to every web page, without keys. Reads the key files."""
+    reachable, every_page = not is_loopback(config.host), "*" in config.cors.origins
+    if not reachable and not every_page:
+        return
+    ring = load_keys(config.keys, environ)
+    if ring.inference or ring.admin:
+        return
+    cure = "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin)"
+    if reachable:
+        raise ConfigError(
+            f"listen: {config.listen} can be reached from other machines, and no key is set. {cure}, or listen on 127.0.0.1.",
+            param="listen",
+        )
+    every = "cors.origins: '*' lets every web page use the models, and no key is set"
+    raise ConfigError(f"{every}. {cure}, or name the pages' origins.", param="cors.origins")
 
 
 def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: RecipeLibrary | None = None) -> ModelConfig:

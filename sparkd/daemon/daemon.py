@@ -28,7 +28,7 @@ from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
-from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.config.config import Config, ModelConfig, check_bind, load_config
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
@@ -89,16 +89,16 @@ def serve(config: Config, options: Options) -> None:
 async def _serve(config: Config, options: Options) -> None:
     environ = dict(os.environ)
     systemd = Systemd.take()
-    config.check_bind(environ)
+    check_bind(config, environ)
     if (head := membership.read(config)) is not None:
         raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
     with _lock(config.state_dir):
-        _private_folder(config.runtime_path())
+        _private_folder(config.runtime_path)
         try:
             await _serve_locked(config, options, systemd, environ)
         finally:
             # A start that failed leaves none either.
-            remove_empty(config.runtime_path())
+            remove_empty(config.runtime_path)
 
 
 async def _serve_locked(config: Config, options: Options, systemd: Systemd, environ: Mapping[str, str]) -> None:
@@ -451,7 +451,7 @@ def _private_folder(path: Path) -> None:
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
     host, port = listening.getsockname()[:2]
-    config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}).check_bind(environ)
+    check_bind(config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:

@@ -67,7 +67,7 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(base_url=self.url, headers={"x-sparkd-client": "test"}, timeout=60.0, trust_env=False)
         self.configure(settings)
-        self.runtime_dir = load_config(self.config, environ={}).runtime_path()
+        self.runtime_dir = load_config(self.config, environ={}).runtime_path
 
     def configure(self, settings: dict[str, Any]) -> None:
         fixed = {"listen": f"127.0.0.1:{self.port}", "state_dir": str(self.state_dir)}

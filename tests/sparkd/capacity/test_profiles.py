@@ -54,7 +54,7 @@ def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: in
 
 def believed(config: Config, spec: ModelConfig, ways: tuple[int, int] = (1, 1), vllm: str = "0.32.0") -> bool:
     plain = account(spec, SPARK, spec.environment(config.engine), Evidence(None, vllm), ways)
-    found = account(spec, SPARK, spec.environment(config.engine), Evidence(str(config.profiles_path()), vllm), ways)
+    found = account(spec, SPARK, spec.environment(config.engine), Evidence(str(config.profiles_path), vllm), ways)
     assert plain is not None and found is not None
     return found.fixed > plain.fixed + 4 * GIB
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.cli.config_check import check
-from sparkd.config.config import Config, is_loopback, load_config
+from sparkd.config.config import Config, check_bind, is_loopback, load_config
 from sparkd.errors import ConfigError
 
 KEY = "sk-canary-0123456789"
@@ -49,12 +49,12 @@ def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int,
 
     assert (config.host, config.port, is_loopback(config.host)) == (host, port, loopback)
     if loopback:
-        config.check_bind({})
+        check_bind(config, {})
         return
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        config.check_bind({})
-    load(f"listen: '{listen}'\nkeys: {{inference: [{KEY}]}}").check_bind({})
-    load(f"listen: '{listen}'\nkeys: {{admin: [{KEY}]}}").check_bind({})
+        check_bind(config, {})
+    check_bind(load(f"listen: '{listen}'\nkeys: {{inference: [{KEY}]}}"), {})
+    check_bind(load(f"listen: '{listen}'\nkeys: {{admin: [{KEY}]}}"), {})
 
 
 @pytest.mark.parametrize("listen", ["4000", ":4000", "a:", "a:65536", "::1:4000", "http://a:1", "a b:1", "a:1\n", "*:4000", "[::1]"])
@@ -66,9 +66,9 @@ def test_what_is_no_address(listen: str) -> None:
 def test_every_web_page_needs_a_key(load) -> None:
     every, some = "cors: {origins: ['*']}", "cors: {origins: ['https://Chat.example', 'http://localhost:3000']}"
     with pytest.raises(ConfigError, match=r"cors\.origins"):
-        load(every).check_bind({})
-    load(f"{every}\nkeys: {{inference: [{KEY}]}}").check_bind({})
-    load(some).check_bind({})
+        check_bind(load(every), {})
+    check_bind(load(f"{every}\nkeys: {{inference: [{KEY}]}}"), {})
+    check_bind(load(some), {})
     assert load(some).cors.origins == ("https://chat.example", "http://localhost:3000")
 
 
@@ -87,7 +87,7 @@ def test_one_default_at_most(load) -> None:
 
 def test_runtime_folder_is_short_and_one_per_state_folder(tmp_path: Path) -> None:
     def runtime(**flags: str) -> str:
-        return str(load_config(None, flags=flags, environ={}).runtime_path())
+        return str(load_config(None, flags=flags, environ={}).runtime_path)
 
     deep = str(tmp_path / ("d" * 200))
     assert runtime() == "/run/sparkd"

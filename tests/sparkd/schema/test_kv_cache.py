@@ -10,6 +10,7 @@ import pytest
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.auto_resolve import room_of
+from sparkd.capacity.launch_spec import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
@@ -27,7 +28,7 @@ def model(**keys: Any) -> ModelConfig:
 
 def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, reserved_bytes: int | None = None) -> dict[str, Any]:
     config = load_config(None, flags={"state_dir": "/s"}, environ={})
-    return config.sizing_of(parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, reserved_bytes)
+    return sizing_of(config, parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, reserved_bytes)
 
 
 @pytest.mark.parametrize(

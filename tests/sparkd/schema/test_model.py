@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.launch_spec import loader_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
@@ -177,7 +178,7 @@ def test_the_hash_of_a_model_without_the_key_is_that_of_the_release_before_it() 
     ],
 )
 def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: str, loader: dict[str, Any] | None) -> None:
-    fields = from_text(tmp_path, f"state_dir: /s\n{engine}").loader_of(model(**keys))
+    fields = loader_of(from_text(tmp_path, f"state_dir: /s\n{engine}"), model(**keys))
 
     if loader is None:
         assert fields == {}
@@ -189,7 +190,7 @@ def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: s
 
 def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> None:
     config = from_text(tmp_path, "engine: {env: {VLLM_MXFP4_LAYERS: moe}}")
-    told = [config.loader_of(model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
+    told = [loader_of(config, model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
 
     assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0], "{} says that all stays as it is"
     assert config_hash(model(quantize=""), EngineSettings()) != config_hash(model(), EngineSettings())
