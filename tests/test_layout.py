@@ -35,8 +35,6 @@ EXCEPTIONS = {
     "sparkd/control/effects.py: __init__": "the collaborators of the actions",
     "sparkd/control/journal.py: Ledger": "events, operations and wishes, over one store",
     "sparkd/control/registry.py: Roster": "the configured and the added models",
-    "sparkd/control/supervisor.py: Supervisor": "the loop, and what the admin API asks it",
-    "sparkd/control/supervisor.py: __init__": "the collaborators of the loop",
     "sparkd/state/nouns.py: Store": "one table after the other of one database",
     "workers/agent/actor.py: Agent": "each method is a call that a daemon makes to a node",
     "workers/stream/vllm/cpu_moe.py: _packed_experts": "an operator of torch: its signature is its schema",
