@@ -31,10 +31,6 @@ _CALLBACKS = {*dir(HttpToolsProtocol), "on_chunk_header", "on_chunk_complete", "
 EXCEPTIONS = {
     "sparkd/capacity/footprint.py: footprint": "each is one quantity of the formula, and most calls leave the last six out",
     "sparkd/cluster/cluster.py: Cluster": "the one facade over Ray: nodes, placement and ranks",
-    "sparkd/control/effects.py: Actions": "one method for each action of the plan",
-    "sparkd/control/effects.py: __init__": "the collaborators of the actions",
-    "sparkd/control/journal.py: Ledger": "events, operations and wishes, over one store",
-    "sparkd/control/registry.py: Roster": "the configured and the added models",
     "sparkd/state/nouns.py: Store": "one table after the other of one database",
     "workers/agent/actor.py: Agent": "each method is a call that a daemon makes to a node",
     "workers/stream/vllm/cpu_moe.py: _packed_experts": "an operator of torch: its signature is its schema",
