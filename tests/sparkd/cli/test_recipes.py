@@ -130,7 +130,7 @@ def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, ca
     mine.write_text(RECIPE.replace("max_num_seqs: 8", "max_num_seqs: many"))
 
     out, _ = run(capsys, "check", str(theirs))
-    assert f"{theirs}: warning: mods is refused" in out and out.endswith("1 recipe, 16 ways to use them: 2 warnings\n")
+    assert f"{theirs}: warning: mods is refused" in out and out.endswith("1 recipe, 16 ways to use them: 4 warnings\n")
     out, _ = run(capsys, "check", str(theirs), str(mine), code=2)
     assert f"{mine}: mine: " in out and "max_num_seqs is 'many'" in out and "1 error" in out
     assert run(capsys, "check", str(tmp_path / "no.yaml"), code=2)[0].count("cannot be read") == 1
