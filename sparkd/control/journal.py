@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.control.load_costs import Loads, recalled
-from sparkd.control.operations import Operations
+from sparkd.control.operations import OperationBook
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import (
@@ -76,7 +76,7 @@ class Ledger:
         self._store = store
         self.wall = wall
         self._boundary = boundary or Boundary(time.monotonic)
-        self.operations = Operations(store, self._persist, wall)
+        self.operations = OperationBook(store, self._persist, wall)
         self.feed = EventFeed(store)
         self.trouble: Condition | None = None
 

@@ -11,7 +11,7 @@ from sparkd.errors import UnknownOperation
 from sparkd.state.nouns import OPERATIONS_KEPT, Operation, OperationState, Progress, Store, Want
 
 
-class Operations:
+class OperationBook:
     """`persist(write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
 
     def __init__(self, store: Store, persist: Callable[[Callable[[], object]], None], wall: Callable[[], float]) -> None:

@@ -216,10 +216,10 @@ class Operators:
         try:
             return getattr(self._real, name)
         except AttributeError:
-            return Operator(name)
+            return TorchOperator(name)
 
 
-class Operator:
+class TorchOperator:
     """One that this build lacks, and its overloads."""
 
     def __init__(self, name: str) -> None:
@@ -228,7 +228,7 @@ class Operator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Operator(f"{self._name}.{name}")
+        return TorchOperator(f"{self._name}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise Absence(f"the kernel {self._name} is not in this process: it only describes models")
