@@ -45,8 +45,9 @@ REPLACED = {
     ("workers/stream/vllm/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
     ("workers/stream/vllm/loader.py", "config.quantization_config"): ("quantization_config",),
 }
-# Of functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
+# Of errors, functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {
+    ("workers/quantization/formats.py", "error.explanation"),  # of our own error
     ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
     ("workers/kv/stock_worker.py", "asked.parallel_config.worker_cls"),  # of another one
     ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),

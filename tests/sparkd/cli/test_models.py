@@ -123,7 +123,7 @@ def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: py
     answers.by_path = {"/models/m/load": [failed], "/models/m": [{"state": "FAILED", "reason": reason}]}
     assert exit_code(["--url", answers.url, "load", "m"]) == 8
     err = capsys.readouterr().err
-    assert ("`sparkd logs m` tells more" in err) is told and "`sparkd unload m` stops further attempts." in err
+    assert ("`sparkd logs m` shows more" in err) is told and "`sparkd unload m` stops further attempts." in err
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
         (["x" * 5000], 2, "MODEL has 5,000 characters, and 1 to 4,096 are expected: give a configured name"),
         (["/nowhere/model"], 2, "the folder is not there"),
         (["no-such-model"], 2, "No model is called no-such-model"),
-        (["owner/model"], 2, "in this machine's hub cache"),
+        (["owner/model"], 2, "owner/model: this machine's hub cache"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(
