@@ -37,7 +37,9 @@ class Upstream:
                 await connection.ask(b"GET " + path.encode() + self.wire.preamble + b"\r\n", b"", body)
                 return await body.whole
             finally:
-                connection.abort()
+                # At the end of its answer the connection is kept for others, and one may have taken it before this task goes on.
+                if not body.ended:
+                    connection.abort()
 
     async def close(self) -> None:
         self.wire.close()
@@ -51,6 +53,7 @@ class _Body:
 
     def __init__(self, most_bytes: int) -> None:
         self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.ended = False
         self._most_bytes = most_bytes
         self._pieces = bytearray()
 
@@ -59,6 +62,7 @@ class _Body:
             self.broken(EngineError(f"The engine answered with HTTP {status}."))
 
     def body(self, data: bytes, ended: bool) -> None:
+        self.ended = ended
         self._pieces += data
         if (ended or len(self._pieces) > self._most_bytes) and not self.whole.done():
             self.whole.set_result(bytes(self._pieces))

@@ -284,7 +284,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_load(cli: Cli) -> None:
     _, told = waiting.communicate(timeout=20)
 
     assert waiting.returncode == 130
-    assert "the load of slow goes on" in told and "sparkd cancel" in told and "Traceback" not in told
+    assert "the load of slow continues" in told and "sparkd cancel" in told and "Traceback" not in told
     assert [model["name"] for model in cli.json("ps")["models"]] == ["slow"]
 
 

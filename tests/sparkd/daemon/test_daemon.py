@@ -562,7 +562,7 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"listen": "0.0.0.0:0"}, 2, "there is no key"),
+        ({"listen": "0.0.0.0:0"}, 2, "no key is set"),
         ({"modles": {}}, 2, "models"),
         ({"listen": "127.0.0.1:1"}, 2, "cannot be bound"),
     ],

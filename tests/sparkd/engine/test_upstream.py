@@ -10,7 +10,16 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from sparkd.cluster.cluster import Cluster
-from sparkd.engine.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, ServedModels, Upstream, served_models, served_routes
+from sparkd.engine.http import Connection
+from sparkd.engine.upstream import (
+    MAX_MODEL_LIST_BYTES,
+    MAX_OPENAPI_BYTES,
+    ServedModels,
+    Upstream,
+    _Body,
+    served_models,
+    served_routes,
+)
 from sparkd.errors import EngineError, EngineGone
 from sparkd.state.abilities import Abilities
 from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
@@ -72,6 +81,28 @@ async def test_it_keeps_no_cookies_and_its_connection(engine: RawEngine, upstrea
 
     assert engine.connections == 1
     assert not any("cookie" in heard.headers for heard in engine.heard)
+
+
+async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may take the connection before the task that asked for the page goes on."""
+    pool = upstream.wire
+    keep, bodies = pool.keep, []
+
+    def keep_and_take(connection: Connection) -> None:
+        keep(connection)
+        if not bodies:
+            bodies.append(_Body(1 << 20))
+            with pytest.raises(StopIteration):
+                pool.connection().send(None)
+            with pytest.raises(StopIteration):
+                connection.ask(b"GET /other" + pool.preamble + b"\r\n", b"", bodies[0]).send(None)
+
+    monkeypatch.setattr(pool, "keep", keep_and_take)
+    await get(upstream)
+
+    async with asyncio.timeout(20):
+        assert await bodies[0].whole
+    assert engine.connections == 1
 
 
 async def test_a_body_that_says_it_is_compressed_is_passed_on_as_it_is(engine: RawEngine, upstream: Upstream) -> None:
