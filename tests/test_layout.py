@@ -161,7 +161,7 @@ def test_the_documents_name_every_verb() -> None:
     for command in command_line().registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")
-        assert re.search(rf"`(?:sparkd )?{name}\b", DOCUMENTS), name
+        assert re.search(rf"`(?:sparkd )?{name}\b", DOCUMENTS), f"docs/commands.md does not name the verb {name}"
 
 
 def named_in(text: str) -> set[str]:
@@ -178,22 +178,24 @@ def test_the_documents_name_every_metric_and_none_that_is_not_there() -> None:
     families = {name for name in families if not name.startswith("process_")}  # those of Prometheus's own clients
     named = named_in(DOCUMENTS)
 
-    assert families - named == set()
-    assert {name for name in named if not any(family.startswith(name) for family in families)} == set()
+    assert families - named == set(), "docs/api.md does not name these metrics"
+    unknown = {name for name in named if not any(family.startswith(name) for family in families)}
+    assert unknown == set(), "README.md or docs name metrics that sparkd/metrics.py does not define"
 
 
 @pytest.mark.parametrize("path", [*EXACT, "/v1/models/{name}", "/v1/responses/{id}"])
 def test_the_documents_name_every_route(path: str) -> None:
     short = path.rpartition("/")[2]
-    assert path == "/" or path in DOCUMENTS or f"`{short}`" in DOCUMENTS or f"/{short}`" in DOCUMENTS, path
+    assert path == "/" or path in DOCUMENTS or f"`{short}`" in DOCUMENTS or f"/{short}`" in DOCUMENTS, f"docs/api.md does not name {path}"
 
 
 def test_the_documents_name_every_route_of_the_admin_api() -> None:
     document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4)  # type: ignore[arg-type]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
-        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", DOCUMENTS), path
-        assert all(part.startswith("{") or f"/{part}" in DOCUMENTS for part in rest), path
+        missing = f"docs/api.md does not name {path}"
+        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", DOCUMENTS), missing
+        assert all(part.startswith("{") or f"/{part}" in DOCUMENTS for part in rest), missing
 
 
 def test_the_tree_of_errors_is_drawn_as_it_is() -> None:

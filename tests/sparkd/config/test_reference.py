@@ -14,6 +14,7 @@ from sparkd.schema import yaml_file
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 KEY = "sk-canary-0123456789"
+SHOWN = "configs/sparkd.yaml shows each key with its default behind a #, and a comment above it"
 
 
 def uncommented(text: str) -> str:
@@ -54,8 +55,8 @@ def test_the_reference_shows_every_key_and_no_other(tmp_path: Path) -> None:
     assert config.models == {"my-model": ModelConfig(name="my-model", model="/models/my-model")}
     shown = keys_in(yaml_file.parse(text.encode(), "", {}).table)
     models = {key.removeprefix("models.my-model.") for key in shown if key.startswith("models.my-model.")}
-    assert models == keys_of(ModelConfig) - {"name"}
-    assert {key for key in shown if not key.startswith("models.")} == keys_of(Config)
+    assert models == keys_of(ModelConfig) - {"name"}, SHOWN
+    assert {key for key in shown if not key.startswith("models.")} == keys_of(Config), SHOWN
 
 
 def test_the_reference_explains_every_key() -> None:

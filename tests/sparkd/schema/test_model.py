@@ -83,6 +83,8 @@ CHANGES_NOTHING = {
     "send_loading_state": True, "allow_missing_weights": True,
 }  # fmt: skip
 
+NAMED_ABOVE = "each key is in CHANGES_ENGINE (then config_hash in sparkd/schema/model.py has it) or in CHANGES_NOTHING, with a value"
+
 
 def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
     plain = config_hash(model(), EngineSettings())
@@ -90,7 +92,7 @@ def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
     # Of a recipe, only what it brings: tests/sparkd/recipes/test_expand.py.
-    assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields)
+    assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields), NAMED_ABOVE
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():
         assert config_hash(model(**{key: value}), EngineSettings()) == plain
