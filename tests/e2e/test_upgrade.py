@@ -6,12 +6,12 @@ The old release is the last one whose modules all lay in one folder, so every ha
 from __future__ import annotations
 
 import shutil
-import subprocess
+import tarfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -19,8 +19,8 @@ import pytest
 from tests.support.activated import ActivatedDaemon
 from tests.support.daemon_process import ROOT, alive, until
 
-OLD = "adcfc38638ebe636676b202e9744273506e34e90"
-GIT = ("git", "-c", "safe.directory=*")
+# `git archive` of its packages: a clone need not have the history.
+OLD = ROOT / "tests" / "fixtures" / "flat_release.tar.xz"
 PACKAGES = ("sparkd", "workers", "configs")
 ENGINES = ("quick", "slow", "real")
 # A stream of the stub lasts about 4 s.
@@ -33,7 +33,7 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A daemon of the old release that serves two stub engines and a real one. Its `root` is the installation that is upgraded."""
     folder = tmp_path_factory.mktemp("upgrade")
     installation = folder / "installation"
-    extract(OLD, installation)
+    extract(installation)
     (folder / "model").mkdir()
     stub = {"model": str(folder / "model"), "memory_gib": 1, "entrypoint": "workers.stub", "preload": True}
     engine = {"model": str(chat_model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
@@ -52,14 +52,9 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         made.gone()
 
 
-def extract(commit: str, folder: Path) -> None:
-    """The packages of a commit of this clone. Fails where a shallow clone does not have it; nothing is fetched."""
-    known = subprocess.run([*GIT, "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
-    assert known.returncode == 0, f"This clone has no commit {commit}: run `git fetch --unshallow`, the test needs the whole history"
-    folder.mkdir()
-    with subprocess.Popen([*GIT, "archive", commit, *PACKAGES], cwd=ROOT, stdout=subprocess.PIPE) as archive:
-        subprocess.run(["tar", "x", "-C", str(folder)], stdin=archive.stdout, check=True)
-    assert archive.returncode == 0
+def extract(folder: Path) -> None:
+    with tarfile.open(OLD) as archive:
+        archive.extractall(folder, filter="data")
 
 
 def replace(installation: Path) -> None:
@@ -69,16 +64,17 @@ def replace(installation: Path) -> None:
         shutil.copytree(ROOT / name, installation / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def ask(daemon: ActivatedDaemon, model: str, *, stream: bool) -> str:
+def ask(daemon: ActivatedDaemon, model: str, *, stream: bool, tokens: int = 8) -> str:
     """Over a connection of its own; the whole answer."""
-    body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": "x"}], "max_tokens": tokens}
     response = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
     assert response.status_code == 200, f"{model}: {response.text}"
     return response.text
 
 
 class Askers:
-    """Each asks one model again and again, streamed and not, until `end`. answered: how many answers each has, by its place in `models`."""
+    """Each asks one model again and again, streamed and not, until `end` or the end of its context. answered: how many answers each has,
+    by its place in `models`."""
 
     def __init__(self, daemon: ActivatedDaemon, models: Sequence[str], pool: ThreadPoolExecutor) -> None:
         self.answered = [0] * len(models)
@@ -89,6 +85,12 @@ class Askers:
         """Wait until each has two more answers."""
         before = list(self.answered)
         until(lambda: all(now > then + 1 for now, then in zip(self.answered, before, strict=True)), 120, f"answers beyond {before}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
 
     def end(self) -> None:
         self._over.set()
@@ -114,10 +116,9 @@ def events(daemon: ActivatedDaemon, kind: str) -> list[dict[str, Any]]:
 def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: ActivatedDaemon) -> None:
     pids, agents = [old.pid_of(name) for name in ENGINES], agent_pids(old)
     assert len(agents) == 1
-    with ThreadPoolExecutor(12) as pool:
-        askers = Askers(old, ("quick", "quick", "real"), pool)
+    with ThreadPoolExecutor(12) as pool, Askers(old, ("quick", "quick", "real"), pool) as askers:
         askers.go_on()
-        streams = [pool.submit(ask, old, "slow", stream=True) for _ in range(8)]
+        streams = [pool.submit(ask, old, "slow", stream=True, tokens=80) for _ in range(8)]
         until(lambda: old.model("slow").get("in_flight") == 8, 30, "all streams run")
         replace(old.root)
         old.restart()
