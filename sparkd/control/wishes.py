@@ -1,4 +1,4 @@
-"""Owns what is wished for each model: every change of a wish is made here, and persisted before anything acts. Never acts itself."""
+"""Owns the desired state of each model. Every change is made here and persisted before the loop acts on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, W
 
 
 class Wishes:
-    """wake: ends the loop's pause. clock: monotonic seconds, wall: calendar seconds."""
+    """The only writer of desired states. wake ends the loop's pause; clock is monotonic seconds, wall is calendar seconds."""
 
     def __init__(
         self, registry: Roster, journal: Ledger, wake: asyncio.Event, clock: Callable[[], float], wall: Callable[[], float]
@@ -53,20 +53,22 @@ class Wishes:
         return self._journal.operations.find(operation.id)
 
     def answer(self, record: Record) -> None:
-        """An operator was told that the load failed: the wish stays, as one for which nobody makes room until it is asked for again."""
+        """After an operator's load failed, keep the wish, but evict nothing for it until a client or an operator asks again."""
         if record.desired.by == "admin":
             record.desired = replace(record.desired, by="retry")
             self._journal.keep_wish(record.desired)
 
     def end_removed(self) -> None:
-        """A model that the configuration no longer has is wished STOPPED. Nothing is persisted: its row goes when the model has gone."""
+        """Wish STOPPED for models that the configuration no longer has. Nothing is persisted: the row goes with the model."""
         for record in self._registry.records.values():
             if record.spec is None and record.desired.want is Want.RUNNING:
                 record.desired = replace(record.desired, want=Want.STOPPED, by="config")
 
     def _follow(self, name: str, want: Want, by: str) -> None:
-        """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those
-        that were wished as companions and that nobody uses."""
+        """Apply the wish to the model's companions too.
+
+        An operator's unload stops them all. Any other stop ends only companions that are unused and were wished only as companions.
+        """
         for other in sorted(self._registry.ties.companions_of(name)):
             record = self._registry.records.get(other)
             if record is None or record.desired.want is want:
@@ -77,5 +79,5 @@ class Wishes:
 
 
 def unloaded(record: Record) -> Unavailable:
-    """The error of a request that waited for a model that was then wished away."""
+    """The error for a request that waited for a model while it was unloaded."""
     return Unavailable(f"The model {record.name} was unloaded meanwhile.")

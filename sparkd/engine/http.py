@@ -1,8 +1,8 @@
-"""HTTP/1.1 to one engine as the data plane speaks it: connections, the idle ones, the bounds of an answer. Never reads what a body says.
+"""The gateway's HTTP/1.1 client for one engine: its connections and the limits on an answer.
 
-Own, because the pass-through is what sparkd does all day: with aiohttp in this place a chunk cost 80 to 95 µs of CPU and a short
-answer 300 µs on a machine where the bare copying of bytes between the two sockets (uvloop, no HTTP at all) cost 41 and 31 µs.
-There is no task and no queue between the engine's socket and the client's: what was read is handed on within the same callback.
+sparkd has its own client because it spends its time passing bytes through. With aiohttp a chunk took 80 to 95 µs of CPU and a short answer
+300 µs, where copying the bytes between two sockets (uvloop, without HTTP) took 41 and 31 µs. No task and no queue stands between the
+engine's socket and the client's: the callback that reads bytes also passes them on.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import httptools
 from sparkd.errors import EngineError, EngineGone
 
 CONNECT_TIMEOUT_S = 2.0
-# vLLM's server closes a connection that was idle for 5 s, unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE says more (workers.rank.command does); a
-# request that is written at that moment is lost and may not be sent again. So the gateway is the first to close.
+# vLLM closes a connection that was idle for 5 s, or for VLLM_HTTP_TIMEOUT_KEEP_ALIVE, which workers.rank.command raises. A request written
+# at that moment is lost and may not be sent again, so the gateway closes first.
 IDLE_S = 4.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 
 _CONNECT_AGAIN_S = 0.05
 _SLICE_BYTES = 64 * 1024
-# The bytes that a read may hold behind a head that is just within the bound; asyncio reads 256 KiB at most.
+# The bytes that a read may hold after a head just within the limit; asyncio reads 256 KiB at most.
 _ONE_READ_BYTES = 256 * 1024
 _CRLF = b"\r\n"
 
 _GONE = "The engine does not take connections; it may be restarting. Try again soon."
 _BROKEN_OFF = "The engine broke its answer off. Its log may say why."
 
-# A chunk of n bytes, framing included, begins with _CHUNK_HEADS[n]: to look it up takes half the time of parsing it. No chunk has
-# exactly 21 bytes, for instance; what stands there is longer than any read that is compared with it.
+# A chunk of n bytes, framing included, begins with _CHUNK_HEADS[n]. The lookup takes half the time of parsing. Some n are impossible, such
+# as 21; their entry is longer than any read that is compared with it.
 _MAX_PASSED_BYTES = 2048
 _CHUNK_HEADS = [b"\n" * (_MAX_PASSED_BYTES + 1)] * (_MAX_PASSED_BYTES + 1)
 for _head, _size in [(b"%x\r\n" % size, size) for size in range(1, _MAX_PASSED_BYTES)]:
@@ -46,15 +46,15 @@ RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class ResponseSink(Protocol):
-    """The receiver of an answer: one `head`, then `body` until `ended`, or `broken` at any point and nothing after it.
+    """The receiver of an answer: one `head`, then `body` until `ended`, or `broken` at any point as the last call.
 
-    All are called from within the connection's own callbacks and must not raise. `head` may be followed by `broken` at once:
-    nothing of an answer should leave before the first `body`.
+    The connection's callbacks call these methods, which must not raise. `broken` may follow `head` at once, so a sink sends nothing of an
+    answer before the first `body`.
     """
 
     def head(self, status: int, headers: RawHeaders) -> None: ...
     def body(self, data: bytes, ended: bool) -> None:
-        """The bytes of the body that one read brought, without their framing; b"" where it brought none."""
+        """The bytes of the body in one read, without their framing; b"" if it had none."""
 
     def broken(self, error: EngineError) -> None: ...
 
@@ -62,7 +62,7 @@ class ResponseSink(Protocol):
 class Connection(asyncio.Protocol):
     """One connection; one exchange at a time. Made by a ConnectionPool."""
 
-    # More attributes than CPython shares the keys of (30): without slots each connection would have a hash table of its own.
+    # CPython shares the keys of at most 30 attributes. Without slots each connection would have its own hash table.
     __slots__ = (
         "_answering",
         "_between_chunks",
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
         self._bodies: list[bytes] = []
         self._unparsed_bytes = 0
         self._in_head = True
-        self._answering = False  # the head has been handed on
+        self._answering = False  # whether the sink has the head
         self._complete = True
         self._whole_request = True
         self._until_close = False
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
     # --- the exchange ---------------------------------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes | bytearray, sink: ResponseSink) -> None:
-        """Writes a request whose answer goes to `sink`. Returns when it is written, or when it no longer has to be."""
+        """Write a request whose answer goes to `sink`. Return once it is written, or once the answer is over before that."""
         self._sink = sink
         self._headers = []
         self._unparsed_bytes = 0
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
             return
         self._whole_request = False
         self.transport.write(head)
-        # In slices: given whole, the transport would copy what the socket does not take at once.
+        # In slices, because the transport copies what the socket does not take at once.
         with memoryview(body) as view:
             for at in range(0, len(view), _SLICE_BYTES):
                 if self._writable is not None:
@@ -141,21 +141,22 @@ class Connection(asyncio.Protocol):
         self._whole_request = True
 
     def abort(self) -> None:
-        """Hangs up if the exchange is not over; nothing more reaches the sink. An engine takes this for the client's leaving."""
+        """Hang up unless the exchange is over. Nothing more reaches the sink, and vLLM aborts the request."""
         if self._sink is not None:
             self._sink = self._passing = None
             self.transport.abort()
 
     def discard(self) -> None:
-        """For a connection that was never handed out. uvloop closes it without connection_lost where its maker is cancelled."""
+        """Close a connection that was never lent. If the task that opens it is cancelled, uvloop does not call connection_lost."""
         self._pool.closed(self)
         self._parser = None
         if self._made:
             self.transport.abort()
 
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
-        """For the rest of this answer, has `write` called with every read that is exactly one chunk, framing included, in place of
-        `ResponseSink.body`. `passed` is the last of them, `passed_bytes` the size of all without their framing.
+        """For the rest of this answer, call `write` instead of `ResponseSink.body` with every read that is exactly one chunk.
+
+        `passed` is the last such read, framing included; `passed_bytes` is the size of all without their framing.
         """
         self._pass = write
 
@@ -176,8 +177,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._passing is not None:
-            # The common case of a stream: one read is one whole chunk. The parser stands between two chunks and still does after it,
-            # so it need not see it; the bytes go on as they came.
+            # The common case of a stream: one read is one whole chunk. The parser is between two chunks before and after it, so it need not
+            # see the bytes, and they are passed on as they came.
             length = len(data)
             if length <= _MAX_PASSED_BYTES:
                 head = _CHUNK_HEADS[length]
@@ -186,7 +187,7 @@ class Connection(asyncio.Protocol):
                     self.passed = data
                     self._passing(data)
                     return
-        if self._sink is None:  # nobody asked
+        if self._sink is None:  # no request is open
             self.transport.abort()
             return
         self._parse(data, self._sink)
@@ -223,7 +224,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
-            self._headers.append((name.lower(), value))  # else a trailer, which nobody reads
+            self._headers.append((name.lower(), value))  # a header after the head is a trailer, which is dropped
 
     def on_headers_complete(self) -> None:
         headers, self._headers = self._headers, []
@@ -290,7 +291,7 @@ class Connection(asyncio.Protocol):
         elif not self._in_head:
             self._answering = True
             sink.body(body, False)
-            # Behind a whole chunk the parser may have begun on the next one's size, of which there is no event before its line's end.
+            # After a whole chunk the parser may have begun on the next one's size, for which it calls nothing before the line's end.
             if self._between_chunks and self._sink is sink and data.endswith(_CRLF):
                 self._passing = self._pass
 
@@ -308,24 +309,24 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """The connections to one engine: as many as there are exchanges, the idle ones kept for IDLE_S.
+    """The connections to one engine: one for each exchange, and idle ones for IDLE_S.
 
-    `preamble` is what every request's head begins with behind its target.
+    `preamble` follows the target in the head of every request.
     """
 
     def __init__(self, socket_path: str | None, base_url: str, api_key: str | None) -> None:
-        where = urlsplit(base_url)
+        url = urlsplit(base_url)
         self._path = socket_path
-        self._host, self._port = where.hostname or "", where.port or 80
+        self._host, self._port = url.hostname or "", url.port or 80
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self.preamble = f" HTTP/1.1\r\nhost: {where.netloc}\r\n{key}".encode()
+        self.preamble = f" HTTP/1.1\r\nhost: {url.netloc}\r\n{key}".encode()
         self._open: set[Connection] = set()
-        self._idle: deque[Connection] = deque()  # the longest idle one first; may hold some that closed meanwhile
+        self._idle: deque[Connection] = deque()  # the longest idle one first; some may have closed since
         self._sweeper: asyncio.TimerHandle | None = None
         self._shut = False
 
     async def connection(self) -> Connection:
-        """An idle connection that is open, else a new one. Raises EngineGone where none can be made, after a second try."""
+        """An open idle connection, or a new one. Raises EngineGone if two attempts to connect fail."""
         if self._shut:
             raise EngineGone(_GONE)
         while self._idle:
@@ -342,7 +343,7 @@ class ConnectionPool:
             raise EngineGone(_GONE) from None
 
     def keep(self, connection: Connection) -> None:
-        """Takes back a connection whose exchange is over."""
+        """Take back a connection whose exchange is over."""
         if self._shut or not connection.usable:
             connection.transport.abort()
             return
@@ -353,7 +354,7 @@ class ConnectionPool:
             self._sweeper = asyncio.get_running_loop().call_later(IDLE_S, self._sweep)
 
     def close(self) -> None:
-        """Hangs up everywhere. Exchanges that are under way are told that the engine is gone."""
+        """Close all connections. Exchanges in progress get EngineGone."""
         self._shut = True
         self._idle.clear()
         if self._sweeper is not None:
@@ -381,7 +382,7 @@ class ConnectionPool:
                 await opening
             if self._shut:
                 raise ConnectionError("closed meanwhile")
-        except BaseException:  # a client that leaves at this moment cancels the request
+        except BaseException:  # includes the cancellation by a client that leaves now
             connection.discard()
             raise
         return connection

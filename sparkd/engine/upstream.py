@@ -1,4 +1,4 @@
-"""The way to one engine's HTTP server, by Unix socket or TCP, with its connections for its whole life. Never reads or changes a body."""
+"""The address of one engine's HTTP server, its connections, and the two questions that sparkd asks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_OPENAPI_BYTES = 8 << 20
 
 
 class Upstream:
-    """Where an engine listens. `api_key` goes into the Authorization header of what sparkd sends, and nowhere else."""
+    """Where an engine listens. sparkd sends `api_key` in the Authorization header, and nowhere else."""
 
     __slots__ = ("api_key", "base_url", "socket_path", "wire")
 
@@ -26,9 +26,9 @@ class Upstream:
         self.wire = ConnectionPool(socket_path, base_url, api_key)
 
     async def get(self, path: str, most_bytes: int, timeout_s: float) -> bytes:
-        """The body of what the engine answers with 200, cut off somewhere behind `most_bytes`.
+        """The body of the engine's answer, cut off somewhere after `most_bytes`.
 
-        Raises EngineError for another status and for what is no whole answer, EngineGone where nobody listens, TimeoutError.
+        Raises EngineError for a status other than 200 or an incomplete answer, EngineGone if no server listens, and TimeoutError.
         """
         async with asyncio.timeout(timeout_s):
             connection = await self.wire.connection()
@@ -37,7 +37,7 @@ class Upstream:
                 await connection.ask(b"GET " + path.encode() + self.wire.preamble + b"\r\n", b"", body)
                 return await body.whole
             finally:
-                # At the end of its answer the connection is kept for others, and one may have taken it before this task goes on.
+                # After a complete answer the pool may have lent the connection to another request already.
                 if not body.ended:
                     connection.abort()
 
@@ -49,7 +49,7 @@ class Upstream:
 
 
 class _Body:
-    """The sink of one answer that is wanted whole."""
+    """The sink that collects one whole answer."""
 
     def __init__(self, most_bytes: int) -> None:
         self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -74,14 +74,14 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The names that a server answers for. max_model_len: the longest request in tokens that it takes, None where it does not tell."""
+    """The model names that a server serves. max_model_len: its longest request in tokens, None if it does not report it."""
 
     names: tuple[str, ...]
     max_model_len: int | None = None
 
 
 async def served_models(upstream: Upstream, timeout_s: float = 2.0) -> ServedModels | None:
-    """The model list of the server behind `upstream`; None while it is not up. A 200 from anything else is not enough."""
+    """The model list of the server behind `upstream`, or None while it is not up. A 200 without such a list does not count."""
     try:
         models = (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"]
         names = tuple(str(model["id"]) for model in models)
@@ -92,19 +92,20 @@ async def served_models(upstream: Upstream, timeout_s: float = 2.0) -> ServedMod
 
 
 async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozenset[str] | None:
-    """The paths that the server behind `upstream` has; None where it does not tell, or not of those that models are asked by.
+    """The paths in the server's OpenAPI document; None if it has no document, or none of the inference paths is in it.
 
-    An engine that is no vLLM may serve them by a catch-all, a mount, or routes that its document leaves out.
+    An engine other than vLLM may serve those by a catch-all, a mount, or routes that its document leaves out.
     """
     try:
-        paths = frozenset(map(str, (await _json(upstream, "/openapi.json", MAX_OPENAPI_BYTES, timeout_s))["paths"]))
+        document = await _json(upstream, "/openapi.json", MAX_OPENAPI_BYTES, timeout_s)
+        paths = frozenset(map(str, document["paths"]))
     except _UNREADABLE:
         return None
-    return paths if paths & _ASKED else None
+    return paths if paths & _INFERENCE else None
 
 
-# Every vLLM that serves a model has one of these.
-_ASKED = frozenset(
+# Every vLLM that serves a model has one of these paths.
+_INFERENCE = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/audio/transcriptions"}
 )
 _UNREADABLE = (TimeoutError, EngineError, ValueError, LookupError, TypeError, RecursionError)

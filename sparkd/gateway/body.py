@@ -1,5 +1,4 @@
-"""Which model a request body names, and whether a client that waits asked for a stream: all that the gateway reads from it. Never changes,
-copies or keeps a body."""
+"""Reads the few keys of a request body that the gateway needs: model, stream, tools, store. Never changes, copies or keeps a body."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _PIECE_BYTES = 1024 * 1024
 _MAX_PARTS = 64
 _MAX_PART_HEADER_BYTES = 8 * 1024
 
-# A tool without a type is Anthropic's, as is `custom`.
+# Anthropic's tools have no type, or `custom`.
 _FUNCTIONS = (None, "function", "custom")
 _TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
@@ -26,7 +25,7 @@ _FIELD_NAME = re.compile(rb';[ \t]*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.
 
 
 class _Value:
-    """Stands for any JSON value, because msgspec calls the decode hook for no built-in type."""
+    """Any JSON value. msgspec does not call the decode hook for built-in types."""
 
 
 class _Name(msgspec.Struct):
@@ -59,13 +58,14 @@ class _Stored(msgspec.Struct):
 
 
 def model_of_json(body: bytes | bytearray) -> str | None:
-    """The `model` of a JSON object, None where it has none or null. Raises BadRequest for anything that is not exactly one document with at
-    most one such name.
+    """The `model` of a JSON object, or None if it is missing or null.
 
-    msgspec checks what it skips without building it, so that a hostile body of n bytes costs no memory: pydantic and orjson
-    built 16 MB of `[0,0,…` into 240 MiB. This module looks for what msgspec lets through: UTF-8 within skipped strings, a repeated
-    `model` (the hook is called once for each), integers too long to read. It holds the interpreter lock while it parses, so
-    a thread would not keep the loop free; it takes 0.5 ms per MB.
+    Raises BadRequest unless the body is exactly one JSON document with at most one `model`.
+
+    msgspec checks the values that it skips without building them, so a hostile body of n bytes takes no memory: pydantic and orjson
+    built 16 MB of `[0,0,…` into 240 MiB. This module checks what msgspec lets through: UTF-8 within skipped strings, a repeated `model`
+    (msgspec calls the hook for each), and integers too long to read. msgspec holds the interpreter lock while it parses, so a thread would
+    not keep the loop free; it takes 0.5 ms per MB.
     """
     try:
         if len(body) > _SMALL_BYTES:
@@ -94,16 +94,18 @@ def model_of_json(body: bytes | bytearray) -> str | None:
 
 
 def wants_stream(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` has taken asks for its answer as a stream."""
+    """Whether a body that `model_of_json` accepted asks for a stream."""
     try:
         return _STREAM.decode(body).stream is True
     except (msgspec.DecodeError, RecursionError):
-        return False  # "stream" is a string, say: the engine's to refuse
+        return False  # for instance, `stream` is a string: the engine refuses it
 
 
 def wants_functions(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` has taken gives the model functions that it may call: of OpenAI's APIs and of Anthropic's. Tools
-    of other types are the server's own, and the engine's to refuse."""
+    """Whether a body that `model_of_json` accepted offers the model functions, of OpenAI's or Anthropic's APIs.
+
+    Tools of other types are built into a server; the engine refuses them.
+    """
     try:
         request = _TOOLS.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -114,7 +116,7 @@ def wants_functions(body: bytes | bytearray) -> bool:
 
 
 def wants_storing(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` has taken asks for its answer to be kept, in so many words."""
+    """Whether a body that `model_of_json` accepted has `store: true`."""
     try:
         return _STORED.decode(body).store is True
     except (msgspec.DecodeError, RecursionError):
@@ -122,7 +124,7 @@ def wants_storing(body: bytes | bytearray) -> bool:
 
 
 def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
-    """The `model` field of a multipart/form-data body (RFC 7578), None where it has none. Raises BadRequest for more than one."""
+    """The `model` field of a multipart/form-data body (RFC 7578), or None. Raises BadRequest if there are several."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadRequest("The content type has no usable boundary; send multipart/form-data with one of 1 to 70 characters.")
@@ -148,7 +150,7 @@ _seen: list[Any] = []
 
 
 class _Repeated(Exception):
-    """A body with a second `model`, which is where reading it ends."""
+    """The body has a second `model`."""
 
 
 def _count(_type: type, value: Any) -> _Value:
@@ -167,7 +169,7 @@ _COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
 
 
 def _check_utf8(body: bytes | bytearray) -> None:
-    """In pieces, because decoding 64 MiB with one wide character in it would take 256 MiB."""
+    """Decode in pieces, because decoding 64 MiB with one wide character in it would take 256 MiB."""
     if len(body) <= _PIECE_BYTES:
         body.decode()
         return
@@ -179,9 +181,9 @@ def _check_utf8(body: bytes | bytearray) -> None:
 
 
 def _has_long_number(body: bytes | bytearray) -> bool:
-    """Whether a run of LONG_DIGITS digits or more stands outside a string.
+    """Whether LONG_DIGITS digits or more stand in a row outside a string.
 
-    Every such run covers two neighbouring samples. A run within a string survives a letter in its middle; a number does not.
+    Such a run covers two neighbouring samples. A letter in the middle leaves a string valid JSON, but not a number.
     """
     if len(body) < LONG_DIGITS:
         return False
@@ -201,7 +203,7 @@ def _has_long_number(body: bytes | bytearray) -> bool:
 
 
 def _field(body: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
-    """The form name of the part in body[start:end] ("" if it has none) and where its value begins."""
+    """The field name of the part in body[start:end] (b"" if it has none) and the offset of its value."""
     head_end = body.find(b"\r\n\r\n", start, min(end, start + _MAX_PART_HEADER_BYTES))
     if head_end < 0:
         raise BadRequest("A part of the multipart body has no headers, or more than 8 KiB of them.")
@@ -225,5 +227,5 @@ def _only(names: list[bytes]) -> str | None:
 
 
 def _plain(error: msgspec.MsgspecError) -> str:
-    """msgspec's words without its prefix. It names types, members and positions, never the text of a value."""
+    """msgspec's message without its prefix. It names types, members and positions, never the text of a value."""
     return str(error).removeprefix("JSON is malformed: ").rstrip(".")

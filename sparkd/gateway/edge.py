@@ -1,7 +1,6 @@
-"""The outermost layer of the daemon: request id, route, key, bounds; whatever fails is answered here. Never decides by Host or URL.
+"""The ASGI application: gives each request its id and route, checks its key and its size, and answers every error.
 
-`scope["path"]` alone says what is asked for: a URL put together from the Host header has let strangers in elsewhere
-(CVE-2026-48710, CVE-2026-49468).
+The route depends on `scope["path"]` alone. Servers that built a URL from the Host header let strangers in (CVE-2026-48710, CVE-2026-49468).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The part of the configuration that a reload may change. page_origins: lower case, or b"*" for every page."""
+    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page."""
 
     keys: KeyDigests = field(default_factory=KeyDigests)
     limits: ClientLimits = field(default_factory=ClientLimits)
@@ -77,8 +76,8 @@ class EdgeSettings:
 class Edge:
     """The ASGI application of the daemon.
 
-    `settings` may be replaced while it runs; requests that are already in keep what they began with. `admin` sees requests under /admin/v1
-    only, after the key, with their body already bounded.
+    `settings` may be replaced at any time; it applies to requests that arrive afterwards. `admin` gets the requests under /admin/v1, after
+    their key and the size of their body were checked.
     """
 
     def __init__(
@@ -124,9 +123,9 @@ class Edge:
         except SparkdError as error:
             await self._refuse(error, scope, receive, send, headers, exchange)
         except asyncio.CancelledError:
-            # Only the server's end cancels a request here; re-raised it would come out as uvicorn's own error, in plain text.
+            # Only a shutdown cancels a request here. If this were raised again, uvicorn would answer with its own error in plain text.
             await self._refuse(Draining("sparkd is shutting down; try again soon."), scope, receive, send, headers, exchange)
-        except Exception as error:  # noqa: BLE001 - the last line: uvicorn would answer in its own words and log a traceback
+        except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
             _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
             await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
         finally:
@@ -137,7 +136,8 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         match = find(scope["path"], scope["raw_path"])
         if match is None:
-            raise UnknownRoute(f"There is nothing at this path{self._meant(scope['path'], headers)}. docs/api.md lists the routes.")
+            suggestion = self._suggestion(scope["path"], headers)
+            raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
         route, name = match
         exchange.route = route.label
         page = self._page(route, headers)
@@ -169,7 +169,7 @@ class Edge:
         return self._settings.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
     async def _answer(self, route: Route, name: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
-        """The routes that the gateway answers itself."""
+        """Answer a route that needs neither an engine nor the admin API."""
         content_type, status, more = "application/json", 200, {"cache-control": "no-cache"}
         if route.kind is RouteKind.METRICS:
             content_type, body = metrics.CONTENT_TYPE, self._metrics_text()
@@ -186,21 +186,21 @@ class Edge:
         else:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         exchange.status, exchange.bytes_out = status, len(body)
-        # A probe that succeeds is not in the log, so its answer has an id only where the prober sent one, as vLLM's has.
+        # sparkd does not log a probe that succeeds. Its answer carries an id only if the prober sent one, as with vLLM.
         named = route.kind not in _PROBES or status != 200 or b"x-request-id" in headers
         answer = json_headers(len(body), exchange.request_id if named else None, more)
         answer[0] = (b"content-type", content_type.encode())
         await send_whole(send, status, answer, body)
 
     async def _delegate(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
-        """Hands a request to the admin API with its whole body, which is small, and the request id on the answer."""
+        """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer."""
         body = await self._proxy.read_body(receive, exchange, self._settings.limits.admin_body_bytes)
         replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def receive_again() -> Message:
             return replay.pop() if replay else await receive()
 
-        # A test that calls the app by itself has no connection.
+        # A test that calls the app directly has no connection.
         client = scope.get("extensions", {}).get(CONNECTION)
         broken, to_the_close = False, False
 
@@ -215,13 +215,13 @@ class Edge:
                     to_the_close = client is not None and not sized and not client.takes_chunks
                     own = [(b"x-request-id", exchange.request_id.encode())] + ([] if to_the_close else [(b"date", date())])
                     message = {**message, "headers": [*kept, *own]}
-            if broken:  # Starlette says a fault of the app in its own words, and raises it then: the answer to that is __call__'s
+            if broken:  # Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
                 return
             await (client.send_to_the_close if client is not None and to_the_close else send)(message)
 
-        # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
+        # uvicorn keeps its own copy of the scope, and by that it leaves the body out of an answer to HEAD.
         inner = {**scope, REQUEST_ID: exchange.request_id} | ({"method": "GET"} if scope["method"] == "HEAD" else {})
-        # Each costs the loop half a millisecond or more before it first waits: of many that come together one begins in each turn.
+        # An admin request holds the loop for half a millisecond or more before it first waits. One starts per turn of the loop.
         await self._admin_turn()
         if client is not None:
             inner[LATER] = []
@@ -230,17 +230,17 @@ class Edge:
             try:
                 await _send_on(texts, send_named, exchange, client)
             except ClientGone:
-                # Where a network goes, all go at one time.
+                # When a network fails, all its clients leave at once.
                 await self._admin_turn()
                 raise
 
     async def _admin_turn(self) -> None:
-        """One goes on in each turn of the loop where many come or go together."""
+        """Let one admin request continue per turn of the loop."""
         async with self._admin_turns:
             await asyncio.sleep(0)
 
     def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
-        """The origin of the web page behind the request, where it is one that may use this route (`cors`)."""
+        """The origin of the web page that sent the request, if `cors` allows it on this route."""
         origin, allowed = headers.get(b"origin"), self._settings.page_origins
         if origin is None or not route.for_pages or not (origin.lower() in allowed or b"*" in allowed):
             return None
@@ -249,14 +249,14 @@ class Edge:
     def _is_admin(self, headers: dict[bytes, bytes]) -> bool:
         return self._settings.keys.open or self._settings.keys.role(headers) is Role.ADMIN
 
-    def _meant(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """The nearest path, for a client that may ask: to look for it costs more than to refuse."""
-        may_ask = self._settings.keys.open or self._settings.keys.role(headers) is not Role.NOBODY
-        meant = nearest(path) if may_ask else None
-        return f"; the nearest is {meant}" if meant else ""
+    def _suggestion(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """The nearest path, for a client with a key: looking for it costs more than refusing."""
+        has_key = self._settings.keys.open or self._settings.keys.role(headers) is not Role.NOBODY
+        suggested = nearest(path) if has_key else None
+        return f"; the nearest is {suggested}" if suggested else ""
 
     def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> None:
-        """The key of the route or, where no keys are configured, proof that no other web page than an allowed one is behind the request."""
+        """Raise unless the request has the route's key. Without configured keys, raise if a web page that is not allowed sent it."""
         if self._settings.keys.open:
             if route.kind not in _PROBES:
                 does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS)
@@ -282,11 +282,11 @@ class Edge:
     async def _refuse(
         self, error: SparkdError, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
-        """The error's answer. The rest of the request's body is read and dropped for a while, else the client never sees it."""
+        """Send the error. Read and drop the rest of the body for a while: a client that is still sending would not see the answer."""
         exchange.code = error.code
         if exchange.gone:
             return
-        if exchange.status:  # the headers are out
+        if exchange.status:  # the headers were sent
             scope["extensions"][CONNECTION].cut()
             return
         exchange.status = error.status
@@ -298,7 +298,7 @@ class Edge:
             if exchange.whole or bodiless or scope["method"] == "HEAD":
                 await send_whole(send, error.status, answer, body)
                 return
-            waits = b"expect" in headers  # such a client sends its body only when it is asked to
+            waits = b"expect" in headers  # this client sends its body only after a 100
             if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
             await send({"type": "http.response.start", "status": error.status, "headers": answer})
@@ -307,7 +307,7 @@ class Edge:
                 await self._drop_body(receive)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
-            return  # the client has left, or the server ends; see __call__
+            return  # the client left, or the server is shutting down; see __call__
 
     async def _drop_body(self, receive: Receive) -> None:
         try:
@@ -319,9 +319,9 @@ class Edge:
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
-    given = headers.get(b"x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode()
+    request_id = headers.get(b"x-request-id")
+    if request_id is not None and _REQUEST_ID.fullmatch(request_id):
+        return request_id.decode()
     return new_request_id()
 
 
@@ -334,7 +334,7 @@ def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The kind of an error and where it was raised. Its message may hold what a client sent, so it stays out."""
+    """The class of an error and the line that raised it. Its message is left out: it may hold a client's text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -344,7 +344,7 @@ def _place(error: BaseException) -> str:
 
 
 async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:
-    """The rest of an answer whose head was sent, until its client leaves."""
+    """Send the rest of an answer whose head was sent, until its client leaves."""
     client.call_when_gone(partial(leave, exchange, asyncio.current_task()))
     try:
         async for text in texts:

@@ -1,4 +1,4 @@
-"""The record of one request, and what is told about it when it is over: metrics and one log line. Never tells a body, a query or a key."""
+"""The record of one request, its metrics and its log line. Neither holds a body, a query string or a key."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from sparkd.gateway.routes import EXACT, RouteKind
 
 _log = logging.getLogger("sparkd.access")
 
-# Asked every few seconds by whoever watches; only their failures are news. A change through the admin API is an event besides.
+# Monitoring polls these every few seconds, so only failures are logged. A change through the admin API is also an event.
 _POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY)), "/metrics", "/admin/v1"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
 
 class ClientGone(Exception):
-    """The client closed its connection: nobody is left to answer."""
+    """The client closed its connection; there is no one to answer."""
 
 
 class EarlyAnswer(Protocol):
-    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request needs. begun: the client has its head already.
-    anthropic: the client expects Anthropic's events."""
+    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request uses.
+
+    begun: the head was sent to the client. anthropic: the client expects Anthropic's events.
+    """
 
     begun: bool
     anthropic: bool
@@ -36,11 +38,11 @@ class EarlyAnswer(Protocol):
 
 
 class Exchange:
-    """One request. Times are seconds of `perf_counter`; None where it has not happened.
+    """One request. Times are in seconds of `perf_counter`, None until they happen.
 
-    `body` is held until an engine has it, `outline` is what sparkd reads of it, `reserved` is how much of it counts towards the bound on
-    all bodies, `whole` says that it was read to its end, `hang_up` takes an engine's work away from it, `heartbeat` is there once it had
-    to wait for a model.
+    `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
+    all bodies; `whole` is true once it was read to its end. `hang_up` aborts the engine's work. `heartbeat` is set once the request has to
+    wait for a model.
     """
 
     __slots__ = (
@@ -81,7 +83,7 @@ class Exchange:
         self.heartbeat: EarlyAnswer | None = None
 
     def close(self) -> None:
-        """Called once, at the end. `model` is a configured name or one of "" and "unknown", so that the series stay bounded."""
+        """Count and log the request, once, at its end. `model` is a configured name, "" or "unknown", so that the series stay bounded."""
         seconds = perf_counter() - self.started_s
         if self.gone:
             self.status = CLIENT_GONE
@@ -111,12 +113,11 @@ class Exchange:
 
 
 def count_refused(status: int) -> None:
-    """A request that was refused before it had a route: malformed, too slow, too large in its headers."""
+    """Count a request that was refused before it had a route: malformed, too slow, or with headers too large."""
     _requests("", "none", status).inc()
 
 
-# prometheus_client looks a child up under a lock and builds a tuple of strings each time; there are few and they are asked for on
-# every request.
+# prometheus_client looks a child up under a lock and builds a tuple of strings each time. There are few, and every request needs some.
 @lru_cache(maxsize=4096)
 def _requests(model: str, route: str, code: int) -> Any:
     return metrics.REQUESTS.labels(model, route, str(code))

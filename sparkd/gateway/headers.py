@@ -1,4 +1,4 @@
-"""Owns which headers of a client's request go to an engine, and which of an engine's answer come back. Never sees a body."""
+"""Selects the headers of a client's request that go to the engine, and those of the engine's answer that go back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from sparkd.gateway.responses import RawHeaders
 
-# RFC 9110 7.6.1: they speak of one connection.
+# RFC 9110 7.6.1: they apply to one connection.
 _HOP_BY_HOP = frozenset(
     (
         b"connection",
@@ -21,8 +21,8 @@ _HOP_BY_HOP = frozenset(
     )
 )
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"))
-# Headers that the gateway writes or answers itself: the frame of a request, the encodings that it can pass on, and the page that may ask.
-# _MODEL is among them because vLLM would take the model from it (/invocations).
+# Headers that the gateway writes or answers itself: framing, accepted encodings, the origin of a page. vLLM would take the model from
+# _MODEL (/invocations).
 _MODEL = b"x-amzn-sagemaker-adapter-identifier"
 _OWN = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"origin", _MODEL))
 _KEPT_FROM_ENGINE = _HOP_BY_HOP | _CREDENTIALS | _OWN
@@ -32,10 +32,10 @@ _PRINTABLE = re.compile(rb"[\t\x20-\x7e]*")
 
 
 def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeaders, request_id: str, body_bytes: int) -> bytes:
-    """The head of the engine's request: the client's headers in printable ASCII.
+    """The head of the request to the engine: the client's headers, in printable ASCII.
 
-    Left out are the client's credentials, what speaks of its connection (and what `Connection` names), and what sparkd says itself. No
-    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.engine.http.ConnectionPool's.
+    Left out are the client's credentials, headers of its connection (and those that `Connection` names), and the headers that sparkd
+    writes. sparkd asks for no encoding, because it passes bytes on as they come. `preamble` is sparkd.engine.http.ConnectionPool's.
     """
     hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]
@@ -55,7 +55,7 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
 def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: bool = True) -> tuple[RawHeaders, bool, bool]:
     """The client's headers for an engine's answer, whether it is an event stream, and whether its length is unknown.
 
-    chunks: the client takes chunks.
+    chunks: whether the client accepts chunked encoding.
     """
     kept: RawHeaders = [(b"x-request-id", request_id.encode())]
     streams, chunked = False, status not in (204, 304)
@@ -75,7 +75,7 @@ def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: 
     if hidden:
         kept = [pair for pair in kept if pair[0] not in hidden]
     if streams:
-        # nginx and its like would hold a stream back; browsers and caches would keep it.
+        # Without these, nginx would buffer a stream, and browsers and caches would store it.
         kept = [pair for pair in kept if pair[0] != b"cache-control"]
         kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     if chunked and chunks:

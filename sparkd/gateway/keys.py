@@ -1,4 +1,4 @@
-"""Which key may do what: SHA-256 digests, compared in constant time. Never holds, logs or returns a key."""
+"""Maps an API key to a role by SHA-256 digests, compared in constant time. Never holds, logs or returns a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hmac import compare_digest
 
 
 class Role(IntEnum):
-    """The role of a caller; a greater role may do everything that a smaller one may."""
+    """The role of a caller. A greater role includes the smaller ones."""
 
     NOBODY = 0
     INFERENCE = 1
@@ -19,14 +19,14 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyDigests:
-    """Digests of the keys of each role. With no key at all the gateway is open, which the daemon allows on loopback only."""
+    """Digests of the keys of each role. Without any key the gateway is open, which the daemon allows on loopback only."""
 
     inference: tuple[bytes, ...] = ()
     admin: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, inference: Iterable[str] = (), admin: Iterable[str] = ()) -> KeyDigests:
-        """From keys in clear."""
+        """Digest keys that are in clear text."""
         return cls(tuple(map(digest, inference)), tuple(map(digest, admin)))
 
     @property
@@ -36,23 +36,23 @@ class KeyDigests:
     def role(self, headers: Mapping[bytes, bytes]) -> Role:
         """The greatest role of the keys in `Authorization: Bearer` and `x-api-key`.
 
-        Every presented key is compared with every digest, without an early exit, so that the time tells nothing about which
-        one matched (vLLM's authenticate.py does the same).
+        Every presented key is compared with every digest, without an early exit, so that the time does not show which one matched
+        (vLLM's authenticate.py does the same).
         """
         role = Role.NOBODY
         for key in _presented(headers):
             presented = hashlib.sha256(key).digest()
-            for known in self.inference:
-                if compare_digest(presented, known):
+            for configured in self.inference:
+                if compare_digest(presented, configured):
                     role = max(role, Role.INFERENCE)
-            for known in self.admin:
-                if compare_digest(presented, known):
+            for configured in self.admin:
+                if compare_digest(presented, configured):
                     role = Role.ADMIN
         return role
 
 
 def digest(key: str) -> bytes:
-    """SHA-256 of a key in clear; keys are random and long, so no salt and no slow hash is needed."""
+    """SHA-256 of a key in clear text. Keys are random and long, so they need no salt and no slow hash."""
     return hashlib.sha256(key.encode()).digest()
 
 

@@ -1,8 +1,8 @@
-"""One client connection of uvicorn, bounded in bytes and time, with every refusal in sparkd's words. Never sees a route or a key.
+"""One client connection: uvicorn's HTTP protocol with limits on bytes and time, and with sparkd's own errors.
 
-uvicorn with httptools has no cap on headers, no deadline for headers or bodies, accepts a missing and a second Host, loses the
-disconnect of a request behind which another was pipelined, and says its errors in plain text. This subclass relies on the inner
-workings of uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py); tests/sparkd/gateway/test_protocol.py holds them.
+uvicorn with httptools has no limit on headers and no deadline for headers or bodies. It accepts a missing and a second Host, loses the
+disconnect of a request behind which another was pipelined, and writes its errors in plain text. This subclass relies on internals of
+uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py), which tests/sparkd/gateway/test_protocol.py checks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, new
 
 CONNECTION = "sparkd.connection"
 
-# RFC 9112 3.2: uri-host [":" port]. Bytes that some servers take for a path (CVE-2026-48710) have no place in it.
 _NO_UPGRADE = "No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)."
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
+# RFC 9112 3.2: uri-host [":" port]. It excludes the bytes that some servers take for a path (CVE-2026-48710).
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
-# asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
+# asyncio reads at most 256 KiB at once. A read may hold the end of the headers and that much of the body.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
-# struct linger of socket(7), on with 0 s: closing sends a reset.
+# struct linger of socket(7), on, 0 s: closing sends a reset.
 _LINGER_NOT = struct.pack("ii", 1, 0)
-# How long a connection without a request is kept once the server ends.
+# How long a connection without a request stays open after shutdown has begun.
 _LAST_S = 0.25
 
 
 class ResponseSource(Protocol):
-    """The source of an answer; it pauses while the client does not take what there is."""
+    """The sender of an answer. It pauses while the client's buffer is full."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -54,12 +54,13 @@ class _Stage(Enum):
 
 
 class _Refused(ValueError):
-    """Leaves httptools' callbacks; the reason is in `_refusal`."""
+    """Raised to leave httptools' callbacks; the error for the client is in `_refusal`."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """httptools' protocol with `limits`. Subclasses made by `bounded_protocol` carry the limits of one server, and those of its
-    connections that are without a request, the longest idle one first (Acceptor closes these for new ones).
+    """uvicorn's httptools protocol with `limits`. `bounded_protocol` makes a subclass for each server.
+
+    `idle` holds the server's connections without a request, the longest idle one first. Acceptor closes these to make room for new ones.
     """
 
     limits: ClassVar[ClientLimits] = ClientLimits()
@@ -67,7 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.access_log = False  # the one log line of a request is the edge's, which leaves out the query string
+        self.access_log = False  # the edge writes one line per request, without the query string
         self._stage = _Stage.HEAD
         self._timed: _Stage | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -81,12 +82,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._source: ResponseSource | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
-    # --- what the app may ask for, by scope["extensions"][CONNECTION] -----------------------------------------------------
+    # --- for the app, by scope["extensions"][CONNECTION] ------------------------------------------------------------------
 
     def call_when_gone(self, callback: Callable[[], object] | None) -> None:
-        """Has `callback` called, once, if the client goes away before its answer is complete, or has gone. None withdraws it.
+        """Call `callback` once if the client leaves, or has left, before its answer is complete. None withdraws it.
 
-        ASGI's way, a task of its own that awaits `receive()`, costs a short request a tenth of its time.
+        ASGI's way, a second task that awaits `receive()`, takes a tenth of a short request's time.
         """
         self._when_gone = callback
         if callback is not None and self.cycle is not None and self.cycle.disconnected:
@@ -94,26 +95,27 @@ class BoundedProtocol(HttpToolsProtocol):
             callback()
 
     def say_always(self, headers: RawHeaders) -> None:
-        """Has the present answer carry `headers`, whichever way it is given."""
+        """Add `headers` to the present answer, whether the app or `begin_answer` writes it."""
         self.cycle.default_headers = headers
 
     def cut(self) -> None:
-        """Ends the present answer without its end, so that the client knows it is incomplete; what was sent is flushed first."""
+        """Flush, then close without completing the answer, so that the client sees that it is incomplete."""
         self._when_gone = None
         if self.cycle is not None:
             self.cycle.disconnected = True
         self._close()
 
     def reset(self) -> None:
-        """As `cut`, for an answer whose end is the connection's: only a reset tells the client that it is incomplete."""
+        """As `cut`, for an answer that ends with the connection: only a reset shows the client that it is incomplete."""
         self._when_gone = None
         self.cycle.disconnected = True
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
         self.transport.abort()
 
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
-        """The head of the present answer, for one who writes to `transport` himself. Instead of ASGI's `send`, whose message, task
-        and second write each chunk would cost; what uvicorn books of an answer is booked here and in `end_answer`.
+        """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.
+
+        It replaces ASGI's `send`, which costs a message, a task and a second write per chunk. Both methods update uvicorn's own state.
         """
         cycle = self.cycle
         cycle.response_started = True
@@ -126,11 +128,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def takes_chunks(self) -> bool:
-        """False for a client of HTTP/1.0: a body whose length is not known ends with the connection there (RFC 9112 6.1, 6.3)."""
+        """False for HTTP/1.0, where a body of unknown length ends with the connection (RFC 9112 6.1, 6.3)."""
         return bool(self.scope["http_version"] == "1.1")
 
     async def send_to_the_close(self, message: Message) -> None:
-        """ASGI's `send`, for a body without a length and a client that takes no chunks: uvicorn would send it chunks."""
+        """ASGI's `send` for a body of unknown length to a client of HTTP/1.0, to which uvicorn would send chunks."""
         if self.flow.write_paused:
             await self.flow.drain()
         if self.cycle.disconnected:
@@ -143,13 +145,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.end_answer()
 
     def fed_by(self, source: ResponseSource | None) -> None:
-        """Has `source` paused while the client's buffer is full. None: nobody."""
+        """Pause `source` while the client's buffer is full. None withdraws it."""
         self._source = source
         if source is not None and self.flow.write_paused:
             source.pause()
 
     def end_answer(self) -> None:
-        """The present answer is written to its end."""
+        """Record that the present answer was written completely."""
         cycle = self.cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -163,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            # asyncio does so only where the listener was made with an explicit protocol number; else every answer waits for an ACK.
+            # asyncio sets it only for a listener with an explicit protocol number. Without it every answer waits for an ACK.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         metrics.CONNECTIONS.inc()
         self.idle[self] = None
@@ -228,8 +230,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._stage is not _Stage.HEAD:
-            # A request behind an unfinished one. uvicorn would queue it without bound and forget whom a disconnect belongs to.
-            # RFC 9112 9.3.2 lets a server close after any answer: the first is answered, the rest is not read.
+            # A client pipelined a request behind an unfinished one. uvicorn would queue it without limit and lose track of the disconnect.
+            # RFC 9112 9.3.2 lets a server close after any answer: sparkd answers the first request and reads no further.
             self._deaf = True
             self.cycle.keep_alive = False
             raise _Refused
@@ -242,7 +244,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if name == b"host":
                 hosts += 1
                 host = value
-        # The bytes that were read may hold a body too, so it says only that there is something to add up.
+        # The bytes read so far may hold body too, so the headers are added up only above the limit.
         large = self._unparsed_bytes > self.limits.header_bytes and self._head_bytes() > self.limits.header_bytes
         if large or len(self.headers) > self.limits.header_count:
             self._refusal = self._too_large()
@@ -251,20 +253,20 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = BadRequest("The request must have exactly one valid Host header.")
             raise _Refused
         if self.parser.should_upgrade():
-            # An offer of h2c might be ignored (RFC 9110 7.8), but httptools then loses the request's body.
+            # A server may ignore an offer of h2c (RFC 9110 7.8), but httptools then loses the request's body.
             websocket = any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers)
             self._refusal = UpgradeNotServed(_NO_WEBSOCKET if websocket else _NO_UPGRADE)
             raise _Refused
         self.idle.pop(self, None)
         super().on_headers_complete()
-        if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form, a fragment: no route is written so
+        if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form or a fragment: it matches no route
             self.scope["path"] = self.url.decode("latin-1")
             self.scope["raw_path"] = self.url
         if self._last:
             self.cycle.keep_alive = False
         if not self.takes_chunks:
-            self.cycle.waiting_for_100_continue = False  # RFC 9110 15.2: it takes no interim answer either
-        self.headers = []  # trailers land here, where nobody reads them, instead of among the request's headers
+            self.cycle.waiting_for_100_continue = False  # RFC 9110 15.2: nor does it take interim answers
+        self.headers = []  # trailers land in this unread list instead of among the request's headers
         self._stage = _Stage.BODY
         self._unparsed_bytes = self._body_bytes = 0
 
@@ -293,7 +295,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def shutdown(self) -> None:
-        """A request that is under way is answered, and one that comes at this very moment too: its client has not heard yet."""
+        """Answer the request in progress, and one that arrives within _LAST_S: its client cannot know of the shutdown yet."""
         self._last = True
         if self.cycle is not None and not self.cycle.response_complete:
             super().shutdown()
@@ -301,7 +303,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(_LAST_S, self._close_unless_asked)
 
     def give_way(self) -> None:
-        """Closed for a new connection, while it is without a request."""
+        """Close this idle connection to make room for a new one."""
         self.transport.abort()
 
     def _close_unless_asked(self) -> None:
@@ -311,7 +313,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- own ------------------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: SparkdError) -> None:
-        """Answers what the parser or a deadline refused, and closes. Within an answer nothing can be said: only the close."""
+        """Send the error of the parser or of a deadline, and close. If an answer has begun, only close."""
         self._deaf = True
         self._unparsed_bytes = 0
         self._disarm()
@@ -319,7 +321,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
-            cycle.waiting_for_100_continue = False  # uvicorn would say it behind this answer's end
+            cycle.waiting_for_100_continue = False  # uvicorn would write the 100 behind this answer
             cycle.message_event.set()
             callback, self._when_gone = self._when_gone, None
             if callback is not None:
@@ -338,7 +340,7 @@ class BoundedProtocol(HttpToolsProtocol):
         ]
         head.extend(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
         self.transport.write(b"".join([*head, b"\r\n", body]))
-        # Closing at once would reset the connection under a client that is still sending, and take the answer away from it.
+        # Closing at once would reset the connection of a client that is still sending, and it would lose the answer.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._write_deadline = self._write_deadline or self.loop.call_later(self.limits.linger_s, self.transport.abort)
@@ -380,12 +382,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(RequestTimeout("The request's body arrived too slowly."))
 
     def _close(self) -> None:
-        """Flushes and closes; a client that does not take the rest in time is cut off."""
+        """Flush and close. A client that does not read the rest within client_write_s is cut off."""
         self.transport.close()
         if self._write_deadline is None and self.transport.get_write_buffer_size() > 0:
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
 
 def bounded_protocol(limits: ClientLimits) -> type[BoundedProtocol]:
-    """The class that uvicorn makes one of for every connection."""
+    """The class that uvicorn instantiates for each connection of one server."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "idle": {}})

@@ -1,4 +1,4 @@
-"""The byte-for-byte way between one client and one engine. Never parses an answer, alters a body, or lets a client name an upstream."""
+"""Forwards a request to an engine and its answer to the client, byte for byte. Never parses an answer or changes a body."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 _REMEMBERED_RESPONSES = 10_000
 
 
-# How far the model is (the `loading` object), and whether chats are told in words.
+# Called when a request starts to wait, with a function that returns the `loading` object, and whether chats get progress text.
 Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class EngineLease(Protocol):
-    """The right to one engine, for one request. answered: see sparkd.control.lease.Lease."""
+    """The right to use one engine for one request. answered: see sparkd.control.lease.Lease."""
 
     answered: bool | None
 
@@ -68,7 +68,7 @@ class EngineLease(Protocol):
 
 
 class Leases(Protocol):
-    """The part of the supervisor that the gateway knows."""
+    """The part of the supervisor that the gateway uses."""
 
     def lease(
         self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
@@ -77,7 +77,7 @@ class Leases(Protocol):
 
 
 class Proxy:
-    """Forwards requests for as long as the daemon lives. `limits` may be replaced while it runs."""
+    """Forwards the requests of all clients. `limits` may be replaced at any time."""
 
     def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
         self.limits = limits
@@ -89,7 +89,7 @@ class Proxy:
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
-        """One exchange, from the body's first byte to the answer's last. Raises SparkdError only while no answer was begun."""
+        """Read the body, wait for an engine and pass its answer on. Raises SparkdError only before the answer has begun."""
         content_type = headers.get(b"content-type", b"")
         _check_content(route.kind, content_type, headers.get(b"content-encoding"))
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
@@ -111,7 +111,7 @@ class Proxy:
         await self._lease(model, scope, route, headers, exchange)
 
     async def read_body(self, receive: Receive, exchange: Exchange, limit: int) -> bytes | bytearray:
-        """The whole body. Raises BodyTooLarge beyond `limit` bytes, and Unavailable where all bodies together take too much."""
+        """The whole body. Raises BodyTooLarge above `limit` bytes, and Unavailable if all bodies together take too much memory."""
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -131,13 +131,13 @@ class Proxy:
         return body
 
     def release(self, exchange: Exchange) -> None:
-        """Lets the body go, and its share of the bound on all bodies."""
+        """Drop the body and its share of the limit on all bodies."""
         self._buffered_bytes -= exchange.reserved
         exchange.reserved = 0
         exchange.body = exchange.outline = b""
 
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        """Waits for the engine and passes the request on, for as long as the client is there."""
+        """Wait for the engine and relay the request, until the client leaves."""
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
         connection.call_when_gone(partial(leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
@@ -180,7 +180,7 @@ class Proxy:
         exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        """The engine's whole answer. Its bytes go from socket to socket within sparkd.engine.http's callbacks; this only waits."""
+        """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
@@ -189,7 +189,7 @@ class Proxy:
         client: BoundedProtocol = scope["extensions"][CONNECTION]
         pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == _RESPONSES else None)
         exchange.hang_up = pipe.stop
-        before = exchange.bytes_out  # a client that waited for the load was told so
+        before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
             head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
@@ -205,9 +205,9 @@ class Proxy:
                 pipe.break_off(Draining("sparkd is shutting down; try again soon."), route.anthropic)
             raise
         finally:
-            exchange.hang_up = None  # else a circle for the garbage collector, at every request
+            exchange.hang_up = None  # breaks a reference cycle, which every request would leave to the garbage collector
             if exchange.bytes_out > before:
-                # A refusal is the API server's, which answers while the engine hangs.
+                # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and exchange.code is None
                 lease.answered = (True if exchange.status == 200 else None) if well else False
             pipe.stop()
@@ -225,7 +225,7 @@ class Proxy:
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
     def _peek(self, model: str) -> Peek:
-        """Looks in an answer's first bytes for the id by which it will be asked for again. False: it has seen enough."""
+        """A function that finds the response id in an answer's first bytes. It returns False once it needs no more of them."""
         seen = bytearray()
 
         def peek(data: bytes) -> bool:
@@ -240,7 +240,7 @@ class Proxy:
         return peek
 
     def _refuse_forgetful(self, model: str) -> None:
-        """vLLM drops the wish without a word, and the answer's id would never be found."""
+        """Raise BadRequest if the engine keeps no responses: vLLM ignores `store: true`, and the id would lead nowhere."""
         view = find_model(self._supervisor.snapshot().models, model)
         if view is not None and not view.stores_responses:
             raise BadRequest(
@@ -250,23 +250,23 @@ class Proxy:
             )
 
     def _model_that_runs(self, query: bytes) -> str:
-        """The model of a question about an engine, by `?model=`: to ask how it is doing must not load it."""
+        """The READY model that `?model=` names. A question about an engine must not load a model."""
         models = self._supervisor.snapshot().models
-        named = parse_qs(query.decode("latin-1")).get("model")
+        names = parse_qs(query.decode("latin-1")).get("model")
         ready = [view.name for view in models.values() if view.state is ModelState.READY and not view.unlisted]
-        if named is None and len(ready) == 1:
+        if names is None and len(ready) == 1:
             return ready[0]
-        name = named[-1] if named else model_meant(models)
+        name = names[-1] if names else model_meant(models)
         view = find_model(models, name)
         if view is not None and view.state is not ModelState.READY:
             raise Unavailable(f"The model {view.name} is {view.state.value}, and this path needs a running engine. Load the model first.")
         return name
 
     def _model_of_response(self, response_id: str) -> str:
-        known = self._responses.get(response_id)
-        if known is not None:
+        model = self._responses.get(response_id)
+        if model is not None:
             self._responses.move_to_end(response_id)
-            return known
+            return model
         ready = [view.name for view in self._supervisor.snapshot().models.values() if view.state is ModelState.READY]
         if len(ready) == 1:
             return ready[0]
@@ -274,7 +274,7 @@ class Proxy:
 
 
 def leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
-    """The client has gone: ends the exchange where it stands, waiting for a load, for the engine, or within a stream."""
+    """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream."""
     exchange.gone = True
     if exchange.hang_up is not None:
         exchange.hang_up()
@@ -283,7 +283,7 @@ def leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
 
 
 def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
-    """Tells a client that has its status already; False where it has none."""
+    """Send the error to a client that has its status already. Returns False if it has none."""
     heartbeat = exchange.heartbeat
     if heartbeat is None or not heartbeat.begun:
         return False
@@ -292,14 +292,14 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
 
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
-    """The route's need, and the body's: a model that is not loaded is refused by it at once."""
+    """What the route and the body need of a model. A model that cannot meet it is refused before it is loaded."""
     if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
         return route.need
     return replace(route.need, tools=wants_functions(exchange.outline))
 
 
 def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
-    """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
+    """Raises NoToolParser if the request has tools and the engine has no parser for them. vLLM's own error would name vLLM's flags."""
     parsers = lease.parsers
     if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
         lease.answered = None

@@ -1,4 +1,4 @@
-"""One answer on its way from an engine's connection to a client's, without a task in between. Never parses or keeps what it passes on."""
+"""Passes one answer from an engine's connection to a client's, without a task in between. Never parses or keeps it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sparkd.gateway.headers import response_headers
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import RawHeaders, error_event
 
-# How an event ends, and a chunk that ends with one.
+# The ends of an event, and of a chunk that ends with an event.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 
-# The bytes that are kept of an engine's answer that was to be a stream and is none: an error of vLLM's is a few hundred bytes.
+# The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
 
 Peek = Callable[[bytes], bool]
 
 
 class Pipe:
-    """The sink of one exchange. `over` is None when the answer is complete, and the reason where the engine broke it off.
+    """The sink of one exchange. `over` becomes None when the answer is complete, or the error if the engine broke it off.
 
-    The first bytes of the body leave together with the head: for a short answer that is one write instead of two. `peek` is shown
-    the body's pieces until it returns False. Where the exchange's heartbeat has begun the client's answer, the engine's goes on with
-    it: its stream as it comes, anything else, such as an error, as one event.
+    The head leaves together with the first bytes of the body, in one write. `peek` gets the pieces of the body until it returns False.
+    If the exchange's heartbeat has begun the client's answer, the engine's continues it: a stream as it comes, anything else, such as an
+    error, as one event.
     """
 
     __slots__ = (
@@ -61,23 +61,23 @@ class Pipe:
         self.begun = False
         self.ended = False
         self._streams = False
-        self._chunked = False  # the answer's length is not known: it goes in chunks, or up to the close where the client takes none
+        self._chunked = False  # the answer's length is unknown: it goes in chunks, or ends with the connection for HTTP/1.0
         self._chunks = client.takes_chunks
         self._last = b""
         self._foreign: bytearray | None = None
 
     def stop(self) -> None:
-        """Hangs up on the engine if it is not through; nothing more reaches the client from it."""
+        """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
         source = self._source
         if source is not None:
             self._leave_source()
             source.abort()
 
     def break_off(self, error: SparkdError, anthropic: bool) -> None:
-        """Ends a begun answer so that nobody takes it for complete.
+        """End an answer that has begun, so that the client does not take it for complete.
 
-        An event stream gets an error event and no `[DONE]`, if it stands between two events; a half event cannot be mended, and
-        what is no event stream has no place for words: there the connection is cut.
+        An event stream between two events gets an error event and no `[DONE]`. After half an event, and in any other answer, there is no
+        place for an error, and the connection is cut.
         """
         self._exchange.code = error.code
         if self._streams and self._chunked and (not self._last or self._last.endswith(_CHUNK_ENDS if self._chunks else _EVENT_ENDS)):
@@ -164,6 +164,6 @@ class Pipe:
 
 
 def _event(body: bytes, heartbeat: EarlyAnswer | None) -> bytes:
-    """A body as one server-sent event; the Anthropic API names those that are errors."""
+    """A body as one server-sent event. The Anthropic API names error events."""
     name = b"event: error\n" if heartbeat is not None and heartbeat.anthropic else b""
     return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"

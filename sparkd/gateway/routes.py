@@ -1,4 +1,4 @@
-"""The complete list of what the gateway answers: path, methods, who may ask. Never matches by prefix where a path can be exact."""
+"""The complete list of the gateway's routes: path, methods, required role. Never matches by prefix where a path can be exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADMIN_ROOT = "/admin/v1"
 
 
 class RouteKind(Enum):
-    """The part that answers a route."""
+    """What answers a route."""
 
     ROOT = "root"
     LIVE = "live"
@@ -32,8 +32,7 @@ class RouteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`label` is the metric's and the log's name of the route; `methods` are the allowed ones, in the order of the Allow header; `need` is
-    what a model must have for it."""
+    """One route. `label` names it in metrics and logs, `methods` are in the order of the Allow header, `need` is what a model must have."""
 
     label: str
     kind: RouteKind
@@ -47,15 +46,15 @@ class Route:
 
     @property
     def for_pages(self) -> bool:
-        """Whether a web page may be let use it (`cors`)."""
+        """Whether `cors` may open this route to web pages."""
         return self.label.startswith("/v1/")
 
 
 def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
-    """The route of an ASGI `path` and its variable part ("" where there is none), or None.
+    """The route of an ASGI `path` and its variable part ("" if it has none), or None.
 
-    Exact paths have no need of percent-encoding: an encoded one is a trick and matches nothing. Only a model's name and
-    what lies behind the admin root may be encoded, once.
+    An exact path needs no percent-encoding, so an encoded one matches nothing. Only a model's name and the part behind the admin root may
+    be encoded, once.
     """
     route = EXACT.get(path)
     if route is not None:
@@ -70,7 +69,7 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
 
 
 def nearest(path: str) -> str | None:
-    """The path of the list that `path` was most likely meant for."""
+    """The exact path most like `path`, or None if none is alike."""
     return nearest_word(path.rstrip("/").lower(), EXACT, _ALIKE) if len(path) <= _LONGEST_MEANT else None
 
 
@@ -87,8 +86,8 @@ _ADMIN = Route(ADMIN_ROOT, RouteKind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATC
 _ADMIN_PATH = re.compile(r"/admin/v1(?:/(?!\.{1,2}(?:/|$))[^/;\\\x00-\x1f\x7f]+)+")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 
-# The paths of vLLM 0.32 that any client may use: work of a model, and reports about it. Left out are its documentation and the paths that
-# steer the engine or other clients' requests: sleep, weights, adapters, caches, profiles, aborts, elastic experts.
+# The paths of vLLM 0.32 that any client may use: inference, and reports about the model. Left out are its documentation and the paths that
+# control the engine or other clients' requests: sleep, weights, adapters, caches, profiles, aborts, elastic experts.
 _JSON: Mapping[str | None, tuple[str, ...]] = {
     GENERATE: (
         "/v1/chat/completions",
@@ -115,7 +114,7 @@ _JSON: Mapping[str | None, tuple[str, ...]] = {
     ),
     None: ("/tokenize", "/detokenize", "/invocations"),
 }
-# vLLM tells of these only with --enable-scale-out, and without it answers how to get them: that answer is its own.
+# vLLM serves these only with --enable-scale-out; without it, vLLM's own answer names the flag.
 _SCALE_OUT = (
     "/v1/chat/completions/render",
     "/v1/chat/completions/derender",
