@@ -1,4 +1,4 @@
-"""How the ranks of one model come to life: page cache, ports, environment, workers first and rank 0 last. Never decides where they go."""
+"""Starts the ranks of one model on nodes that were chosen before: page cache, port, environment, workers first and rank 0 last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of a model. rank_id: rank 0's, and the attempt's own name."""
+    """One start of a model. rank_id: rank 0's, which also names the attempt."""
 
     rank_id: str
     generation: int
@@ -43,7 +43,7 @@ class Attempt:
 
 
 class Starter:
-    """`here` is the daemon's node: a rank 0 there is reached by a Unix socket."""
+    """Starts ranks through the nodes' agents. `here` is the daemon's node, where rank 0 listens on a Unix socket."""
 
     def __init__(self, link: RayLink, fabric: FabricNodes, here: str) -> None:
         self._link = link
@@ -53,15 +53,15 @@ class Starter:
     async def start(
         self, config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None
     ) -> tuple[RankHandle, ...]:
-        """The handles of every rank, rank 0's first. `tell` hears what an operator should know of it.
+        """Start all ranks. Returns their handles, rank 0's first. `tell` gets the messages for the operator.
 
-        Raises RankError or AgentLost, and leaves nothing running where it can reach the nodes.
+        Raises RankError or AgentLost, and then leaves nothing running on the nodes that it can reach.
         """
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
-        asked, spec = spec, placement.spec or spec
-        for moved in await asyncio.to_thread(remember, asked, spec, config):
-            (tell or log.info)(moved)
+        requested, spec = spec, placement.spec or spec
+        for message in await asyncio.to_thread(remember, requested, spec, config):
+            (tell or log.info)(message)
         said = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
         for note in said.notes:
             log.info("%s: %s", spec.name, note)
@@ -73,19 +73,19 @@ class Starter:
 
         async def spawn(rank: int) -> RankHandle:
             node = placement.nodes[rank]
-            peers = [one for one in placement.nodes if one != node]
+            peers = [peer for peer in placement.nodes if peer != node]
             on_gpu, stages = placement.platform == "cuda", placement.tensor == 1
             computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=said.env, pipeline=stages)
             if peers and not computed and wants_rdma(placement.platform, said.env):
-                # Without NCCL_NET=IB it would fall back to sockets and say nothing.
-                told = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
-                raise RankError(f"{told}, so the links between its ranks are unknown: `sparkd fabric` and the daemon's log say why.")
+                # Without NCCL_NET=IB, NCCL would use sockets without a warning.
+                problem = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
+                raise RankError(f"{problem}, so the links between its ranks are unknown. Run `sparkd fabric` for the reason.")
             parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port, spec.executor)
             fields = shared | {
                 "rank_id": attempt.rank_id_of(rank),
                 "node_id": node,
                 "rank": rank,
-                # A name: the node has a folder of its own for it.
+                # A file name only: each node has its own log folder.
                 "log_path": f"{placement.slug}.rank{rank}.log" if rank else f"{placement.slug}.log",
                 "flags": [*shared["flags"], *parallel],
                 "env": computed | dict(said.env),
@@ -95,25 +95,25 @@ class Starter:
 
         if not placement.peers:
             return (await spawn(0),)
-        # Workers wait for rank 0, and rank 0 for nobody who is not on the way.
-        found = await asyncio.gather(*map(spawn, range(1, len(placement.nodes))), return_exceptions=True)
-        workers = [one for one in found if isinstance(one, RankHandle)]
+        # Workers wait for rank 0, so rank 0 starts last and waits for no worker that failed to start.
+        results = await asyncio.gather(*map(spawn, range(1, len(placement.nodes))), return_exceptions=True)
+        workers = [result for result in results if isinstance(result, RankHandle)]
         try:
-            if failed := next((one for one in found if isinstance(one, BaseException)), None):
-                raise failed
+            if failure := next((result for result in results if isinstance(result, BaseException)), None):
+                raise failure
             return (await spawn(0), *workers)
         except BaseException:
-            # Also where an agent of another release answers what this one cannot read, and where the start is cancelled.
+            # BaseException covers the unreadable answer of another release's agent, and a cancelled start.
             await asyncio.shield(self._undo(placement, attempt))
             raise
 
     async def _clear(self, placement: Placement, tell: Tell) -> None:
-        """Before the ranks meet, on every node: memory that the page cache holds is not there for CUDA, on any of them."""
+        """Prepare every node: report other engines, drop the page cache, which CUDA cannot use, and end stray ranks."""
         nodes = placement.nodes
         on_gpu = placement.platform == "cuda"
         for node, others in zip(nodes, await self._each(placement, lambda agent: agent.foreign.remote(on_gpu)), strict=True):
-            for one in others:
-                tell(_foreign(node, one))
+            for process in others:
+                tell(_foreign(node, process))
         if placement.platform == "cuda":
             dropped = await self._each(placement, lambda agent: agent.drop_page_cache.remote())
             for node, answer in zip(nodes, dropped, strict=True):
@@ -122,14 +122,14 @@ class Starter:
                     tell(f"The page cache of {node} was not dropped: {answer['how']}. Install the helper of deploy/ on that node.")
         if len(nodes) == 1:
             return
-        # A stale rank at the same place blocks a rendezvous without a word.
+        # A stale rank on the same port blocks a rendezvous without an error.
         for node, strays in zip(nodes, await self._each(placement, lambda agent: agent.strays.remote()), strict=True):
             for rank_id in strays:
                 tell(f"Rank {rank_id} on {node} has lost its status file: sparkd stops it before the ranks of another start.")
                 await self._end(node, rank_id)
 
     async def _rendezvous(self, placement: Placement) -> int:
-        """A port of rank 0's node that nothing listens on: another one for every start, so that no rank of an earlier one can join."""
+        """A free port on rank 0's node, another one for each start, so that no rank of an earlier start can join."""
         if not placement.peers:
             return 0
         return await self._link.call(placement.node_id, lambda agent: agent.free_port.remote(), SPAWN_TIMEOUT_S)
@@ -138,7 +138,7 @@ class Starter:
         return list(await asyncio.gather(*(self._link.call(node, method, SPAWN_TIMEOUT_S) for node in placement.nodes)))
 
     async def _undo(self, placement: Placement, attempt: Attempt) -> None:
-        """A rank that cannot be reached now is fenced when its node is back: it belongs to no start that anybody knows."""
+        """End all ranks of the attempt. A rank on an unreachable node is removed when the node is back, as a stray."""
         for rank, node in enumerate(placement.nodes):
             with suppress(ClusterError):
                 await self._end(node, attempt.rank_id_of(rank))
@@ -150,16 +150,17 @@ class Starter:
             raise RankError(f"Processes {pids} of rank {rank_id} on {node} do not end even after SIGKILL: reboot that node.")
 
 
-def _foreign(node: str, one: Mapping[str, Any]) -> str:
-    what = "a vLLM" if one["vllm"] else "on the GPU"
+def _foreign(node: str, process: Mapping[str, Any]) -> str:
+    kind = "a vLLM" if process["vllm"] else "on the GPU"
+    name = f"Process {process['pid']} on {node} ({process['name']})"
     return (
-        f"Process {one['pid']} on {node} ({one['name']}) is {what}, was not started by sparkd and holds {one['bytes'] / GIB:.1f} GiB: it "
-        "stays. If this model does not fit beside it, end it there, or have sparkd serve its model too."
+        f"{name} is {kind}, was not started by sparkd and holds {process['bytes'] / GIB:.1f} GiB. sparkd leaves it running. If this model "
+        "does not fit beside it, end that process, or let sparkd serve its model too."
     )
 
 
 def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, said: Translation) -> dict[str, Any]:
-    """The fields of a workers.rank.spec.RankSpec that every rank of the model has in common. Reads the checkpoint's headers."""
+    """The fields of workers.rank.spec.RankSpec that all ranks of the model share. Reads the checkpoint's headers."""
     return {
         **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),
         "generation": attempt.generation,

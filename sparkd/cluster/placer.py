@@ -1,4 +1,4 @@
-"""Owns on which nodes a model goes, and how it is split over them: the fewest that hold it. Never starts a rank."""
+"""Chooses the fewest nodes that hold a model, and how it is split over them. Never starts a rank."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ log = logging.getLogger("sparkd.cluster")
 IDENTITY_TIMEOUT_S = 60.0
 STAGED_TIMEOUT_S = 15.0
 ALONE: Ways = (1, 1)
-# A hub may be silent for HF_HUB_DOWNLOAD_TIMEOUT, 10 s, and clients' requests lead to it.
+# A client's request may cause a question to the Hub, which may be silent for HF_HUB_DOWNLOAD_TIMEOUT, 10 s.
 HUB = Threads("hub", 4)
 
 
 class Siting:
-    """`here` answers what a Python environment of this node has; `in_sight()` are the nodes that answer, this one first; total_gib is
-    what this node lends."""
+    """Places models. `here` describes the Python environments of this node; `in_sight()` returns the nodes that answer, this one first;
+    total_gib is the memory that this node offers."""
 
     def __init__(
         self, link: RayLink, fabric: FabricNodes, places: Places, here: Node, in_sight: Callable[[], list[str]], total_gib: int
@@ -54,9 +54,9 @@ class Siting:
         self._total_gib = total_gib
 
     async def place(self, config: Config, spec: ModelConfig) -> Placement:
-        """The memory is reserved on every node of it. Raises DoesNotFit, RankError or another ClusterError, each with the cure."""
+        """Choose the nodes and reserve the memory on each. Raises DoesNotFit, RankError or another ClusterError, each with the remedy."""
         await self.refuse_absent(config, spec)
-        # From here on all files that are read are those of the commit that the engine gets.
+        # From here on sparkd reads the files of the commit that the engine gets.
         spec = await asyncio.to_thread(pinned, spec, config)
         await asyncio.to_thread(refuse_unloadable, spec, config)
         where = await self._where(config, spec)
@@ -71,12 +71,12 @@ class Siting:
             node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
         if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
-            # A number of the operator's own is what it takes on each node, split or not: it helps where the engine is larger than that.
+            # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
             raise DoesNotFit(refusal, lasts=True)
         return await self._spread(config, spec, where, refusal)
 
     async def _where(self, config: Config, spec: ModelConfig) -> NodeRuntime:
-        """This node's runtime, or another's where this one has none: an engine that only this node may serve has no other."""
+        """This node's runtime, or another node's if this one has none and the engine may run there."""
         interpreter, entrypoint = runtime_of(spec, config), spec.entrypoint_of(config.engine)
         nodes = self._in_sight() if entrypoint in GUARDED or entrypoint == AUTO else self._in_sight()[:1]
         return await runtime_in_sight(nodes, partial(self._runtime_on, interpreter), vllm=spec.runs_vllm(config.engine))
@@ -87,8 +87,10 @@ class Siting:
         return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
 
     async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Requirement) -> Requirement:
-        """By the release and the memory of the node that it goes to, where that has others than this one; where it cannot be there, of
-        this one."""
+        """The requirement on the node that the model goes to, if its runtime or memory differs from this one's.
+
+        If the model cannot run there: the requirement on this node.
+        """
         node = next(iter(self._places.with_room(spec.name, need.gib)), where.node)
         if where.only is not None or node == where.node or not spec.runs_vllm(config.engine):
             return need
@@ -105,8 +107,10 @@ class Siting:
         return here if await self._too_large(config, there, 1) else there
 
     async def refuse_absent(self, config: Config, spec: ModelConfig) -> None:
-        """Raises ModelUnusable and HubUnreachable for a hub id of which no node has anything and that its hub does not give: an engine
-        would find that out only after its imports."""
+        """Raise ModelUnusable or HubUnreachable for a Hub id that no node has and the Hub does not serve.
+
+        An engine would find that out only after its imports.
+        """
         env, spec = spec.environment(config.engine), await asyncio.to_thread(at_trusted_commit, spec, config)
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
@@ -114,21 +118,23 @@ class Siting:
         asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        if there := [answer for answer in answers if isinstance(answer, Mapping) and answer["files"]]:
-            if commit := there[0].get("commit"):
+        if copies := [answer for answer in answers if isinstance(answer, Mapping) and answer["files"]]:
+            if commit := copies[0].get("commit"):
                 note_commit(spec, env, commit)
             return
         await HUB.run(lambda: look(spec, env, _published(config)))
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
-        """The bytes that a model takes on each of so many nodes. Blocks."""
+        """The memory in GiB that a model takes on each of `nodes` nodes. Blocks."""
         spec = at_trusted_commit(spec, config)
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return requirement_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
     async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Requirement | None) -> Placement | None:
-        """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
-        a model now, which the log says."""
+        """For `quantize: auto`, a placement over several nodes if they hold a better format than one node does.
+
+        None if they do not, or if they cannot share a model now, which is logged.
+        """
         if spec.quantize != AUTO or spec.tensor_parallel != AUTO or alone is None:
             return None
         better: list[tuple[int, int, int, Ways]] = []
@@ -141,15 +147,18 @@ class Siting:
             try:
                 return await self._team(config, spec, where, ways, linked=True)
             except MemoryReturns:
-                raise  # that is soon over, and a worse format would stay
+                raise  # the memory is back soon, while a worse format would stay
             except DoesNotFit:
                 continue
-            except ClusterError as error:  # files that are not there, an agent that is silent: alone it is served all the same
+            except ClusterError as error:  # missing files or a silent agent: one node can serve the model all the same
                 log.warning("%s does not go over more nodes in a better format: %s", spec.name, error.message)
         return None
 
     async def _spread(self, config: Config, spec: ModelConfig, where: NodeRuntime, refusal: str) -> Placement:
-        """It is too large for one node: over the fewest that hold it. NoRoom where the first of these would without the other models."""
+        """Place a model that is too large for one node over the fewest that hold it.
+
+        Raises NoRoom if a number of nodes would hold it without the other models, DoesNotFit if none would.
+        """
         full: NoRoom | None = None
         lasts = True
         for nodes in range(2, len(self._in_sight()) + 1):
@@ -161,17 +170,17 @@ class Siting:
                 except DoesNotFit as error:
                     full = full or (error if isinstance(error, NoRoom) else None)
                     lasts = lasts and error.lasts
-                    called = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"
-                    refusal = f"{refusal} {called} {nodes} nodes: {error.message}"
+                    split = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"
+                    refusal = f"{refusal} {split} {nodes} nodes: {error.message}"
         raise NoRoom(refusal, full.gib, full.nodes) if full else DoesNotFit(refusal, lasts=lasts)
 
     async def _team(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways, *, linked: bool = False) -> Placement:
-        """linked: a pipeline too only over nodes with rails; else it goes over any, since its stages send little."""
+        """Place a model split in these ways. linked: a pipeline needs rails too; without it any link will do, as stages send little."""
         size, seen = ways[0] * ways[1], self._in_sight()
         if len(seen) < size:
-            there = f"{len(seen)} node{'s are' if len(seen) > 1 else ' is'} in sight ({', '.join(seen)})"
+            reachable = f"only {len(seen)} {'are' if len(seen) > 1 else 'is'} reachable ({', '.join(seen)})"
             cure = "Connect more nodes (`sparkd fabric`), or remove tensor_parallel"
-            raise DoesNotFit(f"{spec.name} needs {size} nodes, and {there}. {cure}.")
+            raise DoesNotFit(f"{spec.name} needs {size} nodes, and {reachable}. {cure}.")
         if illegal := await asyncio.to_thread(why_illegal, spec, config, where, ways):
             cure = "Remove tensor_parallel, or choose another number"
             raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
@@ -191,16 +200,14 @@ class Siting:
         links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
         team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
-            place = (
-                f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is not vLLM, so it asks for no key there"
-            )
-            raise RankError(f"{place}. Unload a model of this node, so that the first part of {spec.name} runs here.")
+            problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
+            raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
     async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Requirement:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
-        # A file beside a model here need not lie beside it on another node.
+        # A file next to the model on this node may be missing on another.
         beside = ways == ALONE and len(self._in_sight()) == 1
         lent_gib = self._places.offered().get(where.node, self._total_gib)
         need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
@@ -212,8 +219,11 @@ class Siting:
         return replace(need, said=flags, nodes=where.only)
 
     def _only(self, need: Requirement) -> str | None:
-        """The node that must serve it; None where any may. An engine that asks for no key listens on a Unix socket, which is reached from
-        the daemon's own node alone. Where not all nodes have its runtime, one that has, with room for it if there is one."""
+        """The node that must serve the model; None if any may.
+
+        An engine that asks for no key listens on a Unix socket, which only the daemon's node reaches. If some nodes lack the runtime, this
+        is a node that has it, one with room if there is one.
+        """
         if need.entrypoint not in GUARDED:
             return self._in_sight()[0]
         if need.nodes is None:
@@ -233,7 +243,7 @@ class Siting:
 
 
 def _published(config: Config) -> Iterator[str]:
-    """The hub ids of the recipes, for one that was mistyped."""
+    """The Hub ids of the recipes, to suggest one for a mistyped id."""
     book = config.book()
     for name in book.names():
         file, _ = book.read(name)
@@ -246,7 +256,7 @@ def _quality(need: Requirement) -> int:
 
 
 def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence[Ways]:
-    """Those that vLLM accepts, the most tensor parallelism first: it is faster than a pipeline of as many nodes."""
+    """The splits that vLLM accepts, most tensor parallelism first: it is faster than a pipeline over as many nodes."""
     split: Sequence[Ways] = [(nodes // stages, stages) for stages in range(1, nodes + 1) if nodes % stages == 0]
     return [ways for ways in split if why_illegal(spec, config, node, ways) is None] or split[:1]
 

@@ -1,4 +1,4 @@
-"""The book of unified memory: which model holds how much on which nodes, and the same in Ray. Never starts anything."""
+"""Books unified memory: how much each model holds on each node, in the daemon's book and in Ray."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PLACE_AGAIN_TIMEOUT_S = 5.0
 
 
 class Places:
-    """The daemon's own book goes before Ray's: Ray forgets what was reserved on a node that it lost, and the rank there lives on.
+    """The reservations of all models. The daemon's book overrides Ray's: Ray forgets those of a node that it lost, whose rank lives on.
 
-    `here` is the daemon's node; `offered()` says what each node in sight lends, GiB. shut: nodes that take nothing new now.
+    `here` is the daemon's node; `offered()` returns the GiB that each reachable node offers. shut: nodes that take no new model now.
     room_gib: see MemoryBook.
     """
 
@@ -30,30 +30,29 @@ class Places:
         self.shut: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
-        # One change of what Ray keeps at a time: what is given back late must not take what was reserved since.
+        # One change of Ray's groups at a time: a late release must not free memory that was reserved since.
         self._change = asyncio.Lock()
 
     def offered(self) -> dict[str, float]:
-        """GiB by node, of those that may take something."""
+        """GiB by node, for the nodes that may take a model."""
         return {node: gib for node, gib in self._offered().items() if node not in self.shut}
 
     def book(self) -> MemoryBook:
         return MemoryBook(self.offered(), dict(self._held), self.shut, self.room_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
-        """Nodes that can hold so much beside what the other models hold there, and have it now: this one first, then the one with the most
-        room."""
+        """Nodes that have `gib` free beside the other models, in the book and now: this node first, then the one with the most room."""
         free_gib = self.book().free_gib({model})
         nodes = (node for node, free in free_gib.items() if min(free, self.room_gib.get(node, gib)) >= gib)
         return sorted(nodes, key=lambda node: (node != self._here, -free_gib[node], node))
 
     def most_free_gib(self, model: str, otherwise: float, nodes: int = 1) -> float:
-        """The most that each of so many nodes has beside the other models; `otherwise` where not so many are in sight."""
+        """The most GiB that each of `nodes` nodes has free beside the other models; `otherwise` if fewer nodes are reachable."""
         free = sorted(self.book().free_gib({model}).values(), reverse=True)
         return free[nodes - 1] if len(free) >= nodes else otherwise
 
     async def reserve_one(self, model: str, gib: int, only: str | None = None) -> str:
-        """One node with room; only: no other than this. Raises NoRoom with the numbers."""
+        """Reserve on one node with room and return it. only: the node that it must be. Raises NoRoom with the numbers."""
         for node in self.with_room(model, gib):
             if only not in (None, node):
                 continue
@@ -64,7 +63,7 @@ class Places:
         raise self.no_room(model, gib, only=only)
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
-        """So much on each of these nodes; devices: see RayLink.reserve. Raises NoRoom where Ray has not got it there."""
+        """Reserve `gib` on each of these nodes. devices: see RayLink.reserve. Raises NoRoom if Ray has less there."""
         async with self._change:
             if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
                 raise self.no_room(model, gib, len(nodes))
@@ -77,20 +76,20 @@ class Places:
         return NoRoom(book.no_room(model, lack), gib, nodes, only)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
-        """An adopted model uses it already; Ray is told by `again`."""
+        """Book the memory that an adopted model uses already. `again` reserves it in Ray."""
         self._held[model] = tuple((node, gib) for node in nodes)
 
     async def again(self, nodes: Iterable[str]) -> None:
-        """Reserve again in Ray what the models hold on these nodes."""
+        """Reserve in Ray again what the models hold on these nodes."""
         fresh = set(nodes)
         for model, places in list(self._held.items()):
             if not fresh.isdisjoint(node for node, _ in places):
                 await self._tell(model)
 
     async def reconcile(self, there: Collection[str], unseen: Collection[str]) -> None:
-        """Make what Ray keeps the same as the book. Ray's groups outlive the daemon: what was not given back would be kept for ever.
+        """Make Ray's groups match the book. The groups outlive the daemon: one that was not released would stay for ever.
 
-        there: models of which ranks were seen. unseen: nodes on which nobody can see what runs. Raises RayUnavailable.
+        there: models of which ranks were seen. unseen: nodes that do not answer. Raises RayUnavailable.
         """
         kept = await self._link.kept_groups()
         for model, nodes in kept.items():
@@ -107,7 +106,7 @@ class Places:
                 await self._tell(model)
 
     async def release(self, model: str) -> None:
-        """Release the model's memory. If Ray does not give it back now, `reconcile` does so later."""
+        """Release the model's memory. If Ray does not release it now, `reconcile` does so later."""
         self._held.pop(model, None)
         async with self._change:
             if model in self._held:
@@ -118,7 +117,7 @@ class Places:
                 log.warning("the memory of %s is still reserved: %s", model, error.message)
 
     async def _tell(self, model: str) -> None:
-        """Tell Ray where the model runs. If it does not fit there, log that and end nothing: the model runs already."""
+        """Reserve in Ray where the model runs. If Ray has no room there, log that: the model runs already."""
         async with self._change:
             places = self._held.get(model)
             if places is None:

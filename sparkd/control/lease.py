@@ -1,4 +1,4 @@
-"""The right to use an engine for one request: counted, waited for, withdrawn. Never starts or stops anything itself: it wishes."""
+"""Gives each request a lease of an engine, and queues requests whose model is not READY. Starts models by wishes only."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ T = TypeVar("T")
 
 log = logging.getLogger("sparkd.supervisor")
 
-# A model that waits: how far it is (ModelView.loading), and whether chats are told in words.
+# Called when a request starts to wait, with a function that returns ModelView.loading, and whether chats get progress text.
 Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
-# Why a model failed, where another one's end would help.
+# The failures that another model's end may help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
 
-# A request that has waited for wait_for_load_s waits on for at most KEPT_S, checked every KEEP_EVERY_S, while the load moves and at most
-# NEARLY_S of it are left. A load that has not moved for STILL_S does not count.
+# After wait_for_load_s a request waits up to KEPT_S longer, checked every KEEP_EVERY_S, while the load moves and at most NEARLY_S of it are
+# left. A load without progress for STILL_S does not move.
 KEPT_S, KEEP_EVERY_S = 120.0, 5.0
 NEARLY_S, STILL_S = 60.0, 30.0
 
@@ -56,9 +56,11 @@ _ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` 
 
 
 class Lease:
-    """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
-    decrement of the count of requests in flight, or of questions. The caller sets .answered: whether the engine has begun a good answer,
-    None for one that says nothing of the engine."""
+    """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream.
+
+    Leaving the block ends the request's count in flight. The caller sets .answered: whether the engine has begun a good answer, or None for
+    an answer that shows nothing about the engine.
+    """
 
     __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
@@ -97,9 +99,9 @@ class Lease:
 
 
 class LeaseQueue:
-    """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
+    """Admits requests to READY models, holds those whose model is starting, and refuses the rest.
 
-    wake: ends the loop's pause. unusable, parsers: see Cluster; look: see Actions.
+    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Actions.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class LeaseQueue:
     async def enter(
         self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None
     ) -> Record:
-        """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
+        """Admit one request, after waiting for its model if necessary. See Supervisor.lease for the rules and errors."""
         record = self._roster.find(name)
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
@@ -150,27 +152,31 @@ class LeaseQueue:
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
         record.queue.end(self._clock(), probe=probe)
-        # A question of ours leads to no other.
+        # sparkd's own probe is not evidence for the watchdog, which would send another probe.
         if answered or (answered is not None and not probe):
             record.queue.judge(answered=answered or record.state is not ModelState.READY)
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake.set()
 
     def open(self, record: Record) -> None:
-        """The model is READY: everyone who waits may go in. It stays for clients that were told to come back, until one has or
-        forget_promises says otherwise."""
+        """Admit all requests that wait for this model, which is READY.
+
+        The model stays loaded for clients that got a Retry-After, until one returns or forget_promises drops their claim.
+        """
         record.queue.open(self._clock())
 
     def turn_away(self, record: Record, error: Unavailable | None = None, *, keeps_place: bool = False) -> None:
-        """The model failed, was stopped or cannot be loaded now: everyone who waits learns why. keeps_place: it has not had its turn yet,
-        and a wish that is not theirs stays where it was in the line."""
+        """Refuse all requests that wait for a model that failed, was stopped or cannot be loaded now.
+
+        keeps_place: the model has not had its turn yet. It keeps its queue position unless only a request wished it.
+        """
         record.queue.forget_promise()
         if not keeps_place or record.desired.by == "request":
             record.queue.withdraw()
         record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded(record)))
 
     def close(self, records: Iterable[Record], *, wholly: bool) -> None:
-        """Send away all that wait: nothing is loaded for them any more."""
+        """Refuse all requests that wait, and load no model for a request from now on."""
         self._closed, self._closed_wholly = True, wholly
         for record in records:
             record.queue.turn_away(_draining())
@@ -193,8 +199,7 @@ class LeaseQueue:
     async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
         if wait_s is None:
             wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
-        wished = record.desired.want is not Want.RUNNING
-        if wished:
+        if record.desired.want is not Want.RUNNING:
             self._wishes.want(record.name, Want.RUNNING, "request")
             record.queue.forget_promise()
         if waits is not None:
@@ -207,7 +212,7 @@ class LeaseQueue:
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
-            # The client was told to come back: the model goes on loading for it.
+            # The client gets a Retry-After, and the model goes on loading for it.
             record.queue.promise(self._clock())
             raise self._loading(record) from None
         except asyncio.CancelledError:
@@ -219,7 +224,7 @@ class LeaseQueue:
         self._refuse_closed(record)
 
     async def _until_ready(self, record: Record, waiter: asyncio.Future[None], wait_s: float) -> None:
-        """Wait for wait_s, and on while the load is about to end, unless wait_s is 0. Raises TimeoutError, or the waiter's own error."""
+        """Wait for wait_s, and longer if the load is about to end and wait_s is not 0. Raises TimeoutError, or the waiter's own error."""
         left_s, kept_s = wait_s, 0.0
         while not (await asyncio.wait({waiter}, timeout=left_s))[0]:
             if not wait_s or kept_s >= KEPT_S or not is_nearly_ready(record, self._clock()):
@@ -229,11 +234,11 @@ class LeaseQueue:
         waiter.result()
 
     async def _once(self, record: Record, look: Callable[[A], Awaitable[T]], argument: A) -> T:
-        """`look(argument)`, shared by all clients that ask for this model meanwhile. It reads files, or waits for a hub."""
+        """`look(argument)`, which reads files or waits for the Hub, once for all clients that ask for this model meanwhile."""
         return await self._shared.get((look, record.name, record.hash), partial(look, argument))
 
     async def _refuse_unusable(self, record: Record) -> None:
-        """Before it waits for its turn behind others, only to hear then that there is no model. In its back-off nobody waits."""
+        """Raise ModelFailed at once if the model's files are missing, instead of after its turn in the queue."""
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
@@ -242,7 +247,7 @@ class LeaseQueue:
             raise ModelFailed(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}", retry_after_s=60)
 
     async def _refuse_toolless(self, record: Record) -> None:
-        """Before a model is loaded whose engine would have no parser for the calls: by its engine where one starts, else by its files."""
+        """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
         if record.handle is not None and record.state in STARTING:
             parsers = of_handle(record.handle.parsers)
         elif record.spec is not None:
@@ -253,11 +258,13 @@ class LeaseQueue:
             raise NoToolParser(record.name, parsers.nearest)
 
     def _withdraw(self, record: Record) -> None:
-        """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
-        cancel_abandoned_loads a load that is under way, too. Only what a request has wished, and nobody was told to come back for, and for
-        which no other model has ended: without it nothing would be loaded."""
-        ours = record.desired.want is Want.RUNNING and record.desired.by == "request"
-        if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not ours:
+        """Withdraw the wish of a request after its last waiter left, if the load has not begun.
+
+        With cancel_abandoned_loads a load in progress is stopped too. The wish stays if a client got a Retry-After, or if another model was
+        evicted for this one: without it neither would be loaded.
+        """
+        by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
+        if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
             return
         if any(_is_owed(other, record) for other in self._models()):
             return
@@ -269,7 +276,7 @@ class LeaseQueue:
         return self._roster.records.values()
 
     def forget_promises(self) -> None:
-        """Drop the claim of a client that a 503 sent away and that has not come back: no model is evicted or stays for it."""
+        """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them."""
         for record in self._models():
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
@@ -298,8 +305,8 @@ class LeaseQueue:
         left_s = max(0.0, record.backoff_until_s - self._clock())
         lasts = " (this will not recover on its own)" if record.lasts else ""
         if record.reason == DoesNotFit.__name__:
-            # Which models have the room may be nobody's business.
-            more = "`sparkd ps` says how much it asks for."
+            # The message names other models, which a client may not see.
+            more = "`sparkd ps` shows how much memory it needs."
         elif record.client_message is not None:
             more = f"{record.client_message} See `sparkd ps`."
         elif record.reason in ABSENT:
@@ -316,7 +323,7 @@ class LeaseQueue:
 
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:
-    """Whether its load moves, and its remaining time is known to be short: its weights are loaded, or will be within NEARLY_S."""
+    """Whether the load moves and its weights are loaded, or will be within NEARLY_S."""
     if record.state not in STARTING or now_s - record.observed.moved_at_s >= STILL_S:
         return False
     eta_s = record.observed.progress.eta_s if record.observed.progress else None
@@ -324,16 +331,16 @@ def is_nearly_ready(record: Record, now_s: float) -> bool:
 
 
 def _is_owed(other: Record, record: Record) -> bool:
-    """Whether `other` ended for the sake of `record`, is to come back without it, and has not."""
+    """Whether `other` was evicted for `record`, is to return if that is withdrawn, and has not returned."""
     eviction = other.evicted
     return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
 
 
 def _refuse_unable(record: Record, need: RequestNeeds) -> None:
-    """Before anything is loaded for it: an engine would say so in minutes, and in its own words."""
-    known = record.abilities
-    if known is not None and not known.has(need):
-        raise RouteNotServed(record.name, need.path, known.tasks)
+    """Raise RouteNotServed before the model is loaded: its engine would refuse the request minutes later."""
+    abilities = record.abilities
+    if abilities is not None and not abilities.has(need):
+        raise RouteNotServed(record.name, need.path, abilities.tasks)
 
 
 def _draining() -> Draining:

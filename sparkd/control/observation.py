@@ -1,4 +1,4 @@
-"""Owns what one look at the nodes means for each model: its ranks among all, and what could not be seen of it. Never decides."""
+"""Turns one observation of the nodes into the facts about each model: its ranks, and the nodes of it that did not answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkd.state.nouns import RankFact
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the look began."""
+    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the observation began."""
 
     observation: Observation
     by_model: Mapping[str, list[RankFact]]
@@ -27,12 +27,12 @@ class Found:
         by_model: dict[str, list[RankFact]] = {}
         for fact in observation.ranks or ():
             by_model.setdefault(fact.handle.model, []).append(fact)
-        strangers = tuple(fact for name, found in by_model.items() if name not in records for fact in found)
+        strangers = tuple(fact for name, ranks in by_model.items() if name not in records for fact in ranks)
         return cls(observation, by_model, strangers, steady)
 
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
         """The plan's facts about a model. frozen: see Pulse.frozen."""
-        seen, spec = self.ranks_of(record), record.spec
+        ranks, spec = self.ranks_of(record), record.spec
         unseen = self.observation.unseen.intersection(record.nodes)
         return ModelFacts(
             name=record.name,
@@ -42,7 +42,7 @@ class Found:
             state_since_s=record.since_s,
             config_hash=record.hash,
             rank_id=record.rank_id,
-            ranks=seen,
+            ranks=ranks,
             world=record.world,
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
@@ -71,10 +71,10 @@ class Found:
         )
 
     def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
-        """None where nothing can be said: nobody could look, an action is at it, or its only node is out of sight."""
-        moved = record.name not in self.steady or self.steady[record.name] != record.rank_id
-        alone = len(record.nodes) < 2 and self.observation.unseen.intersection(record.nodes)
-        if self.observation.ranks is None or moved or alone:
+        """The model's ranks. None if they are unknown: the observation failed, an action is changing them, or its only node is silent."""
+        changing = record.name not in self.steady or self.steady[record.name] != record.rank_id
+        only_node_unseen = len(record.nodes) < 2 and self.observation.unseen.intersection(record.nodes)
+        if self.observation.ranks is None or changing or only_node_unseen:
             return None
         return tuple(self.by_model.get(record.name, ()))
 

@@ -1,4 +1,4 @@
-"""The pure decision: what to do next, from desired and observed state. Never awaits, logs, looks at the clock or keeps anything."""
+"""The pure decision: the next actions, from desired and observed state. Never awaits, logs, reads the clock or keeps state."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want
 from workers.rank.log_parser import signal_name
 
 ASK_EVERY_S = 1.0
-# A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
+# A log that the parser does not understand must not hide a server that is up, so sparkd also asks without a sign of one, but less often.
 ASK_BLINDLY_EVERY_S = 5.0
-# A start that is late is given up once no byte came, no line was written and no CPU time was used for so long. Ranks that wait for a lost
-# one use CPU time too: after LATEST times what a start may take that alone counts no more, and no byte and no line for SILENT_S ends it.
+# A late start is given up after STILL_S without a byte read, a line logged or CPU time used. Ranks that wait for a lost rank use CPU time,
+# so after LATEST times the start deadline CPU time no longer counts: SILENT_S without a byte or a line then ends the start.
 STILL_S = 60.0
 LATEST, SILENT_S = 3, 300.0
-# A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
+# How long a node may be silent before its models fail. A touched cable is silent for less. Meanwhile its ranks wait for each other.
 DARK_S = 6.0
 ALONE_DARK_S = 10.0
-# Errors in a log that say that something of the engine is gone, and no more.
+# Errors in a log that show only that a part of the engine ended, not why.
 _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore encountered a fatal error")
-# A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
+# How long a rank may be stopped by a signal (state T; a debugger's is t), so that two observations show it.
 HALTED_S = 1.0
-# A delay is at its cap long before, and the 1,025th failure of a lasting fault would be a number that no float holds.
+# The delay reaches its cap long before this. Without a limit the 1,025th failure would overflow a float.
 MOST_DOUBLINGS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Restart policy: delays double from initial_s to max_s, +-jitter, and start over after reset_after_s of READY."""
+    """Restart policy: delays double from initial_s to max_s, plus or minus jitter, and start over after reset_after_s of READY."""
 
     initial_s: float = 10.0
     max_s: float = 300.0
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Take over what an earlier daemon started, all its ranks alive. rank_id: as in ModelFacts."""
+    """Take over an engine that an earlier daemon started, with all its ranks alive. rank_id: as in ModelFacts."""
 
     model: str
     rank_id: str
@@ -62,7 +62,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Follow what the rank's log says."""
+    """Follow the phase in the rank's log."""
 
     model: str
     state: ModelState
@@ -70,7 +70,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Put one real question to a server that is up; its answer makes the model READY."""
+    """Send one real request to a server that is up; its answer makes the model READY."""
 
     model: str
 
@@ -85,7 +85,7 @@ class Unwant:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Go for the sake of another model, which waits: its requests may finish, and it is not wanted back before that one had its turn."""
+    """Evict this model for another that waits. Its requests may finish, and it returns only after the other had its turn."""
 
     model: str
     to: str
@@ -98,21 +98,21 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop every rank of the model and verify that it is gone."""
+    """Stop every rank of the model and verify that its processes are gone."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Nothing is left of it: STOPPED."""
+    """No process of the model is left: it is STOPPED."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Give up this attempt. reason is one CamelCase word, message a sentence; client_message: what a client may read of it."""
+    """Give up this attempt. reason is one CamelCase word; message is for the operator, client_message for clients."""
 
     model: str
     reason: str
@@ -122,7 +122,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Remove every rank of a start that nobody may adopt, or the remains of one that died. rank_id: as in ModelFacts."""
+    """Remove every rank of a start that cannot be adopted, or that died. rank_id: as in ModelFacts."""
 
     rank_id: str
     model: str
@@ -137,10 +137,9 @@ def plan(
 ) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
-    `strangers` are ranks of models nobody knows. turn: whose it is to be started (sparkd.control.scheduler); None: anybody's. Only one
-    model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that is a frozen
-    host, not an error (reference: one STARTING worker for each node). A model that is being ended counts, too: it may still load, and what
-    an earlier daemon left is in no book.
+    `strangers` are ranks of models that are not configured. turn: which model may start (sparkd.control.scheduler); None: any. Only one
+    model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that freezes the
+    host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon started.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
@@ -160,10 +159,10 @@ def plan(
 
 def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     if facts.ranks is None:
-        # Nobody could look at the node. A wish to stop or start waits; what runs, runs on, but its clients do not wait for it.
+        # The node did not answer. A wish to stop or start waits. An engine runs on, but its clients are not kept waiting.
         return _dark(facts) if facts.world == 1 and not facts.busy else None
     if facts.busy:
-        # A question that a rank will never answer would wait for it as long as a start may take.
+        # If a rank is broken, the question in progress would wait until the start deadline.
         return _broken(facts) if facts.busy == "ask" and facts.world > 1 and facts.state in STARTING else None
     stray = _stray(facts)
     if stray:
@@ -174,7 +173,7 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
 
 
 def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
-    """now: something could be started, if it had room."""
+    """The action that the scheduler asks of this model. now: a model could be started if it had room."""
     if turn is None or not now:
         return None
     if (refusal := turn.refused.get(facts.name)) is not None:
@@ -184,24 +183,24 @@ def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
-    """The ranks that are there of the model, by the start that it belongs to."""
-    found: dict[str, list[RankFact]] = {}
+    """The model's ranks by the start that they belong to."""
+    starts: dict[str, list[RankFact]] = {}
     for fact in facts.ranks or ():
-        found.setdefault(fact.handle.start, []).append(fact)
-    return found
+        starts.setdefault(fact.handle.start, []).append(fact)
+    return starts
 
 
 def _stray(facts: ModelFacts) -> Destroy | None:
-    """Ranks of this model that belong neither to the present start nor to one that can be adopted."""
-    for start, found in _starts(facts).items():
+    """The removal of a start of this model that is neither the present one nor can be adopted."""
+    for start, ranks in _starts(facts).items():
         if start == facts.rank_id or facts.state is ModelState.STOPPING:
             continue
-        if facts.rank_id is None and (_adoptable(facts, found) or (facts.unseen and _adoptable(facts, found, whole=False))):
+        if facts.rank_id is None and (_adoptable(facts, ranks) or (facts.unseen and _adoptable(facts, ranks, whole=False))):
             continue
-        if any(fact.handle.config_hash != facts.config_hash for fact in found):
+        if any(fact.handle.config_hash != facts.config_hash for fact in ranks):
             why = "its configuration changed"
-        elif all(fact.alive for fact in found):
-            whole = facts.rank_id is not None or len(found) == found[0].handle.world
+        elif all(fact.alive for fact in ranks):
+            whole = facts.rank_id is not None or len(ranks) == ranks[0].handle.world
             why = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
         else:
             why = "it died while no daemon watched it"
@@ -209,14 +208,13 @@ def _stray(facts: ModelFacts) -> Destroy | None:
     return None
 
 
-def _adoptable(facts: ModelFacts, found: list[RankFact], *, whole: bool = True) -> bool:
-    """whole: every rank of the start has to be there. An engine of which a part is missing answers nothing, and looks alive."""
-    if facts.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in found):
+def _adoptable(facts: ModelFacts, ranks: list[RankFact], *, whole: bool = True) -> bool:
+    """Whether these ranks of one start can be adopted. whole: all of its ranks are required; an engine without one answers nothing."""
+    if facts.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in ranks):
         return False
-    numbers = sorted(fact.handle.rank for fact in found)
-    return all(fact.handle.config_hash == facts.config_hash for fact in found) and (
-        not whole or numbers == list(range(found[0].handle.world))
-    )
+    if any(fact.handle.config_hash != facts.config_hash for fact in ranks):
+        return False
+    return not whole or sorted(fact.handle.rank for fact in ranks) == list(range(ranks[0].handle.world))
 
 
 def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
@@ -237,7 +235,7 @@ def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
 
 
 def _end(facts: ModelFacts) -> Action | None:
-    """Nothing is gone that could not be looked at."""
+    """The next step towards STOPPED. A model with a node that does not answer cannot be said to have ended."""
     if facts.ranks:
         return Stop(facts.name)
     return None if facts.unseen else Rest(facts.name)
@@ -250,20 +248,20 @@ def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action
         case ModelState.STOPPING:
             return _end(facts)
         case ModelState.PLANNED:
-            # No action is in flight, so the one that placed it was lost: begin again.
+            # No action is in progress, so the one that placed the model was lost.
             return Fail(facts.name, "PlacementLost", "The placement ended without a result; it is tried again.")
         case _:
             return _watch(facts, now_s)
 
 
 def _start(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
-    for start, found in _starts(facts).items():
+    for start, ranks in _starts(facts).items():
         if start == facts.rank_id:
             return Destroy(start, facts.name, "the attempt it belonged to failed")
-        if _adoptable(facts, found):
+        if _adoptable(facts, ranks):
             return Adopt(facts.name, start)
     if facts.config_hash is None or facts.unseen or not can_start or now_s < facts.backoff_until_s:
-        # Ranks on a node that is out of sight may still hold its memory.
+        # Ranks on a node that does not answer may still hold its memory.
         return None
     return Place(facts.name)
 
@@ -287,11 +285,11 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
 
 
 def _dark(facts: ModelFacts) -> Fail | None:
-    """The decision about a model whose only node is out of sight."""
+    """The failure of a READY model whose only node does not answer."""
     if facts.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
         return None
-    told = f"The node it runs on has given no sign of life for {facts.dark_s:.0f} s"
-    return Fail(facts.name, "NodeLost", f"{told}; it is started again once the node is back, or elsewhere once the node counts as gone.")
+    cause = f"Its node has not answered for {facts.dark_s:.0f} s"
+    return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts it again when the node is back, or elsewhere if the node is lost.")
 
 
 def _present(facts: ModelFacts) -> list[RankFact]:
@@ -299,33 +297,33 @@ def _present(facts: ModelFacts) -> list[RankFact]:
 
 
 def _broken(facts: ModelFacts) -> Fail | None:
-    """Ranks are one engine: where one of them is dead, missing, held, out of reach or frozen, none of them serves."""
+    """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable or frozen: no rank serves then."""
     present = _present(facts)
     if not present and not facts.unseen:
         return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
-        # The others end because of the first, and say less.
-        knows = (fact for fact in dead if fact.killed or fact.progress.failure or fact.progress.last_error or fact.diagnosis)
-        told = next(knows, dead[0])
-        return Fail(facts.name, *_epitaph(facts.name, told))
+        # The other ranks end because of the first one, and know less about the cause.
+        informed = (fact for fact in dead if fact.killed or fact.progress.failure or fact.progress.last_error or fact.diagnosis)
+        first = next(informed, dead[0])
+        return Fail(facts.name, *_epitaph(facts.name, first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
-        named = " and ".join(map(str, missing))
-        return Fail(
-            facts.name, "RankMissing", f"Rank {named} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
-        )
+        numbers = " and ".join(map(str, missing))
+        message = f"Rank {numbers} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
+        return Fail(facts.name, "RankMissing", message)
     if facts.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:
-        told_s = f"a node of it has given no sign of life for {facts.dark_s:.0f} s"
-        return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {told_s}; they are started again once that is clear.")
+        cause = f"one of its nodes has not answered for {facts.dark_s:.0f} s"
+        return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {cause}. sparkd starts them again when the node is back.")
     if facts.no_raylet:
-        ended = f"Ray of {facts.no_raylet} has ended, and the workers of an engine with `executor: ray` end with it"
-        return Fail(facts.name, "NodeLost", f"{ended}; they are started again once it is back.")
+        cause = f"Ray on {facts.no_raylet} has ended, and with it the workers of this engine (`executor: ray`)"
+        return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts them again when Ray is back.")
     if facts.halted_s >= HALTED_S:
-        held = next((fact for fact in present if fact.halted), present[0]).handle
-        return Fail(facts.name, "RankHangs", f"Rank {held.rank} on {held.node_id} is stopped by a signal (SIGSTOP); all are started again.")
+        halted = next((fact for fact in present if fact.halted), present[0]).handle
+        cause = f"Rank {halted.rank} on {halted.node_id} is stopped by a signal (SIGSTOP)"
+        return Fail(facts.name, "RankHangs", f"{cause}; sparkd starts all ranks again.")
     if facts.frozen:
         return Fail(facts.name, "EngineFrozen", facts.frozen)
     return None
@@ -337,19 +335,16 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
     spins = late_s >= (LATEST - 1) * facts.start_deadline_s and facts.silent_s >= SILENT_S
     if late_s >= 0 and (facts.still_s >= STILL_S or spins):
         hung = "hung" if facts.still_s >= STILL_S else f"computed for {facts.silent_s:.0f} s without reading a byte or writing a line"
-        return Fail(
-            facts.name,
-            "StartTimeout",
-            f"It was not ready after {facts.start_deadline_s + late_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
-            f"Look at `sparkd logs {facts.name}`; "
-            "if it was only slow, raise health_check_timeout_s.",
-        )
-    if failed := next(filter(None, (_told_failure(facts.name, fact) for fact in present)), None):
-        # The engine may take its time to end, or hang: what it was started for has failed.
+        took_s = facts.start_deadline_s + late_s
+        cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
+        cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
+        return Fail(facts.name, "StartTimeout", cause + cure)
+    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in present)), None):
+        # The engine may take long to end, or hang, but its load has failed already.
         return Fail(facts.name, *failed)
-    said = _PHASES.get(progress.phase)
-    if said and _ORDER.index(said) > _ORDER.index(facts.state):
-        return Move(facts.name, said)
+    phase = _PHASES.get(progress.phase)
+    if phase and _ORDER.index(phase) > _ORDER.index(facts.state):
+        return Move(facts.name, phase)
     if now_s - facts.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
         return Ask(facts.name)
     return None
@@ -360,28 +355,32 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _why(present: list[RankFact]) -> str:
-    known = next((fact.diagnosis for fact in present if fact.diagnosis), None)
-    return f"{known.cause} {known.cure} " if known else ""
+    diagnosis = next((fact.diagnosis for fact in present if fact.diagnosis), None)
+    return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 
 def _epitaph(name: str, fact: RankFact) -> tuple[str, str, str | None]:
-    """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
+    """Reason, message and client message for a dead rank.
+
+    Any exit without an order is a failure, exit code 0 included (vllm-project/vllm issue 48966). A cause that the guard, the loader or the
+    KV sizing reported comes before one from the log.
+    """
     if fact.killed:
         return "MemoryGuard", fact.killed, None
-    if failed := _told_failure(name, fact):
+    if failed := _reported_failure(name, fact):
         return (*failed, None)
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
     how, last_error = _end_of(fact), fact.progress.last_error
     if fact.diagnosis and fact.diagnosis.weight > 1:
         message = f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
         return fact.diagnosis.name, message, fact.diagnosis.client_message
-    tells = last_error is not None and not (fact.progress.lost and any(word in last_error for word in _LOST))
-    last = f" Last error in its log: {last_error}" if tells else ""
+    is_cause = last_error is not None and not (fact.progress.lost and any(word in last_error for word in _LOST))
+    last = f" Last error in its log: {last_error}" if is_cause else ""
     return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`.", None
 
 
 def _end_of(fact: RankFact) -> str:
-    """The facts about its end. Where an engine lost its core, the exit code is its API server's, 0, and says nothing."""
+    """How the rank ended. If an engine lost its core, the exit code 0 is its API server's and shows nothing."""
     if fact.progress.lost:
         return fact.progress.lost
     if fact.exit_code is None:
@@ -393,8 +392,8 @@ def _logs(name: str, fact: RankFact) -> str:
     return f"sparkd logs {name} --rank {fact.handle.rank}" if fact.handle.rank else f"sparkd logs {name}"
 
 
-def _told_failure(name: str, fact: RankFact) -> tuple[str, str] | None:
-    """(reason, sentence) where the loader, or the worker that sizes the KV cache, has said why there will be no engine."""
+def _reported_failure(name: str, fact: RankFact) -> tuple[str, str] | None:
+    """Reason and message of a failure that the loader, or the worker that sizes the KV cache, reported."""
     progress, logs = fact.progress, _logs(name, fact)
     if progress.server_up:
         return None

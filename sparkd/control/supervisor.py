@@ -1,4 +1,4 @@
-"""The single writer: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or a file."""
+"""The control loop: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or a file."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
-# The observation of a look that failed as a whole.
+# Stands for an observation that failed.
 UNSEEN = Observation(None, None, False)
 
 
 class Supervisor:
-    """Owns the state of every model.
+    """Runs the loop and owns the parts that write the state of every model.
 
-    `ask(model, timeout_s)` puts one real question to the model through the gateway; it returns when it was answered, raises
-    SparkdError otherwise. `outside` gives a condition of the rest of the daemon. `clock` is monotonic seconds.
+    `ask(model, timeout_s)` sends one real request to the model through the gateway. It returns after the answer, or raises SparkdError.
+    `outside` returns a condition of the rest of the daemon. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # The input of the last tick's plan.
+        # What the last tick planned from.
         self._found: Found | None = None
         self._settled = False
         self._draining = False
@@ -121,15 +121,15 @@ class Supervisor:
     ) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
-        READY: at once. STOPPED or starting: it is wished for and waited for, up to wait_s (default: the model's). STOPPING: waits for
-        the stop, then starts. FAILED in back-off: ModelFailed at once. `waits` is called once where it has to wait. Cancelling the last
-        wait withdraws the wish. probe=True may use a model that is not READY yet; it never starts one. need: a model that is known not to
-        have it raises RouteNotServed at once.
+        READY: at once. STOPPED or starting: wishes the model RUNNING and waits up to wait_s (default: the model's). STOPPING: waits for the
+        stop and the next start. FAILED in back-off: raises ModelFailed at once. `waits` is called once if the request has to wait.
+        Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
+        RouteNotServed at once if the model is known not to meet it.
         """
         return Lease(self._door, name, wait_s, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
-        """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
+        """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
         operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
             end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
@@ -153,15 +153,17 @@ class Supervisor:
             conditions=tuple(condition for condition in every if condition is not None),
         )
 
-    # The daemon needs these besides.
+    # For the daemon.
 
     def next_actions(self) -> list[Action]:
-        """The actions that a tick would plan now from the last one's input. Takes none of them."""
+        """The actions that a tick would plan now from the last observation. Takes none of them."""
         return [] if self._found is None else self._plan(self._found)[0]
 
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
-        """Take a new configuration; which models are added, removed, restarted, adjusted. Engines whose own settings did not change keep
-        running untouched, and what is to be preloaded from now on is."""
+        """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
+
+        Engines whose own settings did not change keep running. Models that are new in the preload list are loaded.
+        """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
         self._wishes.end_removed()
@@ -169,7 +171,7 @@ class Supervisor:
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
-        # The memory that these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
+        # Models that lacked memory may have it now. A model whose engine hangs or crashes keeps its back-off unless its entry changed.
         end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
@@ -180,31 +182,31 @@ class Supervisor:
         return changes
 
     def tell_refused(self, why: str | None) -> None:
-        """Why the last reload was refused; None once one was taken."""
+        """Record why the last reload was refused. None: it was accepted."""
         if why is not None:
             self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {why}")
         message = f"The configuration file was rejected: {why}"
         self._refused = Condition("ConfigRefused", message) if why is not None else None
 
     def drain(self, *, wholly: bool = True) -> None:
-        """The daemon is going down: nobody waits for a model any more, and no new lease; not wholly: of what is not READY."""
+        """Shut the queue: end all waits and give no new lease. wholly=False still gives leases of models that are READY."""
         self._draining = True
         self._door.close(self.registry.records.values(), wholly=wholly)
 
     async def first_look(self, timeout_s: float) -> None:
-        """Returns once the first tick has acted and what it adopted answers, or after timeout_s."""
+        """Wait until the first tick has acted and the models that it adopted answer, or for timeout_s."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._looked.wait()
 
     async def finish_placing(self, timeout_s: float) -> None:
-        """Let a rank that is being started be started: cancelled half-way, it would come to life after everything was stopped."""
+        """Wait for rank starts in progress. A start cancelled half-way could bring the rank up after shutdown."""
         placing = [record.task for record in self.registry.records.values() if record.busy == "place" and record.task]
         if placing:
             await asyncio.wait(placing, timeout=timeout_s)
 
     async def stop_everything(self, *, at_once: bool = False) -> None:
-        """Stop every rank that can be found, READY or not, whatever is wished; wishes stay as they are for the next start."""
+        """Stop every rank that can be found. The wishes stay for the daemon's next start."""
         observation = await self._cluster.observe()
         ranks = observation.ranks or ()
         results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
@@ -222,7 +224,7 @@ class Supervisor:
     # The loop.
 
     async def run(self) -> None:
-        """Tick until cancelled: at once when woken, every second otherwise, more often while something starts."""
+        """Tick until cancelled: at once when woken, every BUSY_TICK_S while a model starts or stops, every TICK_S otherwise."""
         async with asyncio.TaskGroup() as tasks:
             self.tasks.group = tasks
             while True:
@@ -236,12 +238,12 @@ class Supervisor:
                 self._wake.clear()
 
     async def tick(self) -> None:
-        """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in.
+        """Observe, plan and act once. Acts only after the first memory reading and the adoption scan.
 
-        Each step has a boundary of its own: what goes wrong in one, or with one model, keeps nothing else from being done.
+        Each step has its own boundary: an exception in one step, or for one model, does not stop the others.
         """
         around, records = self.boundary.around, self.registry.records
-        # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
+        # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
             self._cluster.tell(told_of(records.values()))
@@ -263,7 +265,7 @@ class Supervisor:
         if self._settled and not self._draining:
             with around("gate"):
                 self._gate.look(observation, records)
-            # Until it is known which nodes are open, and who holds what, nothing is started; what is to end ends.
+            # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
             self._found, is_open = Found.of(observation, records, steady), False
             with around("shut"):
                 self._cluster.shut(self._gate.shut, self._gate.room_gib)
@@ -291,15 +293,17 @@ class Supervisor:
             gauges.engines(observation.ranks or ())
 
     def _welcome(self, observation: Observation) -> None:
-        """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
+        """End the back-off of models that had no room when a node has joined, is back or takes models again."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__})
         self._agents = agents
 
     def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
-        """Changes nothing. is_open: the cluster knows which nodes are open; where that, or who holds what, is not known, nothing is
-        started, and what is to end ends."""
+        """The next actions and the scheduler's turn. Changes nothing.
+
+        is_open: the cluster knows which nodes are open. If that or the holders of memory are unknown, the plan starts nothing.
+        """
         now_s, around = self._clock(), self.boundary.around
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():

@@ -1,8 +1,8 @@
-"""One rank as its node handles it: spawn, scan, stop, forget. Never decides what should run, never waits for a model.
+"""Spawns, scans, stops and forgets the ranks of this node.
 
-A rank is two things: a shim (workers.rank.shim), daemonised out of the caller's process tree, which owns the log and the status file, and
-the engine below it, which dies with the shim. Everything here can be called again by a process that knows nothing but the run
-directory. All of it blocks: call it from a thread.
+A rank is a shim (workers.rank.shim), which leaves the caller's process tree and owns the log and the status file, and the engine below it,
+which dies with the shim. A process that knows only the run directory can call every function here. All of them block: call them from a
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 SHIM = "workers.rank.shim"
-# By which a daemon of release 0.1.0 and before started it: such an engine is adopted.
+# The shim's module up to release 0.1.0; engines that such a daemon started are adopted.
 _FORMER_SHIM = "workers.shim"
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
@@ -46,10 +46,10 @@ SECRET_MODE_MASK = 0o077
 
 
 def spawn(spec: RankSpec) -> dict[str, Any]:
-    """Starts the rank and returns its handle (the fields of sparkd.state.nouns.RankHandle) once that is on disk and the engine was exec'ed.
+    """Start a rank. Returns its handle (the fields of sparkd.state.nouns.RankHandle) once that is on disk and the engine was exec'ed.
 
-    Raises RankError, and leaves nothing behind, where it cannot: the rank id is in use, the runtime cannot be executed, the socket is
-    taken, the key is readable by others. The shim leaves the caller's process tree, session and open files, and outlives it.
+    Raises RankError, and leaves nothing behind, if the rank id is in use, the runtime cannot be executed, the socket is taken or others
+    can read the key. The shim leaves the caller's process tree, session and open files, and outlives the caller.
     """
     spec.check()
     if processes.adopts_orphans():
@@ -69,26 +69,26 @@ def spawn(spec: RankSpec) -> dict[str, Any]:
     try:
         return _start_shim(spec, order)
     except (RankError, OSError):
-        with suppress(RankError, OSError):  # why it did not start is what counts
+        with suppress(RankError, OSError):  # the error that stopped the start is the one to raise
             stop({"rank_id": spec.rank_id}, run_dir=spec.run_dir, grace_s=0)
             forget(spec.rank_id, spec.run_dir)
         raise
 
 
 def scan(run_dir: str) -> list[dict[str, Any]]:
-    """One fact per status file, sorted by rank id. Reads /proc and the files, changes nothing, fails on no single file.
+    """The state of each rank with a status file, sorted by rank id. Reads /proc and the files, and changes nothing.
 
-    alive: shim and engine both live. processes: how many processes of the rank live, the shim not counted; above 0 while alive is
-    False means that something has to be stopped. halted: a signal has stopped one of them; cpu_s: CPU seconds of all. handle is None and
-    error tells why where a file cannot be read. progress is what the log, the loader and the worker that sizes the KV cache say together,
-    diagnosis what a known line of the log means.
+    alive: shim and engine both live. processes: the number of living processes of the rank without the shim; if it is above 0 while alive
+    is False, something has to be stopped. halted: a signal has stopped one of them. cpu_s: CPU seconds of all. If a file cannot be read,
+    handle is None and error has the reason. progress joins the reports of the log, the loader and the KV sizing; diagnosis explains a known
+    line of the log.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
         return []
     stats, boot = processes.table(), processes.boot_id()
     shims = {rank_id: identity_of(status.get("handle"), "pid", "start_ticks") for rank_id, status in statuses.items()}
-    # Reading every environment is the dear part; a rank whose shim lives is known by session and descent.
+    # Reading every process's environment is slow. A rank whose shim lives is found by session and descent instead.
     marks = {} if all(shim and processes.is_alive(shim) for shim in shims.values()) else processes.marks(stats, run_dir)
     facts = []
     for rank_id, status in statuses.items():
@@ -104,24 +104,24 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
 
 
 def nccl_lines(path: str) -> list[str]:
-    """What NCCL wrote into a rank's log since its engine started, with NCCL_DEBUG=INFO."""
-    # ibv_modify_qp's complaint goes on in lines that have its device and GIDs, and not always NCCL's name.
+    """The lines of NCCL in a rank's log since its engine started, with NCCL_DEBUG=INFO."""
+    # An error of ibv_modify_qp continues in lines with its device and GIDs, which do not always name NCCL.
     return lines_since(path, STARTED, ("NCCL", "NET/", "ibv_", "GID", "dev "))
 
 
 def strays(run_dir: str) -> dict[str, list[int]]:
-    """rank id -> pids of living engine processes that were started from this run directory and have no status file any more."""
+    """Rank id -> pids of living engine processes that were started from this run directory and have lost their status file."""
     marks = processes.marks(processes.table(), run_dir)
     return {rank_id: sorted(pids) for rank_id, pids in marks.items() if not status_path(run_dir, rank_id).exists()}
 
 
 def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str, Any]:
-    """Ends a rank: SIGTERM, at most grace_s or the rank's stop_timeout_s, SIGKILL, and a look that nothing is left.
+    """End a rank: SIGTERM, wait at most grace_s or the rank's stop_timeout_s, SIGKILL, and check that no process is left.
 
-    handle: the fields of a handle, or rank_id alone where no more is known. Works with a dead and with a stuck shim too, and is
-    harmless for a rank that is gone, of an earlier boot, or whose pid belongs to somebody else by now. Returns gone, survivors (pids
-    that live in an uninterruptible wait: report them and call again), exit_code and stop_ordered as the status file has them, and left:
-    what it left behind, sockets and shared memory, as workers.rank.shared_memory.clear says it.
+    handle: the fields of a handle, or rank_id alone. Works with a dead or stuck shim too. Does nothing to a rank that is gone, that is of
+    an earlier boot, or whose pid belongs to another process now. Returns gone, survivors (pids in an uninterruptible wait: report them and
+    call again), exit_code and stop_ordered from the status file, and left: the sockets and shared memory that it left, as
+    workers.rank.shared_memory.clear returns them.
     """
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
@@ -135,7 +135,7 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     survivors = _kill_from_outside(rank_id, run_dir, shim, _engine_of(rank_id, run_dir, status, shim))
     if ordered_here and status.get("handle") and status.get("state") != "exited":
         status |= {"state": "exited", "stop_ordered": True}
-        with suppress(OSError):  # a full disk: what was asked for is done, and the rank is about to be forgotten
+        with suppress(OSError):  # a full disk: the rank has ended and will be forgotten
             write_status(path, status)
     left = _clear_sockets(run_dir, rank_id, handle.get("socket_path") or (status.get("handle") or {}).get("socket_path"))
     return {
@@ -148,28 +148,30 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 
 
 def verify_gone(rank_id: str, run_dir: str) -> list[int]:
-    """The pids of the rank's living processes, its shim included; empty when it is gone."""
+    """The pids of the rank's living processes, including its shim; empty when it is gone."""
     status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
     shim = _shim_of(rank_id, status.get("handle"))
     engine = _engine_of(rank_id, run_dir, status, shim)
-    found = set(processes.members(rank_id, run_dir, shim=shim, engine=engine))
-    return sorted(found | {shim.pid} if shim and processes.is_alive(shim) else found)
+    pids = set(processes.members(rank_id, run_dir, shim=shim, engine=engine))
+    if shim and processes.is_alive(shim):
+        pids.add(shim.pid)
+    return sorted(pids)
 
 
 def forget(rank_id: str, run_dir: str) -> None:
-    """Removes the status file, what the engine has told and the sockets of a rank that is gone. Raises RankError while a process lives."""
+    """Remove the status file, the engine's reports and the sockets of a rank. Raises RankError while a process of it lives."""
     if living := verify_gone(rank_id, run_dir):
         raise RankError(f"The rank {rank_id} cannot be forgotten: its processes {living} live. Stop it first.")
     remove_sockets(run_dir, rank_id, None)
     remove_load(run_dir, rank_id)
     remove_kv(run_dir, rank_id)
-    known = (worker_path(run_dir, rank_id), shared_memory.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
-    for path in (*known, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
+    files = (worker_path(run_dir, rank_id), shared_memory.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
+    for path in (*files, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
         path.unlink(missing_ok=True)
 
 
 def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
-    """The progress by the rank's log, its loader and its worker together. log: from the shim's file, perhaps of another release."""
+    """The progress from the rank's log, its loader and its worker. log: from the shim's file, perhaps of another release."""
     load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
     try:
         return with_kv(together(log or Parser().progress, load), kv)
@@ -199,7 +201,7 @@ def _fact(
 
 
 def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
-    """The order goes through a pipe, so that no secret of it is on disk, in an argv or in the shim's environment."""
+    """Start the shim with its order. A pipe carries the order, so that no secret is on disk, in an argv or in the environment."""
     shim = subprocess.Popen(
         module_command(sys.executable, SHIM, spec.rank_id),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", umask=0o077, start_new_session=True,
@@ -215,26 +217,26 @@ def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     lines = answer.decode("utf-8", "replace").strip().splitlines()
     try:
-        told = json.loads(lines[-1])
-        if "handle" in told:
-            return dict(told["handle"])
-        reason = str(told["error"])
+        reply = json.loads(lines[-1])
+        if "handle" in reply:
+            return dict(reply["handle"])
+        reason = str(reply["error"])
     except (IndexError, ValueError, KeyError, TypeError):
-        said = lines[-1] if lines else "it said nothing"
-        reason = f"The shim of the rank {spec.rank_id} failed: {said}. Check the installation of sparkd on this node."
+        output = lines[-1] if lines else "it wrote nothing"
+        reason = f"The shim of the rank {spec.rank_id} failed: {output}. Check the installation of sparkd on this node."
     raise RankError(reason)
 
 
-def _shim_of(rank_id: str, told: object) -> Identity | None:
-    """The shim that a handle or a status names, dead or alive; None where a process of that name lives and is no shim of that rank."""
-    shim = identity_of(told, "pid", "start_ticks")
+def _shim_of(rank_id: str, handle: object) -> Identity | None:
+    """The shim in a handle, dead or alive; None if a living process with that identity is not this rank's shim."""
+    shim = identity_of(handle, "pid", "start_ticks")
     if shim is None or not processes.is_alive(shim):
         return shim
     return shim if any(processes.runs_module(shim.pid, module, rank_id) for module in (SHIM, _FORMER_SHIM)) else None
 
 
 def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
-    """The engine that a status names, dead or alive; None where that process lives, has not the rank's mark and is no child of its shim."""
+    """The engine in a status, dead or alive; None if that process lives but has no mark of the rank and is no child of its shim."""
     engine = identity_of(status, "engine_pid", "engine_start_ticks")
     if engine is None or not processes.is_alive(engine) or processes.mark(engine.pid, run_dir) == rank_id:
         return engine
@@ -243,7 +245,7 @@ def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Iden
 
 
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
-    """The steps that a healthy shim takes by itself. Members first, while the shim's session still tells them."""
+    """Do what a healthy shim does itself. The members die first, while the shim's session still identifies them."""
 
     def find() -> dict[int, Identity]:
         return processes.members(rank_id, run_dir, shim=shim, engine=engine)
@@ -257,14 +259,14 @@ def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine
 
 
 def _clear_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> list[dict[str, Any]]:
-    """Removes them, and looks: a socket that stays is told, not raised, since the rank is gone all the same."""
+    """Remove the rank's sockets. Returns those that stay instead of raising, because the rank is gone all the same."""
     here = os.path.dirname(socket_path or "") == run_dir
     why = {socket_path: "it is not a socket" if here else "it lies in another folder", ipc_dir(run_dir, rank_id): "it cannot be emptied"}
     try:
         remove_sockets(run_dir, rank_id, socket_path)
     except OSError as error:
         why[socket_path] = error.strerror or str(error)
-    return [{"path": path, "bytes": 0, "removed": False, "why": told} for path, told in why.items() if path and os.path.lexists(path)]
+    return [{"path": path, "bytes": 0, "removed": False, "why": reason} for path, reason in why.items() if path and os.path.lexists(path)]
 
 
 def _prepare_folders(spec: RankSpec) -> None:

