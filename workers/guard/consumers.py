@@ -1,8 +1,6 @@
-"""Owns the holders of a node's memory: the engines' processes, held by descriptors, and what they take on the host and on the device. Never
-ends one.
+"""Finds the engines that hold a node's memory: their processes, held by descriptors, and their bytes on host and device.
 
-Slow, and on a thread of its own: /proc/PID and nvidia-smi may hang where a driver does. Answers that are wanted in a hurry are made ready
-here.
+This is slow and runs on its own thread, because /proc/PID and nvidia-smi hang when a driver hangs. The guard reads the last result.
 """
 
 from __future__ import annotations
@@ -24,15 +22,17 @@ GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
-# An engine makes the memory that its processes share while it starts; later hardly anything comes.
+# An engine creates the memory that its processes share while it starts; later it creates hardly any.
 SHARED_EVERY_S = 10.0
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConsumer:
-    """One rank that lives here. pidfds: of all its processes but Python's resource trackers, which must go last
-    (workers.host.processes)."""
+    """One rank that lives on this node.
+
+    pidfds: of all its processes except Python's resource trackers, which must end last (workers.host.processes).
+    """
 
     rank_id: str
     model: str
@@ -47,21 +47,22 @@ class MemoryConsumer:
 
     @property
     def held_bytes(self) -> int | None:
-        """The memory that its end gives back: without the device's share nobody can tell."""
+        """The memory in bytes that its end frees; None if the device's share is unknown."""
         return None if self.device_bytes is None else self.host_bytes + self.device_bytes
 
 
 class Holders:
-    """`ranks` is replaced whole by each `refresh`. device_trouble: why nvidia-smi says nothing, None where it does or is not there.
+    """The engines on this node. Each `refresh` replaces `ranks` whole.
 
-    unified: whether the node's GPU shares the host's memory, or that is not known. On a GPU with memory of its own, what it holds is
-    nothing that the host gets back: `has_device` is False there, and the GPU is asked for what it draws alone.
+    device_trouble: why nvidia-smi gives no answer; None if it does, or is not installed. unified: whether the GPU shares the host's memory,
+    or may do so. On a GPU with its own memory `has_device` is False: ending an engine frees none of it for the host, and nvidia-smi is
+    asked for power, load and temperature only.
     """
 
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[MemoryConsumer, ...] = ()
         self.device_trouble: str | None = None
-        # The first GPU's gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
+        # The first GPU's gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it reports them.
         self.gpu: dict[str, float] = {}
         self.has_device = unified
         self._can_ask = True
@@ -73,16 +74,16 @@ class Holders:
         self._noted_at_s: dict[str, float] = {}
 
     def refresh(self, now_s: float, *, ask_device: bool = True) -> None:
-        """Blocks, at worst for two DEVICE_TIMEOUT_S, or for as long as /proc does."""
+        """Find the engines and their memory. Blocks, at most for two DEVICE_TIMEOUT_S unless /proc hangs."""
         ids = rank_ids(self._run_dir)
         stats, boot = (processes.table(), processes.boot_id()) if ids else ({}, "")
         if not ids:
-            # Nobody is asked, so nobody answers.
+            # nvidia-smi is not run without an engine, so there is no answer to keep.
             self.gpu, self.device_trouble = {}, None
         if ids and ask_device and self._can_ask and now_s - self._asked_at_s >= DEVICE_EVERY_S:
             self._asked_at_s = now_s
             self._ask_device()
-        found, kept = [], set()
+        ranks, kept = [], set()
         for rank_id in ids:
             status = read_status(status_path(self._run_dir, rank_id))
             shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
@@ -92,31 +93,31 @@ class Holders:
             if not members:
                 continue
             kept.update(members)
-            found.append(self._held(rank_id, status, shim, engine, members))
-        self.ranks = tuple(found)
-        # A thread that kills may still hold the tuple before this one: a number that is closed now could be another process's a moment
-        # later.
-        self._retired += [(now_s, self._fds.pop(who)) for who in self._fds.keys() - kept]
+            ranks.append(self._held(rank_id, status, shim, engine, members))
+        self.ranks = tuple(ranks)
+        # The guard's thread may still use the earlier tuple. If a descriptor were closed now, its number could soon be another process's.
+        self._retired += [(now_s, self._fds.pop(process)) for process in self._fds.keys() - kept]
         while self._retired and now_s - self._retired[0][0] >= RETIRED_S:
             os.close(self._retired.pop(0)[1])
         self._note_shared(now_s)
 
     def _note_shared(self, now_s: float) -> None:
-        """Last, since maps are read for it: what the ranks share, for whoever clears up after them."""
+        """Write down the memory that the ranks share, for the clean-up after their end. Runs last, because it reads maps."""
         before, self._noted_at_s = self._noted_at_s, {}
-        for one in self.ranks:
-            at_s = before.get(one.rank_id, float("-inf"))
-            due = one.phase != "serving" or now_s - at_s >= SHARED_EVERY_S
+        for rank in self.ranks:
+            at_s = before.get(rank.rank_id, float("-inf"))
+            due = rank.phase != "serving" or now_s - at_s >= SHARED_EVERY_S
             if due:
-                with suppress(OSError):  # a full disk: what is not written down is told, and not removed
-                    shared_memory.note(self._run_dir, one.rank_id, one.pids)
-            self._noted_at_s[one.rank_id] = now_s if due else at_s
+                with suppress(OSError):  # a full disk: memory that is not noted is reported and not removed
+                    shared_memory.note(self._run_dir, rank.rank_id, rank.pids)
+            self._noted_at_s[rank.rank_id] = now_s if due else at_s
 
     def _held(
         self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]
     ) -> MemoryConsumer:
         handle, progress = _mapping(status.get("handle")), _mapping(status.get("progress"))
-        device = [self._device[who.pid] for who in members if who.pid in self._device]
+        device = [self._device[process.pid] for process in members if process.pid in self._device]
+        killable = [process for process in members if not processes.is_resource_tracker(process.pid)]
         return MemoryConsumer(
             rank_id,
             str(handle.get("model", "")),
@@ -124,30 +125,30 @@ class Holders:
             str(handle.get("log_path", "")),
             shim,
             engine,
-            tuple(who.pid for who in members),
-            tuple(fd for who in members if not processes.is_resource_tracker(who.pid) and (fd := self._fd(who)) >= 0),
-            sum(_anonymous_bytes(who.pid) for who in members),
+            tuple(process.pid for process in members),
+            tuple(fd for process in killable if (fd := self._fd(process)) >= 0),
+            sum(_anonymous_bytes(process.pid) for process in members),
             sum(device) if device else (None if self.has_device else 0),
         )
 
-    def _fd(self, who: Identity) -> int:
-        """Held from now on: it names this process whatever becomes of its number (pidfd_open(2))."""
-        if who not in self._fds:
+    def _fd(self, process: Identity) -> int:
+        """A descriptor, kept from now on, that refers to this process even if its pid is used again (pidfd_open(2)); -1 if it is gone."""
+        if process not in self._fds:
             try:
-                fd = os.pidfd_open(who.pid)
+                fd = os.pidfd_open(process.pid)
             except OSError:
                 return -1
-            if not processes.is_alive(who):
+            if not processes.is_alive(process):
                 os.close(fd)
                 return -1
-            self._fds[who] = fd
-        return self._fds[who]
+            self._fds[process] = fd
+        return self._fds[process]
 
     def _ask_device(self) -> None:
-        # Its draw before it fell silent is no evidence of what it does now.
+        # Old values show nothing about what the GPU does now.
         self.gpu = {}
         if stuck():
-            # One that hangs is enough: the next would hang beside it.
+            # An nvidia-smi hangs already; another would hang too.
             return
         answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S) if self.has_device else ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
         if answer.missing:
@@ -162,28 +163,28 @@ class Holders:
 
 
 def device_bytes(lines: Iterable[str]) -> dict[int, int]:
-    """pid -> bytes, of rows `pid, [name,] used_memory`; a row whose memory is [N/A] is left out."""
-    found = {}
+    """pid -> bytes, from rows `pid, [name,] used_memory`. A row whose memory is [N/A] is left out."""
+    by_pid = {}
     for row in csv.reader(line.replace("|", ",") for line in lines):
         words = [word.strip() for word in row]
         if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
-            found[int(words[0])] = int(number) * MIB
-    return found
+            by_pid[int(words[0])] = int(number) * MIB
+    return by_pid
 
 
 def gpu_of(text: str) -> dict[str, float]:
-    """Watts, percent of time in which a kernel was resident, degrees Celsius; what is [N/A] is left out."""
-    found = {}
+    """Power in watts, percent of time with a kernel running, degrees Celsius. A value that is [N/A] is left out."""
+    values = {}
     for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius"), text.partition("\n")[0].split(","), strict=False):
         try:
-            found[name] = float(word)
+            values[name] = float(word)
         except ValueError:
             continue
-    return found
+    return values
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """Mapped files are page cache, which nobody's end gives back."""
+    """Anonymous memory only. Mapped files are page cache, which the end of a process does not free."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)

@@ -1,7 +1,7 @@
-"""Guards a node's memory on threads of its own: looks, decides, kills, and leaves a bundle. Never waits for the daemon, Ray or a driver.
+"""Guards a node's memory on its own threads: looks, decides, kills, and writes a bundle. Never waits for the daemon, Ray or a driver.
 
-The thread that looks and kills reads three files that it holds open and signals descriptors that it holds already: nothing on its way can
-hang or has to be allocated but numbers. A second thread finds out which processes hold memory, a third says it afterwards.
+The thread that looks and kills reads three open files and signals through open descriptors, so that nothing in its way can hang or needs
+memory except for numbers. A second thread finds the processes that hold memory. A third writes the bundle after a kill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.host.network import shares_memory
 from workers.rank import lifecycle
 
 HOLDERS_EVERY_S = 2.0
-# A daemon's word about requests that is older than this counts no more.
+# A daemon's report about requests that is older than this is ignored.
 HEARD_S = 10.0
 GONE_TIMEOUT_S = 10.0
 ON, WATCH, OFF = "on", "watch", "off"
@@ -36,10 +36,10 @@ log = logging.getLogger("sparkd.guard")
 
 
 class Sentry:
-    """settings: mode (on kills, watch only tells the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic.
+    """The guard of one node. The daemon may report in_flight, priority, pinned, state, by and predicted_gib of each model.
 
-    The daemon's word on each model: in_flight, priority, pinned, state, by, predicted_gib. Without a word of it the guard works too.
-    One of several sentries of one run directory, the agent's and the daemon's own, acts: the holder of the lock, for which `claims` asks.
+    settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. If the
+    agent and the daemon both run a guard on one run directory, the holder of its lock acts. claims: whether this one tries to take it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Sentry:
         self.folder = Path(log_dir) / "incidents"
         self.holders = Holders(run_dir, unified=shares_memory())
         self._node_id, self._run_dir, self._proc = node_id, run_dir, proc
-        self._told: Mapping[str, Mapping[str, Any]] = {}
+        self._models: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
         self.set(settings)
         self._drop = drop
@@ -67,41 +67,41 @@ class Sentry:
         self._killed: dict[str, str] = {}
 
     def start(self) -> None:
-        """The first look is made here. Raises OSError where /proc/meminfo cannot be read."""
+        """Look once and start the threads. Raises OSError if /proc/meminfo cannot be read."""
         if self.look(time.monotonic()) is None:
             self.reading = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
         for name, work in (("memory", self._look_forever), ("memory holders", self._hold_forever), ("memory bundles", self._say_forever)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """No look after this one."""
+        """End the threads after their present look."""
         self._ended.set()
 
     def set(self, settings: Mapping[str, Any]) -> None:
-        """Other settings from the next look on."""
-        self._given = tuple(settings.get(name) for name in ("soft_gib", "hard_gib", "floor_gib"))
+        """Apply other settings from the next look on."""
+        self._limits_gib = tuple(settings.get(name) for name in ("soft_gib", "hard_gib", "floor_gib"))
         self._mode = str(settings.get("mode", OFF))
 
-    def hear(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """From a daemon that lives."""
-        self._told, self._heard_at_s = told, time.monotonic()
+    def hear(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the daemon's report about its models."""
+        self._models, self._heard_at_s = models, time.monotonic()
 
     def killed(self, rank_id: str) -> str | None:
-        """Why the guard killed this rank, also before this process began; None where it did not.
+        """Why the guard killed this rank, even if an earlier process did; None if it did not.
 
-        Another sentry of this folder may have done it a moment ago, and its bundle comes after its kill: a no is never kept.
+        Another guard of this folder may have killed it a moment ago, before it writes its bundle. So a None is not cached.
         """
         if rank_id not in self._killed and (bundle := incidents.of_rank(self.folder, rank_id)) is not None:
             self._killed[rank_id] = _sentence(str(bundle.get("why")), str(bundle.get("id")))
         return self._killed.get(rank_id)
 
     def look(self, now_s: float) -> tuple[MemorySample, Trend] | None:
-        """One look and what follows from it. None where memory cannot be read: the age of the last reading tells."""
+        """Look once and act on it. None if memory cannot be read; the age of the last reading shows that."""
         look = self._vitals.look(now_s)
         if look is None:
             return None
         trend = self._vitals.trend()
-        self._limits = MemoryLimits.of(look.total, *self._given)
+        self._limits = MemoryLimits.of(look.total, *self._limits_gib)
         if self._mode != OFF:
             self._guard(look, trend, self._limits)
         else:
@@ -110,17 +110,17 @@ class Sentry:
         return look, trend
 
     def _guard(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> None:
-        # The holders of memory are known up to two seconds late: nobody is killed twice.
-        ranks = [one for one in self.holders.ranks if not self._killed.get(one.rank_id)]
+        # The list of holders is up to two seconds old, so it may still hold a rank that was killed.
+        ranks = [rank for rank in self.holders.ranks if not self._killed.get(rank.rank_id)]
         fresh = look.at_s - self._heard_at_s <= HEARD_S
-        engines = [_engine(one, self._told.get(one.model), fresh=fresh) for one in ranks]
+        engines = [_engine(rank, self._models.get(rank.model), fresh=fresh) for rank in ranks]
         decision, state = decide(look, trend, engines, limits, self._state, unified=self.holders.has_device, dying=self._dying.is_set())
         if (decision.kill or decision.drop) and (self._mode != ON or not self._may_act()):
             decision = Decision(decision.level, why=decision.why)
         if decision.kill:
-            victim = next(one for one in ranks if one.rank_id == decision.kill)
+            victim = next(rank for rank in ranks if rank.rank_id == decision.kill)
             for fd in victim.pidfds:
-                with suppress(OSError):  # gone by itself, or closed by the other thread because it is gone
+                with suppress(OSError):  # the process is gone, or the other thread closed the descriptor because it is gone
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
             self._dying.set()
             self._remember(victim, decision, look, limits)
@@ -129,7 +129,7 @@ class Sentry:
         self._decision, self._state = decision, state
 
     def _remember(self, victim: MemoryConsumer, decision: Decision, look: MemorySample, limits: MemoryLimits) -> None:
-        """The part of the bundle that tells of this moment; written on another thread, with the memory that has come back."""
+        """Collect the bundle's data of this moment. Another thread adds the freed memory and writes the bundle."""
         at_s = time.time()
         incident_id = incidents.new_id(at_s, victim.rank_id)
         self._killed[victim.rank_id] = _sentence(decision.why, incident_id)
@@ -137,11 +137,11 @@ class Sentry:
         self._vitals.forget()
         bundle = {
             "id": incident_id, "at_s": at_s, "node": self._node_id, "model": victim.model, "rank_id": victim.rank_id, "why": decision.why,
-            "level": decision.level, "phase": victim.phase, "told": dict(self._told.get(victim.model) or {}), "pids": victim.pids,
+            "level": decision.level, "phase": victim.phase, "told": dict(self._models.get(victim.model) or {}), "pids": victim.pids,
             "limits": {"soft_bytes": limits.soft, "hard_bytes": limits.hard, "floor_bytes": limits.floor},
             "engines": [
-                {name: getattr(one, name) for name in ("rank_id", "model", "phase", "host_bytes", "device_bytes")}
-                for one in self.holders.ranks
+                {name: getattr(rank, name) for name in ("rank_id", "model", "phase", "host_bytes", "device_bytes")}
+                for rank in self.holders.ranks
             ],
             "available_bytes": look.available, "columns": COLUMNS, "readings": rows,
         }  # fmt: skip
@@ -167,7 +167,7 @@ class Sentry:
             log.info("page cache: %s", self._drop())
 
     def _reading(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> dict[str, Any]:
-        """By the field names of sparkd.state.nouns.Reading."""
+        """The reading, with the field names of sparkd.state.nouns.Reading."""
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
             "at_s": time.time(),
@@ -183,7 +183,7 @@ class Sentry:
         }  # fmt: skip
 
     def _may_act(self) -> bool:
-        """Whether this sentry is the one that acts. The lock goes with the process that holds it, however that ends."""
+        """Whether this guard holds the lock, which it takes if it is free. The kernel releases it however the holder ends."""
         if not self.claims:
             fd, self._lock_fd = self._lock_fd, -1
             if fd >= 0:
@@ -204,13 +204,13 @@ class Sentry:
         wait_s = self.sample_s
         while not self._ended.wait(wait_s):
             try:
-                found = self.look(time.monotonic())
+                sample = self.look(time.monotonic())
             except Exception:
-                # The last boundary: whatever a look stumbles over, the next one must come.
+                # This is the thread's boundary: whatever fails in one look, the next one must come.
                 log.exception("a look at the memory failed")
-                found = None
-            wait_s = pace_s(*found, self._limits, self.sample_s) if found and self._limits and self._mode != OFF else self.sample_s
-            if found and self._mode == ON:
+                sample = None
+            wait_s = pace_s(*sample, self._limits, self.sample_s) if sample and self._limits and self._mode != OFF else self.sample_s
+            if sample and self._mode == ON:
                 self._may_act()
 
     def _hold_forever(self) -> None:
@@ -218,7 +218,7 @@ class Sentry:
             try:
                 self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
             except Exception:
-                # As above: a process that ends while it is read, a status file of another release.
+                # As above, for instance a process that ends while it is read, or a status file of another release.
                 log.exception("who holds the memory could not be found out")
             self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
 
@@ -233,16 +233,16 @@ class Sentry:
                     log.exception("what followed an action of the guard failed")
 
 
-def _engine(held: MemoryConsumer, told: Mapping[str, Any] | None, *, fresh: bool) -> GuardedEngine:
-    told = told or {}
+def _engine(rank: MemoryConsumer, report: Mapping[str, Any] | None, *, fresh: bool) -> GuardedEngine:
+    report = report or {}
     return GuardedEngine(
-        held.rank_id,
-        held.model,
-        PHASES.get(held.phase, "load"),
-        held.held_bytes,
-        told.get("in_flight") if fresh else None,
-        int(told.get("priority", 50)),
-        bool(told.get("pinned", False)),
+        rank.rank_id,
+        rank.model,
+        PHASES.get(rank.phase, "load"),
+        rank.held_bytes,
+        report.get("in_flight") if fresh else None,
+        int(report.get("priority", 50)),
+        bool(report.get("pinned", False)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The bundles that the guard leaves on a node: one JSON file each, the newest of them kept. Never decides what is an incident."""
+"""Writes and reads the guard's incident bundles on a node: one JSON file each, the newest KEPT of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 50
-# The characters of a rank's id that a bundle's id has.
+# How many characters of the rank's id a bundle's id holds.
 RANK_CHARS = 96
 TAIL_BYTES = 48 * 1024
 TAIL_LINES = 200
@@ -21,14 +21,14 @@ SUMMARY = ("id", "at_s", "node", "model", "rank_id", "phase", "why", "level", "f
 
 
 def new_id(at_s: float, rank_id: str) -> str:
-    """Sorts by time, which is UTC."""
+    """An id that sorts by time (UTC)."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(at_s))}-{rank_id[:RANK_CHARS]}"
 
 
 def write(folder: Path, bundle: Mapping[str, Any]) -> None:
-    """Mode 0600, whole or not at all; the oldest beyond KEPT go. Raises OSError.
+    """Write the bundle atomically, with mode 0600, and remove the oldest beyond KEPT. Raises OSError.
 
-    On the disk when this returns: a machine that was short of memory may stop for good within seconds, and this is what it leaves.
+    It is on the disk when this returns, because a machine that was short of memory may freeze within seconds.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = folder / f".{bundle['id']}.{os.getpid()}"
@@ -49,13 +49,13 @@ def write(folder: Path, bundle: Mapping[str, Any]) -> None:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Oldest first; a file that cannot be read is left out."""
-    found = (read(folder, path.stem) for path in _files(folder))
-    return [{name: bundle.get(name) for name in SUMMARY} for bundle in found if bundle]
+    """The SUMMARY of each bundle, oldest first. A file that cannot be read is left out."""
+    bundles = (read(folder, path.stem) for path in _files(folder))
+    return [{name: bundle.get(name) for name in SUMMARY} for bundle in bundles if bundle]
 
 
 def read(folder: Path, incident_id: str) -> dict[str, Any] | None:
-    """None where there is none of that id."""
+    """The bundle with this id, or None."""
     if not INCIDENT_ID.fullmatch(incident_id):
         return None
     try:
@@ -66,13 +66,14 @@ def read(folder: Path, incident_id: str) -> dict[str, Any] | None:
 
 
 def of_rank(folder: Path, rank_id: str) -> dict[str, Any] | None:
-    """The newest bundle of this rank; None where there is none. Reads no other rank's."""
-    found = (read(folder, path.stem) for path in reversed(_files(folder)) if path.stem.endswith(f"-{rank_id[:RANK_CHARS]}"))
-    return next((bundle for bundle in found if bundle and bundle.get("rank_id") == rank_id), None)
+    """The newest bundle of this rank, or None. Reads no other rank's."""
+    ids = [path.stem for path in reversed(_files(folder)) if path.stem.endswith(f"-{rank_id[:RANK_CHARS]}")]
+    bundles = (read(folder, incident_id) for incident_id in ids)
+    return next((bundle for bundle in bundles if bundle and bundle.get("rank_id") == rank_id), None)
 
 
 def _sync(folder: Path) -> None:
-    """The name of a file is its folder's content, and as safe as that (fsync(2))."""
+    """Sync the folder, which holds the new file's name (fsync(2))."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,8 +1,7 @@
-"""Owns the course of a node's memory, look by look: reads three files of /proc, keeps two minutes of it, and works out where it goes. Never
-acts.
+"""Samples a node's memory: reads three files of /proc, keeps two minutes of samples, and computes their trend.
 
-A look opens nothing and allocates nothing larger than a number: files are held open, buffers and the ring are made beforehand, because
-this must work on a machine that has no page left.
+A look opens no file and allocates nothing larger than a number. Files stay open, and buffers and the ring are allocated in advance, because
+this must work on a machine without a free page.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from workers.host.meminfo import ACCOUNTED, RECLAIMABLE, unaccounted_bytes
 
 BUFFER_BYTES = 32 * 1024
 KEPT_S = 120.0
-# At the fastest pace two minutes are that many looks.
+# The looks of two minutes at the fastest pace.
 ROWS = 1200
 COLUMNS = ("at_s", "available", "free", "cached", "swap_free", "cma_free", "unaccounted", "scanned", "swapped", "psi_full")
 SHORT_S, MIDDLE_S, LONG_S = 1.0, 5.0, 60.0
-# Its lines, and what begins each.
+# The lines that are read of /proc/meminfo, and how each begins.
 _MEMINFO = {
     name: f"{name}:".encode()
     for name in ("MemTotal", "MemAvailable", "Cached", "SwapTotal", "SwapFree", "CmaTotal", "CmaFree", *RECLAIMABLE, *ACCOUNTED)
 }
-# Of Documentation/mm and mm/vmstat.c: pages that a process had to look through itself because none was free, and pages swapped.
+# Pages that a process had to scan itself because none was free, and pages swapped (mm/vmstat.c).
 _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 
 
 @dataclass(slots=True)
 class MemorySample:
-    """One moment, bytes. at_s is monotonic. scanned and swapped are pages since boot; psi_full_us microseconds since boot.
+    """One moment, in bytes. at_s is monotonic; scanned and swapped are pages since boot, psi_full_us microseconds since boot.
 
-    A line that the kernel does not print is None; unaccounted is meminfo.unaccounted_bytes.
+    A value that the kernel does not report is None. unaccounted: see meminfo.unaccounted_bytes.
     """
 
     at_s: float
@@ -53,9 +52,9 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Where it goes. Slopes in bytes per second, negative where memory goes: since the last look, over SHORT_S, over MIDDLE_S.
+    """Slopes of available memory in bytes per second, negative while it shrinks: since the last look, over SHORT_S, over MIDDLE_S.
 
-    fell: bytes less than at most LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: how much is known at all.
+    fell: bytes lost since at most LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: the time that the samples cover.
     """
 
     last: float = 0.0
@@ -67,7 +66,7 @@ class Trend:
     span_s: float = 0.0
 
     def seconds_to(self, available: float, floor: float) -> float | None:
-        """Until `floor` at the steeper of both slopes; None where memory does not go. 0 below the floor."""
+        """Seconds until `floor` at the steeper of both slopes; None if memory does not shrink, 0 below the floor."""
         slope = min(self.short, self.middle)
         if slope >= 0:
             return None
@@ -75,7 +74,7 @@ class Trend:
 
 
 class ProcFile:
-    """One file of /proc, read again and again into one buffer. Outside /proc it is opened each time: somebody replaces it."""
+    """One file of /proc, read repeatedly into one buffer. Outside /proc (in tests) it is opened each time, because it is replaced."""
 
     def __init__(self, path: Path, *, held: bool) -> None:
         self._path = path
@@ -85,7 +84,7 @@ class ProcFile:
         self._fd = self._open() if held else -1
 
     def read(self) -> bool:
-        """False where it cannot be read; what was read before then stays."""
+        """Read the file. False if it cannot be read; the buffer then keeps its content."""
         fd = self._fd if self._fd >= 0 else self._open()
         if fd < 0:
             return False
@@ -99,7 +98,7 @@ class ProcFile:
                 os.close(fd)
 
     def number(self, name: bytes) -> int | None:
-        """The whole number behind `name` at the beginning of a line."""
+        """The integer after `name` at the beginning of a line."""
         at = 0 if self._buffer.startswith(name) else self._buffer.find(b"\n" + name, 0, self._length) + 1
         if at == 0 and not self._buffer.startswith(name):
             return None
@@ -131,7 +130,7 @@ class ProcFile:
 
 
 class Vitals:
-    """The looks of one node. `look()` adds one; `trend()` says where it goes; `rows()` is the last two minutes."""
+    """The samples of one node. `look()` adds one, `trend()` computes the slopes, `rows()` returns the last two minutes."""
 
     def __init__(self, proc: Path) -> None:
         held = proc == Path("/proc")
@@ -142,11 +141,11 @@ class Vitals:
         self._count = self._forgotten = 0
 
     def look(self, now_s: float) -> MemorySample | None:
-        """None where /proc/meminfo cannot be read now."""
+        """Take one sample; None if /proc/meminfo cannot be read now."""
         if not self.meminfo.read():
             return None
-        found = {name: self.meminfo.number(line) for name, line in _MEMINFO.items()}
-        fields = {name: value * 1024 for name, value in found.items() if value is not None}
+        values_kib = {name: self.meminfo.number(line) for name, line in _MEMINFO.items()}
+        fields = {name: value * 1024 for name, value in values_kib.items() if value is not None}
         has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
         counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
         look = MemorySample(
@@ -178,16 +177,16 @@ class Vitals:
         self._count += 1
 
     def forget(self) -> None:
-        """A process was killed: what went before says nothing about where it goes on. It is still what happened."""
+        """Start the trend anew after a kill, which ends the earlier course of memory. The rows stay."""
         self._forgotten = self._count
 
     def trend(self) -> Trend:
-        """From the newest look back. Without a look that is old enough a slope is over what there is."""
-        known = min(self._count - self._forgotten, ROWS)
-        if known < 2:
+        """The trend up to the newest look. If no look is old enough, a slope covers the looks that there are."""
+        looks = min(self._count - self._forgotten, ROWS)
+        if looks < 2:
             return Trend()
         now_s, available = self._at(1, 0), self._at(1, 1)
-        short, middle, long = (self._back(seconds, known) for seconds in (SHORT_S, MIDDLE_S, LONG_S))
+        short, middle, long = (self._back(seconds, looks) for seconds in (SHORT_S, MIDDLE_S, LONG_S))
         return Trend(
             self._slope(2),
             self._slope(short),
@@ -206,18 +205,18 @@ class Vitals:
         return [[self._at(back, column) for column in range(len(COLUMNS))] for back in range(last, 0, -1)]
 
     def _at(self, back: int, column: int) -> float:
-        """back: 1 is the newest look."""
+        """One value of an earlier look. back: 1 is the newest look."""
         return self._ring[(self._count - back) % ROWS * len(COLUMNS) + column]
 
-    def _back(self, seconds: float, known: int) -> int:
-        """How many looks back the first one is, of the last `known`, that is no older than that."""
+    def _back(self, seconds: float, looks: int) -> int:
+        """How far back, in looks, the oldest of the last `looks` is that is at most `seconds` old."""
         oldest_s = self._at(1, 0) - seconds - 1e-6
-        back, beyond = 1, known + 1
+        back, beyond = 1, looks + 1
         while beyond - back > 1:
             middle = (back + beyond) // 2
             back, beyond = (middle, beyond) if self._at(middle, 0) >= oldest_s else (back, middle)
-        # A slope needs two looks, however long ago the one before was.
-        return min(known, max(back, 2))
+        # A slope needs two looks, however old the second is.
+        return min(looks, max(back, 2))
 
     def _slope(self, back: int) -> float:
         return self._per_s(back, 1)

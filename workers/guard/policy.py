@@ -1,10 +1,9 @@
-"""The guard's decision: memory, where it goes and who holds it in, what to do out. Never reads, kills, waits or looks at the clock.
+"""The guard's decision, a pure function of a memory sample, its trend and the engines. Never reads, kills, waits or reads the clock.
 
 A DGX Spark that runs out of memory freezes within seconds, without an OOM kill. Recorded collapses: 9.9 to 2.4 GiB in 3 s, 29 to 2.5
-GiB in 9 s. Recorded mistakes: a guard of 2 GiB that killed during compilation and so restarted for ever; a floor on MemAvailable alone
-that killed a healthy model with a large mapped table after 15 hours.
-So limits depend on the phase, and a low number alone kills nobody: memory must also be going, or the kernel must be reclaiming (the
-thresholds of pages per minute are those of that model's owner).
+GiB in 9 s. Recorded mistakes: a guard of 2 GiB that killed during compilation, which then started again for ever; a floor on MemAvailable
+alone that killed a healthy model with a large mapped table after 15 hours. So limits depend on the phase, and a low number alone is no
+reason to kill: memory must also shrink, or the kernel must reclaim (the thresholds in pages per minute are from that model's owner).
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ PHASES = {"starting": LOAD, "loading": LOAD, "warming": CAPTURE, "sizing": CAPTU
 
 SCANNED_PER_S = 51_200 / 60
 SWAPPED_PER_S = 12_800 / 60
-# Looks in a row, so that a moment is not taken for a state. Capturing graphs dips for two.
+# Looks in a row, so that a short dip does not count. Capturing graphs dips for two.
 LOOKS = {LOAD: 2, CAPTURE: 3, SERVE: 2}
-# How soon the floor must be near for a fall to count as a collapse. A load takes memory on purpose, up to 4 GB/s, and ends.
+# A fall counts as a collapse if it reaches the floor within this time. A load takes memory on purpose, up to 4 GB/s, and ends.
 HORIZON_S = {LOAD: 1.0, CAPTURE: 1.0, SERVE: 2.0}
-REACH = {LOAD: 4.0, CAPTURE: 4.0, SERVE: 6.0}  # times the floor: a fall that begins higher may end
-FAST_SHARE_PER_S = 0.002  # of all memory: slower is no collapse
+REACH = {LOAD: 4.0, CAPTURE: 4.0, SERVE: 6.0}  # times the floor: a fall above that may still end
+FAST_SHARE_PER_S = 0.002  # of all memory: a slower fall is no collapse
 SLOW_HORIZON_S = 30.0
 CREEP_SHARE = 0.0002
 RISE = 1.25
 CALM_S = 10.0
 PRESSED_S = 3.0
-# After a kill: memory comes back late, and the next look may still show what was.
+# After a kill memory comes back late, and the next look may still show the old state.
 SETTLE_S = 1.5
 GONE_S = 5.0
 DROP_EVERY_S = 10.0
@@ -40,7 +39,7 @@ DROP_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Bytes of MemAvailable. Below soft no load begins; below hard, with proof, one engine is killed; floor must never be reached."""
+    """Bytes of MemAvailable. Below soft no load begins. Below hard, with proof, the guard kills one engine. Floor must not be reached."""
 
     soft: int
     hard: int
@@ -48,23 +47,25 @@ class MemoryLimits:
 
     @classmethod
     def of(cls, total: int, soft_gib: float | None = None, hard_gib: float | None = None, floor_gib: float | None = None) -> MemoryLimits:
-        """On a Spark 6, 4 and 2 GiB, on a smaller machine as large a share. A KV cache of `auto` leaves 3.6 GiB: low, and no danger."""
+        """The defaults are 6, 4 and 2 GiB on a Spark, and the same shares of a smaller machine. `kv_cache: auto` leaves 3.6 GiB."""
 
-        def limit(given: float | None, gib: float) -> int:
-            return int(given * GIB) if given is not None else min(int(gib * GIB), int(total * gib / 120))
+        def limit(configured_gib: float | None, default_gib: float) -> int:
+            if configured_gib is not None:
+                return int(configured_gib * GIB)
+            return min(int(default_gib * GIB), int(total * default_gib / 120))
 
         return cls(limit(soft_gib, 6.0), limit(hard_gib, 4.0), limit(floor_gib, 2.0))
 
     def hard_in(self, phase: str) -> int:
-        """Capturing graphs takes MemAvailable down to 4 GiB for a moment where 36 come back, so that its limit is half-way to the floor."""
+        """The hard limit in bytes. Before SERVE it is half-way to the floor: capturing graphs dips to 4 GiB and then frees 36."""
         return self.hard if phase == SERVE else (self.hard + self.floor) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedEngine:
-    """One engine's ranks on this node. held: bytes that its end gives back, None where nobody could tell.
+    """One engine's rank on this node. held: bytes that its end frees, None if unknown.
 
-    in_flight is None where nobody has said (no daemon): then it counts as busy. priority: the higher, the later its turn to die.
+    in_flight is None without a report from the daemon; the engine then counts as busy. A higher priority is killed later.
     """
 
     rank_id: str
@@ -78,7 +79,7 @@ class GuardedEngine:
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """The guard's memory between two looks. Times are those of the looks."""
+    """What the guard remembers between two looks. Times are those of the looks."""
 
     level: str = OK
     low_looks: int = 0
@@ -93,7 +94,7 @@ class GuardState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """kill: the rank that is to die now, and why, in one sentence. drop: the page cache is to be dropped."""
+    """kill: the rank to kill now; why: the reason in one clause. drop: whether to drop the page cache."""
 
     level: str
     kill: str | None = None
@@ -111,12 +112,15 @@ def decide(
     unified: bool = True,
     dying: bool = False,
 ) -> tuple[Decision, GuardState]:
-    """One look. dying: a rank that was killed still has processes. At most one victim, and none before the last one's memory had time."""
+    """The decision for one look, with at most one victim, and none until the last victim's memory had time to come back.
+
+    dying: a rank that was killed still has processes.
+    """
     phase = _phase(engines)
     reclaiming = trend.scanned_per_s >= SCANNED_PER_S or trend.swapped_per_s >= SWAPPED_PER_S
     left_s = trend.seconds_to(look.available, limits.floor)
     fast = (
-        # The last step too: what fell and stays is no collapse.
+        # The last step must fall too: memory that fell and then stays is no collapse.
         max(trend.short, trend.last) <= -FAST_SHARE_PER_S * look.total
         and left_s is not None
         and left_s <= HORIZON_S[phase]
@@ -144,28 +148,30 @@ def decide(
 
 
 def choose(engines: Sequence[GuardedEngine], needed: int) -> GuardedEngine | None:
-    """The engine to kill: one whose end is enough; idle before busy, unpinned first, low priority first, then who is starting, then the
-    largest."""
-    enough = [one for one in engines if one.held is None or one.held >= needed]
-    largest = max((one.held or 0 for one in engines), default=0)
-    # Where nobody's end is enough, small ones would only cost the time that is left.
-    able = enough or [one for one in engines if (one.held or 0) * 2 >= largest]
+    """The engine to kill, among those that hold at least `needed` bytes.
 
-    def rank(one: GuardedEngine) -> tuple[bool, bool, int, bool, int, str]:
-        return (one.in_flight != 0, one.pinned, one.priority, one.phase == SERVE, -(one.held or 0), one.rank_id)
+    Idle ones come first, then unpinned ones, low priority, those that start, and the largest.
+    """
+    sufficient = [engine for engine in engines if engine.held is None or engine.held >= needed]
+    largest = max((engine.held or 0 for engine in engines), default=0)
+    # If no engine alone is enough, killing a small one would only lose time.
+    candidates = sufficient or [engine for engine in engines if (engine.held or 0) * 2 >= largest]
 
-    return min(able, key=rank, default=None)
+    def order(engine: GuardedEngine) -> tuple[bool, bool, int, bool, int, str]:
+        return (engine.in_flight != 0, engine.pinned, engine.priority, engine.phase == SERVE, -(engine.held or 0), engine.rank_id)
+
+    return min(candidates, key=order, default=None)
 
 
 def pace_s(look: MemorySample, trend: Trend, limits: MemoryLimits, base_s: float) -> float:
-    """Seconds to the next look: a fifth while memory goes fast or little is left."""
+    """Seconds to the next look: a fifth of base_s while memory falls fast or little is left."""
     hurried = look.available < limits.soft or trend.short <= -FAST_SHARE_PER_S * look.total
     return base_s / 5 if hurried else base_s
 
 
 def _phase(engines: Sequence[GuardedEngine]) -> str:
-    """The most patient one that applies: only one engine of a node starts at a time."""
-    phases = {one.phase for one in engines}
+    """The most patient phase among the engines. Only one engine of a node starts at a time."""
+    phases = {engine.phase for engine in engines}
     return CAPTURE if CAPTURE in phases else LOAD if LOAD in phases else SERVE
 
 
@@ -180,7 +186,7 @@ def _reason(
     falling: bool,
     left_s: float | None,
 ) -> str:
-    """Why an engine must go now; empty where none must."""
+    """Why an engine must be killed now; empty if none must."""
     available, looks = f"{look.available / GIB:.2f} GiB available", LOOKS[phase]
     if state.fast_looks >= 2:
         rate, floor = -trend.short / GIB, limits.floor / GIB
@@ -202,12 +208,12 @@ def _proof(trend: Trend, reclaiming: bool) -> str:
 
 
 def _needed(look: MemorySample, trend: Trend, limits: MemoryLimits) -> int:
-    """The bytes that must come back for the fall to end above the hard limit, with the time that a kill takes."""
+    """The bytes that must come back to end the fall above the hard limit, with the fall during a kill counted in."""
     return max(0, int(limits.hard - look.available - min(trend.short, 0.0) * SETTLE_S))
 
 
 def _levelled(look: MemorySample, limits: MemoryLimits, state: GuardState, *, critical: bool, corroborated: bool) -> GuardState:
-    """Worse at once, or after PRESSED_S; better one step at a time, after CALM_S well above the limit."""
+    """The next level: worse at once, or after PRESSED_S; better by one step, after CALM_S well above the limit."""
     now_s = look.at_s
     if critical:
         return replace(state, level=CRITICAL, calm_since_s=None, pressed_since_s=state.pressed_since_s or now_s)

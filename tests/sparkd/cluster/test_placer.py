@@ -338,7 +338,7 @@ async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(mod
     assert (await scene.place(model, **asked)).nodes == (A,)
     await scene.places.release("m")
     assert "this node offers" in await scene.refused(model)
-    assert "1 node is in sight" in await scene.refused(model, tensor_parallel=2)
+    assert "only 1 is reachable" in await scene.refused(model, tensor_parallel=2)
     offered[B] = gone
     assert (await scene.place(model, **asked)).nodes == (A, B)
 

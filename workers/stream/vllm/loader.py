@@ -1,7 +1,6 @@
-"""vLLM's side of the streaming loader: the load format `spark_stream`. Never quantizes, never reads a weight itself: it joins what the
-other modules do.
+"""The load format `spark_stream`: joins the streaming loader's modules to vLLM's model loader.
 
-Importing this module imports vLLM. See pipeline.py for the pass over the checkpoint, trace.py for how a rank's share is found.
+Importing this module imports vLLM. See pipeline.py for the pass over the checkpoint, and trace.py for how a rank's share is found.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from workers.stream.vllm.warmup import compile_kernels, make_ready
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-# How a model class says that it does not take a tensor.
+# The errors of a model class that does not accept a tensor.
 _MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
 def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
-    """Writes the quantization that the loader is going to produce into `engine_args.hf_overrides`.
+    """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
 
-    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing, but that on a CPU our kernels serve what
-    is in one of our formats. Raises ValueError with the reason for what cannot be loaded.
+    A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
+    checkpoint in one of our formats. Raises ValueError with the reason if the checkpoint cannot be loaded.
     """
     checkpoint = None
     try:
@@ -69,9 +68,9 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         if not described and engine_args.quantization is None and current_platform.is_cpu():
             described = _quantized_elsewhere(checkpoint)
     except SparkdError as error:
-        given_config = engine_args.model_loader_extra_config
-        if isinstance(given_config, Mapping) and isinstance(path := given_config.get("progress"), str):
-            # A file that cannot be read may be read once it is whole; the tensors that were read stay as they are.
+        extra_config = engine_args.model_loader_extra_config
+        if isinstance(extra_config, Mapping) and isinstance(path := extra_config.get("progress"), str):
+            # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
             ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
         raise ValueError(error.message) from None
     for sentence in (*settings.recipe.notes, *formats.adjustments):
@@ -85,23 +84,23 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     if formats and current_platform.is_cuda() and not _may_be_cached(settings, engine_args.model):
         make_ready(os.environ)
     described["quant_method"] = NAME
-    given = engine_args.hf_overrides
-    if callable(given):
+    overrides = engine_args.hf_overrides
+    if callable(overrides):
 
-        def both(config: Any) -> Any:
-            config = given(config)
+        def override_both(config: Any) -> Any:
+            config = overrides(config)
             config.quantization_config = described
             return config
 
-        engine_args.hf_overrides = both
+        engine_args.hf_overrides = override_both
         return
-    engine_args.hf_overrides = {**(given or {}), "quantization_config": described}
+    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
 
 
 def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's own configuration, where our CPU kernels serve it and vLLM's may not (no AMX, no AVX-512); else {}."""
-    said = checkpoint.quantization.details if checkpoint.quantization is not None else {}
-    return dict(said) if in_our_formats(said) else {}
+    """The checkpoint's own configuration, if our CPU kernels serve it, as vLLM's may not (no AMX, no AVX-512); else {}."""
+    details = checkpoint.quantization.details if checkpoint.quantization is not None else {}
+    return dict(details) if in_our_formats(details) else {}
 
 
 def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
@@ -109,7 +108,7 @@ def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
 
 
 def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
-    """The checkpoint's folder; a hub id is fetched through huggingface_hub, or taken from its cache where that is all there is."""
+    """The checkpoint's folder. huggingface_hub fetches a Hub id, or finds it in its cache when offline."""
     if os.path.isdir(model):
         return model
     from huggingface_hub import snapshot_download
@@ -133,7 +132,7 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
 
 
 def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
-    """Raises CheckpointError where the model takes what the entry says is damaged."""
+    """Raise CheckpointError if the model takes a tensor that the cache marks as damaged."""
     for name in sorted(entry.damaged):
         if trace is None or ((taken := trace.taken.get(name)) is not None and taken.region is not None):
             raise CheckpointError("it holds NaN or Inf, or was made of a tensor that does", file=entry.folder, tensor=name)
@@ -141,8 +140,10 @@ def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
 
 @contextlib.contextmanager
 def _young_garbage_only() -> Iterator[None]:
-    """vLLM and torch are a million objects, and a load makes enough of its own that the collector looks through all of them several times:
-    1.3 of 2.6 s of asking 9,000 tensors where they go. Meanwhile it looks at the load's own alone.
+    """Let the garbage collector look only at objects that the load creates.
+
+    vLLM and torch are a million objects, and a load creates enough for several full collections: 1.3 of the 2.6 s that it took to ask
+    9,000 tensors where they go.
     """
     ours = gc.get_freeze_count() == 0
     if ours:
@@ -155,10 +156,10 @@ def _young_garbage_only() -> Iterator[None]:
 
 
 class SparkStreamLoader(DefaultModelLoader):
-    """Load format `spark_stream`: hands vLLM the tensors of a virtual quantized checkpoint, each as soon as its bytes are there."""
+    """Load format `spark_stream`: yields the tensors of a virtual quantized checkpoint to vLLM, each as soon as its bytes are read."""
 
     def __init__(self, load_config: Any) -> None:
-        # The base class refuses settings and formats that it does not know, so it gets a copy without them.
+        # The base class refuses unknown settings and formats, so it gets a copy without them.
         self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {}, os.environ)
         plain = copy.copy(load_config)
         plain.model_loader_extra_config = {}
@@ -177,9 +178,9 @@ class SparkStreamLoader(DefaultModelLoader):
                 raise
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them.
+        """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
 
-        Not where a cache will probably be read: Triton's first step is to hash 400 MB of its own files, and nothing would be quantized.
+        If a cache will probably be read, nothing is compiled: nothing will be quantized, and Triton first hashes 400 MB of its own files.
         """
         if model_config.quantization == NAME and torch.cuda.is_available() and not _may_be_cached(self._settings, model_config.model):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
@@ -187,11 +188,11 @@ class SparkStreamLoader(DefaultModelLoader):
         return super().load_model(vllm_config, model_config, *args, **kwargs)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
+        """Load as the base class does. Raises CheckpointError with file and tensor if vLLM's model class does not accept a tensor."""
         try:
             with _young_garbage_only():
                 super().load_weights(model, model_config)
-        except BaseException as error:  # also SIGTERM's SystemExit and KeyboardInterrupt: nothing half-written or half-loaded stays
+        except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
             self._abandon(f"the load ended by {type(error).__name__}")
             refused = self._refusal(error, model)
             if refused is None:
@@ -202,18 +203,19 @@ class SparkStreamLoader(DefaultModelLoader):
 
     def _abandon(self, reason: str) -> None:
         if self._tensors is not None:
-            self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
+            self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
         if self._source is not None:
-            # A generator that was never begun closes nothing.
+            # Closing a generator that never ran closes nothing.
             self._source.abandon(reason)
             self._source.close()
 
     def _refusal(self, error: BaseException, model: torch.nn.Module) -> CheckpointError | None:
-        """The error to raise in place of `error`, or None; the daemon is told of either."""
+        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None."""
         if self._progress is None or isinstance(error, SparkdError):
             return None
-        known = isinstance(error, _MISMATCHES) and not isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
-        if not known or self._virtual is None or self._tensors is None:
+        from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
+        is_mismatch = isinstance(error, _MISMATCHES) and not from_device
+        if not is_mismatch or self._virtual is None or self._tensors is None:
             self._progress.failed(ended(error))
             return None
         refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
@@ -221,8 +223,7 @@ class SparkStreamLoader(DefaultModelLoader):
         return refused
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not
-        start then."""
+        """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
         self.counter_before_loading_weights = time.perf_counter()
         progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
         try:
@@ -242,7 +243,7 @@ class SparkStreamLoader(DefaultModelLoader):
             try:
                 return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
             except CheckpointError as error:
-                # Whether it is the checkpoint's fault, the checkpoint tells.
+                # If the checkpoint has the same fault, reading it raises the error again.
                 logger.info(
                     "sparkd: the quantized cache %s does not suit this model: %s The checkpoint is read.", entry.folder, error.message
                 )
@@ -264,7 +265,7 @@ class SparkStreamLoader(DefaultModelLoader):
         progress: ProgressFile,
         entry: CachedCheckpoint | None = None,
     ) -> LoadSession:
-        """Of `virtual`, which is the checkpoint's, or the entry's that holds all of it."""
+        """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
         self._virtual = virtual
         check = self._settings.enable_weights_track
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
@@ -293,7 +294,7 @@ class SparkStreamLoader(DefaultModelLoader):
         return source
 
     def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
-        """The quantized cache of the whole model, which alone is asked about then; None also where this rank may have one of its own."""
+        """The quantized cache of the whole model; None if there is none, or if this rank may have its own."""
         if (cache_dir := self._settings.cache_dir) is None:
             return None
         recipe = self._settings.recipe.canonical()
@@ -303,7 +304,7 @@ class SparkStreamLoader(DefaultModelLoader):
         return find(cache_dir, checkpoint, recipe, say=logger.info)
 
     def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> LoadSession:
-        """The quantized cache in place of the checkpoint where there is one, else the checkpoint and a writer beside it."""
+        """The session from the quantized cache if there is one; else `source` with a writer that creates the cache."""
         cache_dir = str(self._settings.cache_dir)
         recipe, tp_slice = self._settings.recipe.canonical(), None
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
@@ -318,16 +319,16 @@ class SparkStreamLoader(DefaultModelLoader):
         if in_parts:
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
             candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
-        for known, part in candidates:
-            cached = find(cache_dir, checkpoint, known, part, say=logger.info)
+        for cached_recipe, part in candidates:
+            cached = find(cache_dir, checkpoint, cached_recipe, part, say=logger.info)
             if cached is None:
                 continue
             if served := source.from_cache(cached, wanted):
                 return served
             cached.close()
         handed = wanted if in_parts else source.pipeline.handed()
-        layout: Tensors = {name: (CODES[one.dtype], one.shape) for name, one in handed.items()}
-        plain = frozenset(name for name, one in handed.items() if one.plain and one.is_whole)
+        layout: Tensors = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in handed.items()}
+        plain = frozenset(name for name, tensor in handed.items() if tensor.plain and tensor.is_whole)
         if completes:
             layout, plain = completed(virtual, layout)
         source.writer = CacheWriter(
