@@ -106,6 +106,8 @@ class Consultation:
         own = hardware.platform == "cpu" or hardware.name == "node"
         self._platform = OWN if own else _H200 if hardware.name == "h200" else SPARK
         self._here = (Path(checkpoint.folder) / checkpoint.config_file).is_file()
+        self._files = {} if self._here else files_of(checkpoint)
+        self._tensors = () if self._here else tuple(checkpoint.tensors.values())
         self._answers: dict[Way, ModelAnswer | None] = {}
 
     def ask(self, ways: Iterable[Way]) -> None:
@@ -169,8 +171,8 @@ class Consultation:
             args = [*args, "--load-format", LOAD_FORMAT, "--model-loader-extra-config", loader]
         return ModelQuestion(
             folder=Path(self._checkpoint.folder) if self._here else None,
-            files={} if self._here else files_of(self._checkpoint),
-            tensors=() if self._here else tuple(self._checkpoint.tensors.values()),
+            files=self._files,
+            tensors=self._tensors,
             args=tuple(args),
             env=self._env,
             tensor_parallel=tensor_parallel,

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -32,7 +33,7 @@ from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers
 from sparkd.inquiry.model_answers import places as answers_in
 from sparkd.models.folder import unusable
 from sparkd.models.prequantized import prequantized
@@ -178,7 +179,7 @@ def _answer(
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
     # vLLM is asked in quiet moments (sparkd.daemon.foresight), and not while somebody waits.
-    ask = Witness(lambda questions: [kept(each, answers) for each in questions])
+    ask = Witness(partial(kept_answers, runtime=answers))
     plan = answer(
         PlanRequest(**question.model_dump(exclude={"hardware"})),
         hardware,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, machine
@@ -22,7 +23,7 @@ from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
 from sparkd.inquiry.flag_table import refused
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept, places
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
 from sparkd.models.folder import unusable
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
@@ -140,7 +141,7 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
         return Evidence(profiles, vllm)
     away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))
     runtime = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
-    return Evidence(profiles, vllm, Answers(lambda questions: [kept(each, runtime) for each in questions]).ask)
+    return Evidence(profiles, vllm, Answers(partial(kept_answers, runtime=runtime)).ask)
 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:

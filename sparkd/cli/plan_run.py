@@ -20,7 +20,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.cli.layers import meant, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
-from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept, places
+from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept_answers, places
 from sparkd.models.prequantized import prequantized
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.models.source import source_of
@@ -217,7 +217,7 @@ def asked_here(
 ) -> Sequence[ModelAnswer | None]:
     """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
     if quick or full_version_in(runtime.interpreter) is None:
-        return [kept(each, runtime) for each in questions]
+        return kept_answers(questions, runtime)
     with ExitStack() as shown:
         lines: list[Callable[[str, str], None]] = []
 

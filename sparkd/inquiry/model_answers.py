@@ -1,7 +1,8 @@
 """Owns the answers of the installed vLLM about models: asked of a child in its Python environment, and kept on disk. Never imports vLLM.
 
-A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py has the
-JSON of the answer. `kept` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as vLLM's import.
+A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py has
+the JSON of the answer. `kept_answers` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as
+vLLM's import.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -202,17 +203,19 @@ def places(state_dir: Path) -> list[Path]:
     return [folder.with_name("vllm-answers") for folder in flag_table.places(state_dir)]
 
 
-def kept(question: ModelQuestion, runtime: InquiryRuntime) -> ModelAnswer | None:
-    """The answer that the disk has; None where it has none, and where the file is damaged."""
+def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
+    """The answer of each that the disk has; None where it has none, and where the file is damaged."""
     version = runtime.version
     if version is None:
-        return None
-    return _on_disk(_key(question, runtime, version), runtime)
+        return [None for _ in questions]
+    keys = _Keys(runtime, version)
+    return [_on_disk(keys.of(question), runtime) for question in questions]
 
 
 def kept_here(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
-    """As `kept`, of each; what was asked of the runtime's own platform counts too, because a daemon asks so about a node's own GPU."""
-    return [kept(question, runtime) or kept(replace(question, platform=OWN), runtime) for question in questions]
+    """As `kept_answers`; what was asked of the runtime's own platform counts too, because a daemon asks so about a node's own GPU."""
+    answers = kept_answers([*questions, *(replace(question, platform=OWN) for question in questions)], runtime)
+    return [answer or own for answer, own in zip(answers[: len(questions)], answers[len(questions) :], strict=True)]
 
 
 def ask(
@@ -231,7 +234,8 @@ def ask(
     if version is None:
         raise EngineError(f"There is no vLLM beside {runtime.place}: set engine.runtime to the Python that has it.")
     cancel = cancel or threading.Event()
-    keys = [_key(question, runtime, version) for question in questions]
+    hashes = _Keys(runtime, version)
+    keys = [hashes.of(question) for question in questions]
     answers: list[ModelAnswer | None] = [_on_disk(key, runtime) for key in keys]
     for platform in sorted({question.platform for question in questions}):
         numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
@@ -360,41 +364,68 @@ def _engine(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> t
     return args, {name: value for name, value in env.items() if name.startswith(_VARIABLES)}
 
 
-def _key(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> str:
-    args, env = _engine(question, runtime, version)
-    parts = [
-        str(runtime.python),
-        version,
-        *runtime.neighbours,
-        question.platform,
-        # A folder of answers may be that of several machines. Another node's are in the digest of its packages.
-        cpu_abilities() if question.platform == OWN and runtime.away is None else "",
-        f"{question.tensor_parallel} {question.pipeline_parallel}",
-        json.dumps([args, sorted(env.items())]),
-    ]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for path in _PROGRAMS:
-        digest.update(path.read_bytes())
-    for tensor in question.tensors:
+class _Keys:
+    """The names of answers on disk. The questions of one plan differ in split and format: what they share, up to 20 MB, is hashed once."""
+
+    def __init__(self, runtime: InquiryRuntime, version: str) -> None:
+        self._runtime, self._version = runtime, version
+        self._digests: dict[Hashable, bytes] = {}
+
+    def of(self, question: ModelQuestion) -> str:
+        runtime = self._runtime
+        args, env = _engine(question, runtime, self._version)
+        parts = [
+            str(runtime.python),
+            self._version,
+            *runtime.neighbours,
+            question.platform,
+            # A folder of answers may be that of several machines. Another node's are in the digest of its packages.
+            cpu_abilities() if question.platform == OWN and runtime.away is None else "",
+            f"{question.tensor_parallel} {question.pipeline_parallel}",
+            json.dumps([args, sorted(env.items())]),
+        ]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        digest.update(self._once(_PROGRAMS, _programs))
+        digest.update(self._once(id(question.tensors), lambda: _tensors(question.tensors)))
+        if (draft := question.draft) is not None:
+            digest.update(self._once(id(draft), lambda: _files(files_of(draft)) + _tensors(draft.tensors.values())))
+        for folder in (question.folder, _draft_folder(args)):
+            if folder is not None and folder.is_absolute():
+                digest.update(self._once(folder, partial(_folder, folder)))
+        if question.folder is None:
+            digest.update(self._once(id(question.files), lambda: _files(question.files)))
+        return digest.hexdigest()[:32]
+
+    def _once(self, what: Hashable, digest: Callable[[], bytes]) -> bytes:
+        """what: a value, or the id of an object that the caller's questions hold."""
+        if what not in self._digests:
+            self._digests[what] = digest()
+        return self._digests[what]
+
+
+def _programs() -> bytes:
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in _PROGRAMS)).digest()
+
+
+def _tensors(tensors: Iterable[TensorRef]) -> bytes:
+    digest = hashlib.sha256()
+    for tensor in tensors:
         digest.update(f"\0{tensor.name} {tensor.dtype} {tensor.shape}".encode())
-    if question.draft is not None:
-        _digest_files(files_of(question.draft), digest)
-        for tensor in question.draft.tensors.values():
-            digest.update(f"\0draft {tensor.name} {tensor.dtype} {tensor.shape}".encode())
-    for folder in (question.folder, _draft_folder(args)):
-        if folder is not None and folder.is_absolute():
-            beside = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
-            digest.update("\0".join(f"{path.name} {_size(path)}" for path in beside).encode())
-            _digest_files(_texts_in(folder), digest)
-    if question.folder is None:
-        _digest_files(question.files, digest)
-    return digest.hexdigest()[:32]
+    return digest.digest()
 
 
-def _digest_files(files: Mapping[str, bytes], digest: Any) -> None:
+def _folder(folder: Path) -> bytes:
+    beside = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
+    return hashlib.sha256("\0".join(f"{path.name} {_size(path)}" for path in beside).encode()).digest() + _files(_texts_in(folder))
+
+
+def _files(files: Mapping[str, bytes]) -> bytes:
+    digest = hashlib.sha256()
     for name in FILES:
         if (text := files.get(name)) is not None:
-            digest.update(f"\0{name}\0{len(text)}\0".encode() + text)
+            digest.update(f"\0{name}\0{len(text)}\0".encode())
+            digest.update(text)
+    return digest.digest()
 
 
 def _size(path: Path) -> int | None:

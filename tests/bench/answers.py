@@ -33,7 +33,7 @@ from sparkd.checkpoint.header import DTYPE_BITS
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK as SPARK_MACHINE
-from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept_answers
 from sparkd.vllm.installed import models_of
 from tests.bench.arguments import Parser, count, new, pattern
 from tests.support.published_headers import checkpoint_of, config_of
@@ -219,7 +219,7 @@ def measure(
     ask(questions[:1], runtime)
     first = time.monotonic() - began
     began = time.monotonic()
-    kept(questions[0], runtime)
+    kept_answers(questions[:1], runtime)
     second = time.monotonic() - began
     counts: Counter[str] = Counter()
     plans: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}

@@ -18,10 +18,11 @@ from sparkd.entry.node_runtime import NodeRuntime, runtime_in_sight, runtimes_in
 from sparkd.errors import AgentLost, ClusterError, EngineError, RankError
 from sparkd.inquiry import other_node
 from sparkd.inquiry.answer_schema import checked
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept, places
+from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import NodeInquiry
 from tests.sparkd.inquiry.test_model_answers import GROUPS, LAYER, REFUSAL, STAGE, Engine, answer, one
 from tests.support.daemon_process import until
+from tests.support.kept_answer import kept
 from tests.support.sketches import dense, tensors_of, write
 from workers.agent import inquiry
 from workers.agent.inquiry import Inquiries

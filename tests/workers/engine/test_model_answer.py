@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, kept
+from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers
+from tests.support.kept_answer import kept
 from tests.support.sketches import write
 from workers.engine.model_question import DRAFT as MOVED
 
