@@ -29,7 +29,6 @@ METHODS, PARAMETERS = 12, 8
 _CALLBACKS = {*dir(HttpToolsProtocol), "on_chunk_header", "on_chunk_complete", "on_header"}
 # What is over a limit, and why.
 EXCEPTIONS = {
-    "sparkd/capacity/footprint.py: footprint": "each is one quantity of the formula, and most calls leave the last six out",
     "sparkd/cluster/cluster.py: Cluster": "the one facade over Ray: nodes, placement and ranks",
     "sparkd/state/nouns.py: Store": "one table after the other of one database",
     "workers/agent/actor.py: Agent": "each method is a call that a daemon makes to a node",

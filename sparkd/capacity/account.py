@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.footprint import Footprint, MeasuredPeaks, footprint
+from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.parallelism import refusal, unfit
@@ -116,7 +116,8 @@ def account(
         if (exact is None or exact.layout is None) and not model.shape.mixers:
             return None
         learned = evidence.learned(args, headers.model.checkpoint.folder, ways, hardware)
-        needed = footprint(model, recipe, serving, hardware, eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact)
+        terms = Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact)
+        needed = footprint(model, recipe, serving, hardware, terms)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     fixed = needed.fixed + needed.upper_bytes

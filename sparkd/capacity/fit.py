@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sparkd.capacity.footprint import Footprint, MeasuredPeaks, footprint
+from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, longest, sized
 from sparkd.capacity.parallelism import unfit, unsplit
 from sparkd.capacity.speculative import Drafting
@@ -227,11 +227,7 @@ def _option(
 
         def at(tokens: int) -> Footprint:
             there = replace(serving, max_model_len=tokens)
-            return footprint(
-                inventory,
-                recipe,
-                there,
-                hardware,
+            terms = Terms(
                 requests=wish.requests,
                 eager=wish.eager,
                 margin_bytes=wish.margin_bytes,
@@ -240,6 +236,7 @@ def _option(
                 cache_bytes=sized(wish.cache, layout, tokens),
                 limit_bytes=None if wish.limit is None else wish.limit[0],
             )
+            return footprint(inventory, recipe, there, hardware, terms)
 
         needed = at(context)
         length = _longest(needed, layout, inventory, wish)

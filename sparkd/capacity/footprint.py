@@ -50,6 +50,24 @@ class MeasuredPeaks:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of one account, beside the model and the machine.
+
+    requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default. learned: measured peaks,
+    which replace the formulas; so does exact, vLLM's own answer. cache_bytes: of a cache of a fixed size, None for one that holds
+    `requests`. limit_bytes: see Footprint.
+    """
+
+    requests: float = 1
+    eager: bool = False
+    margin_bytes: int | None = None
+    learned: MeasuredPeaks | None = None
+    exact: Exact | None = None
+    cache_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """The account of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left
     beside it and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where
@@ -113,25 +131,14 @@ class Footprint:
 
 
 def footprint(
-    inventory: Inventory,
-    recipe: QuantizationRecipe,
-    serving: Serving,
-    hardware: Hardware,
-    *,
-    requests: float = 1,
-    eager: bool = False,
-    margin_bytes: int | None = None,
-    learned: MeasuredPeaks | None = None,
-    exact: Exact | None = None,
-    cache_bytes: int | None = None,
-    limit_bytes: int | None = None,
+    inventory: Inventory, recipe: QuantizationRecipe, serving: Serving, hardware: Hardware, terms: Terms | None = None
 ) -> Footprint:
-    """requests: of max_model_len tokens that are to run at once. exact: vLLM's own word, which goes before the formulas. cache_bytes: of a
-    cache of a given size instead; limit_bytes: see Footprint. Raises CheckpointError where the recipe cannot be."""
+    """The account of one node. Raises CheckpointError for a recipe that the model cannot have."""
+    terms = terms or Terms()
     shape = inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = inventory.weights(recipe, ranks, stages, hardware.platform)
-    exact = exact or Exact()
+    exact = terms.exact or Exact()
     kv = kv_cost(shape, serving) if exact.layout is None else exact.layout.cost(serving.max_model_len)
     cuda = hardware.platform == "cuda"
     held = weights.bytes + shape.rotary_bytes
@@ -141,22 +148,23 @@ def footprint(
     layers = ceil(shape.layers / stages)
     parts = {
         "weights": held,
-        "kv": cache_bytes if cache_bytes is not None else ceil(requests * kv.per_request) + kv.block_bytes,
-        "peak": learned.peak if learned else step_bytes(inventory, serving, eager=eager) + encoder,
-        "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers,
+        "kv": terms.cache_bytes if terms.cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
+        "peak": terms.learned.peak if terms.learned else step_bytes(inventory, serving, eager=terms.eager) + encoder,
+        "graphs": _graph_bytes(serving, layers, terms) if cuda or terms.learned else 0,
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
     quantization = inventory.checkpoint.quantization
     of_weights, of_cache, sureness = of_both(shape, quantization, exact, serving.unknown)
+    guessed_cache = of_cache == GUESS and terms.cache_bytes is None
     available = hardware.memory_bytes
-    margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
+    margin = terms.margin_bytes if terms.margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     return Footprint(
         parts=parts,
         kv=kv,
-        requests=requests,
+        requests=terms.requests,
         weights=weights,
         margin_bytes=margin,
         system_bytes=hardware.system_bytes,
@@ -165,11 +173,18 @@ def footprint(
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=limit_bytes,
+        limit_bytes=terms.limit_bytes,
         sureness=sureness,
         upper_weight_bytes=upper_weights(serving, held) if of_weights == GUESS else 0,
-        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], requests) if of_cache == GUESS and cache_bytes is None else 0,
+        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], terms.requests) if guessed_cache else 0,
     )
+
+
+def _graph_bytes(serving: Serving, layers: int, terms: Terms) -> int:
+    """On a GPU."""
+    if terms.learned:
+        return terms.learned.graphs
+    return 0 if terms.eager else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers
 
 
 def graph_sizes(serving: Serving) -> int:

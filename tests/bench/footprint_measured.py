@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.capacity.footprint import Footprint, footprint
+from sparkd.capacity.footprint import Footprint, Terms, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
@@ -150,4 +150,4 @@ def _predicted(checkpoint: Checkpoint, recipe: QuantizationRecipe, preset: Prese
     )
     machine = H200 if preset.platform == "cuda" else replace(SPARK, platform="cpu")
     eager = bool(preset.arguments["enforce_eager"])
-    return footprint(inventory(checkpoint, shape), recipe, serving, machine, requests=preset.requests, eager=eager)
+    return footprint(inventory(checkpoint, shape), recipe, serving, machine, Terms(requests=preset.requests, eager=eager))

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from sparkd.capacity.fit import Option, floor
-from sparkd.capacity.footprint import Footprint, footprint
+from sparkd.capacity.footprint import Footprint, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, token_bytes
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
@@ -74,15 +74,8 @@ class Case:
 
     def footprint(self, requests: float = 1) -> Footprint:
         eager, margin = bool(self.conditions.get("enforce_eager")), self.conditions.get("margin_gib")
-        return footprint(
-            self.inventory,
-            self.recipe,
-            self.serving,
-            self.hardware,
-            requests=requests,
-            eager=eager,
-            margin_bytes=None if margin is None else int(margin * GIB),
-        )
+        terms = Terms(requests=requests, eager=eager, margin_bytes=None if margin is None else int(margin * GIB))
+        return footprint(self.inventory, self.recipe, self.serving, self.hardware, terms)
 
 
 def rows(only: str) -> Iterator[Row]:

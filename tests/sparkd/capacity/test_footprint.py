@@ -17,6 +17,7 @@ from sparkd.capacity.footprint import (
     PROCESS_BYTES,
     Footprint,
     MeasuredPeaks,
+    Terms,
     footprint,
 )
 from sparkd.capacity.kv_cache import Serving, kv_cost
@@ -40,7 +41,7 @@ def of(
     inventory: Inventory | None = None,
     **more: Any,
 ) -> Footprint:
-    return footprint(inventory or plain(), recipe, serving or Serving(4096), hardware, **more)
+    return footprint(inventory or plain(), recipe, serving or Serving(4096), hardware, Terms(**more))
 
 
 def test_the_parts_are_the_whole() -> None:
