@@ -14,14 +14,9 @@ from sparkd.control.load_costs import Loads, recalled
 from sparkd.control.operations import OperationBook
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import (
-    EVENTS_KEPT,
-    Desired,
-    Event,
-    RankHandle,
-    Store,
-)
+from sparkd.state.nouns import Desired, Event, RankHandle
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
+from sparkd.state.store import EVENTS_KEPT, History, Store
 
 log = logging.getLogger("sparkd.events")
 
@@ -32,8 +27,8 @@ SLICE = 50
 class EventFeed:
     """The events for those who follow them. `written`: how many were written since the start."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._reading = asyncio.Lock()
         self.written = 0
         self._news = asyncio.Event()
@@ -45,15 +40,15 @@ class EventFeed:
         self._news = asyncio.Event()
 
     async def slice_of_events(self, after_seq: int, limit: int) -> tuple[list[Event], int]:
-        """See Store.events_behind; at most SLICE rows. Readers take turns, and the loop goes round between two of them: 2,000 who read a
+        """See History.events_behind; at most SLICE rows. Readers take turns, and the loop goes round between two of them: 2,000 who read a
         thousand events each hold nothing else up."""
         async with self._reading:
             await asyncio.sleep(0)
-            return self._store.events_behind(after_seq, min(limit, SLICE))
+            return self._history.events_behind(after_seq, min(limit, SLICE))
 
     def behind_newest(self, count: int) -> int:
-        """See Store.behind_newest."""
-        return self._store.behind_newest(count)
+        """See History.behind_newest."""
+        return self._history.behind_newest(count)
 
     async def wait_for_more(self, written: int) -> None:
         """Until more events were written than `written`, an earlier value of the attribute of this name."""
@@ -76,8 +71,8 @@ class Ledger:
         self._store = store
         self.wall = wall
         self._boundary = boundary or Boundary(time.monotonic)
-        self.operations = OperationBook(store, self._persist, wall)
-        self.feed = EventFeed(store)
+        self.operations = OperationBook(store.history, self._persist, wall)
+        self.feed = EventFeed(store.history)
         self.trouble: Condition | None = None
 
     def tell_damages(self) -> None:
@@ -93,30 +88,30 @@ class Ledger:
             self.say("store", None, message, file=file, table=table, rows=[damage.row for damage in shown], count=len(damages))
 
     def keep_wish(self, desired: Desired) -> None:
-        self._persist(lambda: self._store.save_desired(desired))
+        self._persist(lambda: self._store.wishes.save_desired(desired))
 
     def forget_wish(self, name: str) -> None:
-        self._persist(lambda: self._store.forget_desired(name))
+        self._persist(lambda: self._store.wishes.forget_desired(name))
 
     def handles(self) -> list[RankHandle]:
         """Of ranks that were started and have not been ended, by any daemon."""
-        return list(self._store.handles().values())
+        return list(self._store.ranks.handles().values())
 
     def keep_handle(self, handle: RankHandle) -> None:
-        self._persist(lambda: self._store.save_handle(handle))
+        self._persist(lambda: self._store.ranks.save_handle(handle))
 
     def forget_handle(self, rank_id: str) -> None:
-        self._persist(lambda: self._store.forget_handle(rank_id))
+        self._persist(lambda: self._store.ranks.forget_handle(rank_id))
 
     def keep_answered(self, rank_id: str, load_s: float) -> None:
-        self._persist(lambda: self._store.save_answered(rank_id, self.wall(), load_s))
+        self._persist(lambda: self._store.ranks.save_answered(rank_id, self.wall(), load_s))
 
     def answered(self, rank_id: str) -> Served | None:
         """None where it is not known: then it is asked again."""
         found = None
         with self._boundary.around("store"):
             try:
-                found = self._store.answered(rank_id)
+                found = self._store.ranks.answered(rank_id)
             except StateError as error:
                 self._note(error.message)
         return None if found is None else Served(None if found[0] is None else max(0.0, self.wall() - found[0]), found[1])
@@ -124,7 +119,7 @@ class Ledger:
     def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
         """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
         found: dict[str, list[float]] = {}
-        for event in self._store.events(0, EVENTS_KEPT, kind="failed"):
+        for event in self._store.history.events(0, EVENTS_KEPT, kind="failed"):
             age_s = max(0.0, self.wall() - event.at_s)
             if event.model and event.data.get("reason") == reason and age_s < window_s:
                 found.setdefault(event.model, []).append(age_s)
@@ -132,7 +127,7 @@ class Ledger:
 
     def loads(self, now_s: float) -> Loads:
         """The cost of evictions so far, by earlier daemons' events. now_s: this moment, of the clock that the answer goes by."""
-        return recalled(self._store.events(0, EVENTS_KEPT), now_s, self.wall())
+        return recalled(self._store.history.events(0, EVENTS_KEPT), now_s, self.wall())
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
@@ -140,7 +135,7 @@ class Ledger:
         written = False
         with self._boundary.around("store", failed=self._note):
             try:
-                self._store.add_event(self.wall(), kind, model, message, data)
+                self._store.history.add_event(self.wall(), kind, model, message, data)
                 written = True
             except StateError as error:
                 self._note(error.message)
@@ -149,8 +144,8 @@ class Ledger:
         self.feed.note()
 
     def events(self, after_seq: int, limit: int) -> list[Event]:
-        """All at once. See Store.events."""
-        return self._store.events(after_seq, limit)
+        """All at once. See History.events."""
+        return self._store.history.events(after_seq, limit)
 
     def _persist(self, write: Callable[[], object]) -> None:
         with self._boundary.around("store", failed=self._note):

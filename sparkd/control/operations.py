@@ -8,17 +8,18 @@ from dataclasses import replace
 
 from sparkd.control.record import Record
 from sparkd.errors import UnknownOperation
-from sparkd.state.nouns import OPERATIONS_KEPT, Operation, OperationState, Progress, Store, Want
+from sparkd.state.nouns import Operation, OperationState, Progress, Want
+from sparkd.state.store import OPERATIONS_KEPT, History
 
 
 class OperationBook:
     """`persist(write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
 
-    def __init__(self, store: Store, persist: Callable[[Callable[[], object]], None], wall: Callable[[], float]) -> None:
-        self._store = store
+    def __init__(self, history: History, persist: Callable[[Callable[[], object]], None], wall: Callable[[], float]) -> None:
+        self._history = history
         self._persist = persist
         self._wall = wall
-        self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
+        self._operations: dict[str, Operation] = {operation.id: operation for operation in history.operations()}
 
     def find(self, operation_id: str) -> Operation:
         operation = self._operations.get(operation_id)
@@ -81,7 +82,7 @@ class OperationBook:
         self._operations[operation.id] = operation
         while len(self._operations) > OPERATIONS_KEPT:
             self._operations.pop(next(iter(self._operations)))
-        self._persist(lambda: self._store.save_operation(operation))
+        self._persist(lambda: self._history.save_operation(operation))
 
     def _with_progress(self, operation: Operation, records: dict[str, Record]) -> Operation:
         record = records.get(operation.model)

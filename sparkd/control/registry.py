@@ -14,8 +14,9 @@ from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
-from sparkd.state.nouns import Desired, ModelState, Store, Want
+from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
+from sparkd.state.store import Store
 from sparkd.vllm.logging_args import remark
 
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
@@ -55,7 +56,7 @@ class Roster:
         The changes, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.
         """
-        stored, added = self._store.desired(), self._store.specs()
+        stored, added = self._store.wishes.desired(), self._store.wishes.specs()
         before = {name: record.hash for name, record in self.records.items() if record.spec}
         specs = {name: record.spec for name, record in self.records.items() if record.spec}
         preloaded = self.config.preload()
@@ -70,7 +71,7 @@ class Roster:
                 del self.records[name]
         # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
         for name in stored.keys() - models.keys() - added.keys():
-            self._forget_wish(name, partial(self._store.forget_desired, name))
+            self._forget_wish(name, partial(self._store.wishes.forget_desired, name))
         for damage in self._damages("desired"):
             if damage.key not in models and damage.key not in added:
                 log.warning("%s: %s; it is of no model and is removed", self._store.path, damage)
@@ -109,14 +110,14 @@ class Roster:
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
         """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
         self.judged(name, raw)
-        standing = self._store.specs().get(name)
+        standing = self._store.wishes.specs().get(name)
         if standing is not None and _text(standing) == _text(raw):
             return None
         if standing is not None and not replace:
             raise Conflict(
                 f"A model {name} was added already, with other keys: PUT /admin/v1/models/{name} changes it, `sparkd rm {name}` ends it."
             )
-        self._store.save_spec(name, raw)
+        self._store.wishes.save_spec(name, raw)
         self.configure(self._base)
         return "added" if standing is None else "changed"
 
@@ -129,7 +130,7 @@ class Roster:
         known = self._names.get(name, name)
         configured = self._base.models.get(known)
         if configured is None:
-            return known, self.add(known, {**self._store.specs().get(known, {}), "recipe": recipe}, replace=True)
+            return known, self.add(known, {**self._store.wishes.specs().get(known, {}), "recipe": recipe}, replace=True)
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
             raise Conflict(f"The model {known} is in the configuration file: {cure}.")
@@ -138,7 +139,7 @@ class Roster:
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         self.check_removable(record)
-        self._store.forget_spec(record.name)
+        self._store.wishes.forget_spec(record.name)
         self.configure(self._base)
 
     def forget_left_out(self, name: str) -> bool:
@@ -149,7 +150,7 @@ class Roster:
         for damage in damages:
             self._store.forget_damage(damage)
         if name in self._left_out:
-            self._store.forget_spec(name)
+            self._store.wishes.forget_spec(name)
         self.configure(self._base)
         return True
 

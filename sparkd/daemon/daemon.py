@@ -47,7 +47,8 @@ from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
-from sparkd.state.nouns import ModelState, Store, Want
+from sparkd.state.nouns import ModelState, Want
+from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from workers.host import memlock, processes
 from workers.host.private_files import private_file

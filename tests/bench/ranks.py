@@ -52,7 +52,8 @@ from sparkd.config.config import Config, load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError
 from sparkd.fabric.readings import FabricNodes
-from sparkd.state.nouns import OperationState, RankHandle, Store
+from sparkd.state.nouns import OperationState, RankHandle
+from sparkd.state.store import Store
 from tests.bench.arguments import Parser, formats, new
 from tests.support import checkpoints
 from tests.support.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest

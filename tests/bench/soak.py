@@ -31,7 +31,7 @@ from statistics import median
 
 import httpx
 
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 from tests.bench import soak_parsers, soak_schema, soak_tmpfs
 from tests.bench.arguments import Parser, amount, count, pattern
 from tests.bench.slope import anonymous_kib, stub_daemon
@@ -192,7 +192,7 @@ def _fill(path: Path, count: int) -> None:
     """A history as long as that of a daemon that has run for weeks."""
     store = Store(path)
     for number in range(count):
-        store.add_event(float(number), "state", "m", "LOADING -> READY", {"old": "LOADING", "new": "READY", "reason": None})
+        store.history.add_event(float(number), "state", "m", "LOADING -> READY", {"old": "LOADING", "new": "READY", "reason": None})
     store.close()
 
 

@@ -32,7 +32,8 @@ from sparkd.gateway import ClientLimits
 from sparkd.gateway.body import model_of_form, model_of_json
 from sparkd.gateway.outline import outline
 from sparkd.recipes.importer import imported
-from sparkd.state.nouns import Event, Operation, Progress, RankHandle, Store
+from sparkd.state.nouns import Event, Operation, Progress, RankHandle
+from sparkd.state.store import Store
 from tests.sparkd.config.test_random import BASES, KEYS, VALUES, written
 from tests.sparkd.gateway.fakes import RawEngine, post, request, serving
 from tests.support.daemon_process import ROOT
@@ -484,7 +485,8 @@ class Files:
             database.close()
         store = Store(self._database)
         try:
-            read = [store.desired(), store.handles(), store.specs(), store.operations(), store.events(), store.answered("m")]
+            read = [store.wishes.desired(), store.wishes.specs(), store.ranks.handles(), store.ranks.answered("m")]
+            read += [store.history.operations(), store.history.events()]
             json.dumps([repr(read), *map(str, store.damages)]).encode()
         finally:
             store.close()

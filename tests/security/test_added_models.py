@@ -16,7 +16,7 @@ from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, V
 from sparkd.recipes.admin_policy import KEYS
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.model import ModelConfig
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 from sparkd.vllm.reserved_args import check_args
 
 FLAGS = Path(__file__).parents[1] / "fixtures" / "vllm-flags-0.32.0.txt"
@@ -179,10 +179,10 @@ def test_no_flag_leads_its_code_elsewhere(book: RecipeLibrary, flag: str) -> Non
 def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
     store = Store(tmp_path / "state.db")
-    store.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
-    store.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
-    store.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
-    store.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
+    store.wishes.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
+    store.wishes.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
+    store.wishes.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
+    store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
 
     roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
 

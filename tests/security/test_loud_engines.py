@@ -10,7 +10,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
 from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 from sparkd.vllm.logging_args import loud
 
 LOUD = [

@@ -14,7 +14,7 @@ from sparkd.cluster.ray_head import RayHead, make_token
 from sparkd.config.config import load_config
 from sparkd.daemon.daemon import _lock
 from sparkd.errors import StateError
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 from workers.agent.actor import Agent
 from workers.guard import incidents
 from workers.host.private_files import private_file, private_folder, write_private

@@ -19,7 +19,7 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.models.shape import shape_of
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 from tests.support.shards import checkpoint_of
 from workers.quantization import expression
 from workers.quantization.expression import MAX_STEPS_OF_ONE
@@ -140,8 +140,8 @@ def test_there_are_so_many_rules_at_most() -> None:
 
 def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path / "state.db")
-    store.save_spec("slow", {"model": "o/m", "quantize": {"layers": {"re:(a+)+b": "fp8"}}})
-    store.save_spec("odd", {"model": "o/m", "quantize": {"layers": {r"re:(a)\1": "fp8"}}})
+    store.wishes.save_spec("slow", {"model": "o/m", "quantize": {"layers": {"re:(a+)+b": "fp8"}}})
+    store.wishes.save_spec("odd", {"model": "o/m", "quantize": {"layers": {r"re:(a)\1": "fp8"}}})
 
     roster = Roster(load_config(None, flags={"state_dir": str(tmp_path)}, environ={}), store, lambda: 0.0, lambda: 0.0)
 

@@ -26,8 +26,9 @@ from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Held, Lack, MemoryBook
-from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading, Store
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
 from sparkd.state.snapshot import NodeView
+from sparkd.state.store import Store
 from sparkd.vllm.parsers import Parsers
 
 READING = Reading("n", 0.0, 100, 90, 80, 5, 0, 0)

@@ -30,7 +30,7 @@ from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
 from sparkd.execution import boundary
 from sparkd.gateway.server import GatewayServer
-from sparkd.state.nouns import Store
+from sparkd.state.store import History, StoredRanks, StoredWishes
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
@@ -99,7 +99,7 @@ def _once(errors: Iterator[Callable[[], BaseException]]) -> Callable[[], None]:
 if __name__ == "__main__":
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, RayLink, Store):
+    for seam in (Cluster, RayLink, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

@@ -31,7 +31,8 @@ from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_RATE
 from sparkd.render import fabric as show_fabric
-from sparkd.state.nouns import Operation, OperationState, Store
+from sparkd.state.nouns import Operation, OperationState
+from sparkd.state.store import Store
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fabric_tree import readings
 from tests.support.fakes import Scene as Supervised

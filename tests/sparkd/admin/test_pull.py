@@ -27,7 +27,8 @@ from sparkd.metrics import INTERNAL_ERRORS
 from sparkd.models import download
 from sparkd.models.download import wanted
 from sparkd.render import models as show
-from sparkd.state.nouns import Operation, OperationState, Store
+from sparkd.state.nouns import Operation, OperationState
+from sparkd.state.store import Store
 from tests.sparkd.gateway.fakes import soon
 from tests.support.fabric_tree import readings
 from tests.support.fakes import scene as supervised

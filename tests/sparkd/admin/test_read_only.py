@@ -13,7 +13,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.app import PREFIX
-from sparkd.state.nouns import Store, Want
+from sparkd.state.nouns import Want
+from sparkd.state.store import Store
 from tests.sparkd.admin.test_app import TINY, Admin, admin_of
 from tests.sparkd.control.test_supervisor import UP, make_ready
 from tests.support.shards import write_folder

@@ -18,7 +18,8 @@ from sparkd.admin.readings import fabric_of, log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.plan import Backoff
 from sparkd.metrics import REGISTRY
-from sparkd.state.nouns import Progress, RankFact, RankHandle, Store, Want
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Want
+from sparkd.state.store import History, Store, StoredRanks, StoredWishes
 from tests.support.fakes import FakeCluster, Scene, stage
 from tests.support.faulty_sparkd import ERRORS, public, wrap
 
@@ -27,7 +28,8 @@ UP = Progress(phase="serving", server_up=True)
 
 # The fake lacks the methods of the cluster that only the daemon uses.
 OF_CLUSTER = [name for name in public(Cluster) if hasattr(FakeCluster, name)]
-OF_STORE = [name for name in public(Store) if name != "close"]
+STORE_PARTS = {"wishes": StoredWishes, "ranks": StoredRanks, "history": History}
+OF_STORE = [f"{part}.{name}" for part, seam in STORE_PARTS.items() for name in public(seam)]
 
 
 class Faulty:
@@ -39,6 +41,10 @@ class Faulty:
 
     def wrap(self, target: object, name: str) -> None:
         wrap(target, name, self._check)
+
+    def wrap_store(self, store: Store, name: str) -> None:
+        part, _, method = name.partition(".")
+        wrap(getattr(store, part), method, self._check)
 
     def _check(self) -> None:
         if self.fault is not None:
@@ -106,7 +112,7 @@ async def test_whatever_a_seam_raises_the_loop_goes_on_and_all_is_well_afterward
     models = {one: {"model": str(tmp_path / "model")} for one in ("m", "other")}
     async with stage(tmp_path, cluster=cluster, models=models) as made:
         if seam == "store":
-            faulty.wrap(made.store, name)
+            faulty.wrap_store(made.store, name)
         cluster.names = ["m", "other"]
         for one in ("other", "m"):
             made.supervisor.want(one, Want.RUNNING, "admin")
@@ -165,7 +171,7 @@ async def test_whatever_is_raised_while_a_daemon_takes_over_what_runs_is_kept(se
         faulty.wrap(cluster, name)
     async with stage(tmp_path, cluster=cluster) as made:
         if seam == "store":
-            faulty.wrap(made.store, name)
+            faulty.wrap_store(made.store, name)
         cluster.names = ["m"]
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick(2)

@@ -10,8 +10,9 @@ import pytest
 from sparkd.cluster.node_tracker import Observation
 from sparkd.control.journal import Ledger
 from sparkd.control.memory_release import BEFORE_S, GONE_S, LIMIT_S, Release
-from sparkd.state.nouns import RankFact, Reading, Store, Want
+from sparkd.state.nouns import RankFact, Reading, Want
 from sparkd.state.snapshot import NodeView
+from sparkd.state.store import Store
 from tests.sparkd.control.test_plan import ALIVE
 from tests.sparkd.control.test_supervisor import make_ready, stage
 from tests.support.fakes import FakeClock, Scene

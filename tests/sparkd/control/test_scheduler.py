@@ -601,7 +601,7 @@ async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_fail
         assert (made.state("a"), view.state, view.want, view.wanted_by) == ("READY", "STOPPED", "RUNNING", "retry")
         assert waits_of(made, "b") == UNCLAIMED
         # It is what the next daemon goes by, too.
-        assert made.store.desired()["b"].by == "retry"
+        assert made.store.wishes.desired()["b"].by == "retry"
         made.supervisor.want("b", Want.RUNNING, "admin")
         await made.tick(4)
         assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING")

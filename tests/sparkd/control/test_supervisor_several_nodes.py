@@ -36,7 +36,7 @@ async def test_both_ranks_are_started_kept_and_shown(tmp_path: Path) -> None:
 
         assert [(rank.node_id, rank.rank, rank.world) for rank in view.ranks] == [("n", 0, 2), ("o", 1, 2)]
         assert view.node == "n"
-        assert set(scene.store.handles()) == {rank.rank_id for rank in view.ranks}
+        assert set(scene.store.ranks.handles()) == {rank.rank_id for rank in view.ranks}
         assert "transport n o" in scene.cluster.log
 
 
@@ -49,7 +49,7 @@ async def test_the_death_of_one_removes_all_and_all_come_back(tmp_path: Path) ->
         failed = scene.supervisor.snapshot().models["m"]
         await scene.tick(1)
         assert scene.cluster.ranks == {}
-        assert scene.store.handles() == {}
+        assert scene.store.ranks.handles() == {}
         await scene.tick(2, seconds=10.0)
 
         assert (failed.state, failed.reason) == ("FAILED", "EngineExited")

@@ -13,7 +13,8 @@ import pytest
 from sparkd.config.config import Config, load_config
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError
-from sparkd.state.nouns import Desired, Store, Want
+from sparkd.state.nouns import Desired, Want
+from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fakes import Scene, stage
@@ -134,7 +135,9 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
         changes = made.supervisor.reconfigure(of(made, m={"ttl": 7}, new={"preload": True}))
         assert changes == {"added": [], "removed": ["other"], "restarted": [], "adjusted": ["m"]}
         assert made.supervisor.snapshot().models["new"].want is Want.STOPPED, "an operator's unload stands"
-        told = [(one.kind, one.model, one.data["origin"]) for one in made.store.events() if one.kind in ("added", "changed", "removed")]
+        told = [
+            (one.kind, one.model, one.data["origin"]) for one in made.store.history.events() if one.kind in ("added", "changed", "removed")
+        ]
         assert told == [
             ("added", "new", "file"), ("added", "other", "file"), ("changed", "m", "file"), ("changed", "m", "file"),
             ("removed", "other", "file"),
@@ -155,7 +158,7 @@ async def test_a_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Pa
     async with stage(tmp_path) as made:
         made.supervisor.want("m", Want.RUNNING, "admin")
         made.supervisor.reconfigure(of(made, other={}))
-        assert made.store.desired() == {}
+        assert made.store.wishes.desired() == {}
         assert made.supervisor.reconfigure(of(made, m={}, other={}))["added"] == ["m"]
         await made.tick(3)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
@@ -167,20 +170,20 @@ async def test_an_engine_that_was_loaded_is_not_loaded_again_when_its_model_come
         made.supervisor.reconfigure(of(made, other={}))
         made.supervisor.reconfigure(of(made, m={}, other={}))
         await made.tick(5)
-        assert (made.state(), made.store.desired()) == ("STOPPED", {})
+        assert (made.state(), made.store.wishes.desired()) == ("STOPPED", {})
 
 
 @pytest.mark.parametrize("wish", list(Want))
 async def test_a_wish_for_a_model_that_went_while_no_daemon_ran_is_forgotten(tmp_path: Path, wish: Want) -> None:
     """Also an operator's unload: it was of the model that has gone, and preload holds for the new one."""
     store = Store(tmp_path / "state" / "state.db")
-    store.save_desired(Desired("gone", wish, 4, "admin", 1.0))
-    store.save_desired(Desired("added", wish, 4, "admin", 1.0))
+    store.wishes.save_desired(Desired("gone", wish, 4, "admin", 1.0))
+    store.wishes.save_desired(Desired("added", wish, 4, "admin", 1.0))
     # One that this release cannot use stays with its wish for the release that can.
-    store.save_spec("added", {"model": "/x", "of_the_next_release": True})
+    store.wishes.save_spec("added", {"model": "/x", "of_the_next_release": True})
     store.close()
     async with stage(tmp_path) as made:
-        assert set(made.store.desired()) == {"added"}
+        assert set(made.store.wishes.desired()) == {"added"}
         made.supervisor.reconfigure(of(made, gone={"preload": True}))
         assert made.supervisor.snapshot().models["gone"].want is Want.RUNNING
 
@@ -192,4 +195,4 @@ async def test_an_added_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_p
             assert made.supervisor.snapshot().models["new"].want is Want.STOPPED
             made.supervisor.want("new", Want.RUNNING, "admin")
             made.operator.remove("new")
-        assert "new" not in made.store.desired()
+        assert "new" not in made.store.wishes.desired()

@@ -16,8 +16,8 @@ from sparkd.daemon.daemon import LOOP_DEAD_S, Daemon, Options
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway import ClientLimits, GatewayServer, gateway_server
 from sparkd.gateway.server import bind
-from sparkd.state.nouns import Store
 from sparkd.state.snapshot import Snapshot
+from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.gateway.fakes import soon
 from tests.support.fakes import FakeClock

@@ -28,8 +28,9 @@ from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.errors import StateError
 from sparkd.schema.yaml_file import MAX_DEPTH, check_depth
-from sparkd.state.nouns import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
+from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.rows import object_in
+from sparkd.state.store import SCHEMA_MAJOR, SCHEMA_VERSION, Store
 from tests.sparkd.control.test_plan import HANDLE
 from tests.support.fakes import scene, stage
 
@@ -40,12 +41,12 @@ def filled(path: Path) -> None:
     """Two good rows in every table."""
     store = Store(path)
     for name in ("m", "other"):
-        store.save_desired(Desired(name, Want.RUNNING, 3, "admin", 12.5))
-        store.save_spec(name, {"model": "/x"})
-        store.save_operation(Operation(name, "load", name, OperationState.SUCCEEDED, "done", 1.0, 2.0, Progress(phase="serving")))
-        store.add_event(1.0, "failed", name, "It failed.", {"reason": "EngineFrozen"})
-        store.save_answered(name, 1.0, 2.0)
-    store.save_handle(HANDLE)
+        store.wishes.save_desired(Desired(name, Want.RUNNING, 3, "admin", 12.5))
+        store.wishes.save_spec(name, {"model": "/x"})
+        store.history.save_operation(Operation(name, "load", name, OperationState.SUCCEEDED, "done", 1.0, 2.0, Progress(phase="serving")))
+        store.history.add_event(1.0, "failed", name, "It failed.", {"reason": "EngineFrozen"})
+        store.ranks.save_answered(name, 1.0, 2.0)
+    store.ranks.save_handle(HANDLE)
     store.close()
 
 
@@ -65,10 +66,17 @@ def columns(path: Path, table: str) -> list[str]:
 
 def everything(store: Store) -> list[Any]:
     """All that a daemon reads of the store. It must be fit for an answer of the admin API."""
-    found = [store.desired(), store.handles(), store.operations(), store.events(), store.events(1), store.events(0, 9, kind="failed")]
+    found = [
+        store.wishes.desired(),
+        store.ranks.handles(),
+        store.history.operations(),
+        store.history.events(),
+        store.history.events(1),
+        store.history.events(0, 9, kind="failed"),
+    ]
     nouns = [noun for part in found for noun in (part.values() if isinstance(part, dict) else part)]
     json.dumps([asdict(noun) for noun in nouns], ensure_ascii=False, allow_nan=False).encode()
-    return [*found, store.specs(), store.answered("m")]
+    return [*found, store.wishes.specs(), store.ranks.answered("m")]
 
 
 def started(folder: Path) -> list[Condition]:
@@ -123,12 +131,12 @@ def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Pat
     (damage,) = store.damages
     assert (damage.table, damage.row) == (table, 1) and damage.why
     lost = [len(part) for part in everything(store)[:4]]
-    assert store.events_behind(0, 1)[1] == 1, "a reader goes on behind a row that is left out"
+    assert store.history.events_behind(0, 1)[1] == 1, "a reader goes on behind a row that is left out"
     kept = {"desired": 2, "handles": 1, "operations": 2, "events": 2}
     assert lost == [count - (table == name) for name, count in kept.items()]
     ledger = Ledger(store, lambda: 99.0)
     ledger.tell_damages()
-    event = store.events()[-1]
+    event = store.history.events()[-1]
     assert (event.kind, event.data["file"], event.data["table"], event.data["rows"]) == ("store", str(path), table, [1])
     store.close()
 
@@ -214,7 +222,7 @@ def test_unloading_writes_a_lost_wish_anew(tmp_path: Path) -> None:
     change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
     made = scene(tmp_path)
     made.supervisor.want("m", Want.STOPPED, "admin")
-    assert made.supervisor.snapshot().conditions == () and made.store.desired()["m"].by == "admin"
+    assert made.supervisor.snapshot().conditions == () and made.store.wishes.desired()["m"].by == "admin"
     made.store.close()
 
 
@@ -245,7 +253,7 @@ async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_
         assert "other" not in made.supervisor.snapshot().models
         made.operator.remove("other")
         assert made.supervisor.snapshot().conditions == ()
-        assert set(made.store.specs()) == {"m"}
+        assert set(made.store.wishes.specs()) == {"m"}
 
 
 ODD = st.one_of(
@@ -302,8 +310,8 @@ def test_an_event_with_the_largest_number_leaves_room_for_the_next(tmp_path: Pat
     if gone:
         change(path, "DELETE FROM events WHERE seq=?", seq)
     store = Store(path)
-    added = [store.add_event(2.0, "failed", "m", "It failed again.", {}).seq for _ in range(3)]
-    assert [event.seq for event in store.events()] == [1, *added] == [1, 2, 3, 4]
+    added = [store.history.add_event(2.0, "failed", "m", "It failed again.", {}).seq for _ in range(3)]
+    assert [event.seq for event in store.history.events()] == [1, *added] == [1, 2, 3, 4]
     store.close()
 
 
@@ -394,7 +402,7 @@ def opened(path: Path) -> bool:
         return False
     try:
         everything(store)
-        store.add_event(1.0, "k", None, "m", {})
+        store.history.add_event(1.0, "k", None, "m", {})
     except StateError as error:
         assert str(path) in error.message
     finally:
@@ -415,7 +423,7 @@ def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
 
     made = scene(tmp_path)
     assert [(damage.table, damage.row) for damage in made.store.damages] == [("operations", None)]
-    assert set(made.store.desired()) == {"m", "other"}
+    assert set(made.store.wishes.desired()) == {"m", "other"}
     made.supervisor.want("m", Want.STOPPED, "admin")
     made.store.close()
 
@@ -423,7 +431,7 @@ def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
 def test_a_log_without_its_database_is_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     store = Store(path)
-    store.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    store.wishes.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
     wal = Path(f"{path}-wal").read_bytes()
     store.close()
     path.unlink()
@@ -431,7 +439,7 @@ def test_a_log_without_its_database_is_an_empty_one(tmp_path: Path) -> None:
 
     assert opened(path)
     found = Store(path)
-    assert found.desired() == {}
+    assert found.wishes.desired() == {}
     found.close()
 
 
@@ -468,7 +476,7 @@ READ_ONLY = """
 import os, sys
 from pathlib import Path
 from sparkd.errors import StateError
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
 try:
@@ -504,7 +512,7 @@ from sparkd.__main__ import exit_code
 from sparkd.daemon.daemon import _lock, _private_folder
 from sparkd.errors import StateError
 from sparkd.control.journal import Ledger
-from sparkd.state.nouns import Store
+from sparkd.state.store import Store
 
 method, folder = sys.argv[1], Path(sys.argv[2])
 SIZE = 16 << 20
