@@ -283,7 +283,7 @@ def _router(
 
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         places = registry.model_places()
-        return await planned_here(question, find, cluster.unlinked, registry.config, in_sight, places, cluster.runtime)
+        return await planned_here(question, find, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
 
     @api.get(
         "/events",

@@ -22,8 +22,8 @@ class Operator:
         self._cluster = cluster
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
-        """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
-        return await self._cluster.unusable(self._registry.judged(name, raw))
+        """Why `add` would take in what is no model; see ModelFacts.unusable. Raises as `add`."""
+        return await self._cluster.models.unusable(self._registry.judged(name, raw))
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
         """Take in a model that the configuration file does not have. Adding the same again changes nothing.

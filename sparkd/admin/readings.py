@@ -26,4 +26,4 @@ async def log_of(registry: Roster, cluster: Cluster, name: str, cursor: str | No
     node, path = (other.node_id, other.log_path) if other else (record.node_id, None if rank else record.observed.log_path)
     if path is None:
         return {"text": "", "cursor": cursor or ""}
-    return await cluster.read_log(node, path, cursor, max_bytes)
+    return await cluster.engines.read_log(node, path, cursor, max_bytes)

@@ -1,4 +1,4 @@
-"""The nodes, through Ray: membership, agents, placement and ranks. Never decides what should run, never talks to an engine's users."""
+"""The nodes, through Ray: membership, agents and what they see. Never decides what should run, never talks to an engine's users."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.capacity.reservation import Placement, offered_gib
-from sparkd.cluster.launcher import Attempt, Starter, Tell
+from sparkd.capacity.reservation import offered_gib
+from sparkd.cluster.launcher import UNSERVED_GRACE_S, Engines
+from sparkd.cluster.model_facts import ModelFacts
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
 from sparkd.cluster.node_tracker import (
     NodeObservation,
@@ -24,30 +24,18 @@ from sparkd.cluster.node_tracker import (
     told_of_strangers,
     told_of_unreadable,
 )
-from sparkd.cluster.placer import HUB, Siting
+from sparkd.cluster.placer import Siting
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
 from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Places
 from sparkd.condition import Condition
-from sparkd.config.config import Config, ModelConfig
-from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
+from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
-from sparkd.entry.parser_choice import expected
-from sparkd.entry.tasks import abilities_of
-from sparkd.entry.trusted_commits import at_trusted_commit
-from sparkd.errors import AgentLost, ClusterError, CodeDiffers, ModelUnusable, NodeRefused, RankError, refused_by
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.checks import Finding
-from sparkd.fabric.interfaces import Fabric
 from sparkd.fabric.readings import FabricNodes, ray_environment
-from sparkd.fabric.transport import proof
-from sparkd.models.folder import unusable
-from sparkd.state.abilities import Abilities
-from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.state.snapshot import NodeView
-from sparkd.vllm.parsers import Parsers
 from workers.agent.actor import Agent
 
 log = logging.getLogger("sparkd.cluster")
@@ -56,17 +44,17 @@ OBSERVE_TIMEOUT_S = 3.0
 # Between two ends of a cable: a tick waits for it.
 KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
-DESTROY_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 RECONCILE_EVERY_S = 60.0
 MISSES_BEFORE_RECOVERY = 3
-UNSERVED_GRACE_S = 2.0
 
 T = TypeVar("T")
 
 
 class Cluster:
     """One Spark is a cluster of one: our own Ray head unless an address is given.
+
+    siting chooses nodes, places books their memory, engines starts and ends ranks, models says what a model's files show.
 
     The node that the daemon runs on is also looked at directly, by the agent's own code, while Ray is away: engines that outlive Ray stay
     in sight, and a restarted daemon finds them before Ray is connected.
@@ -89,23 +77,26 @@ class Cluster:
                 port=config.cluster.port,
                 memory_gib=self.total_gib,
                 object_store_mib=config.cluster.object_store_memory_mib,
-                options=RayOptions(
-                    starts="CREDENTIALS_DIRECTORY" not in environ, rank_folders=self._rank_folders, fabric=ray_environment
-                ),
+                options=RayOptions(starts="CREDENTIALS_DIRECTORY" not in environ, rank_folders=self._rank_folders, fabric=ray_environment),
             )
         )
         self.costs = partial(costs_of, self._head)
         self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
-        self._fabric = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
+        self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
         self._upkeep_trouble: Condition | None = None
-        self._places = Places(self._link, self.node_ip, self._offered)
-        self._starter = Starter(self._link, self._fabric, self.node_ip)
-        self._siting = Siting(self._link, self._fabric, self._places, self._here, self.in_sight, self.total_gib)
+        self.places = Places(self._link, self.node_ip, self._offered)
+
+        def present() -> Config:
+            return self._config
+
+        self.siting = Siting(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
+        self.engines = Engines(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
+        self.models = ModelFacts(present, self.siting)
         self._sight = Sight()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
@@ -180,7 +171,7 @@ class Cluster:
 
     async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
         """By node, what workers.host.network.sample says there now; None of a node whose agent does not answer."""
-        return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
+        return await self.fabric_nodes.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
     def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """By model, what the guards of the nodes must know: see workers.guard.guard.Sentry. They hear it with the next look."""
@@ -204,119 +195,6 @@ class Cluster:
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         facts: Mapping[str, Any] = await self.ask(node, "runtime", interpreter, timeout_s=RUNTIME_S)
         return facts
-
-    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
-        """See FabricNodes.unlinked: of the nodes in sight."""
-        return await self._fabric.unlinked(self.in_sight(), rdma=rdma)
-
-    def prove(self, passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]]) -> None:
-        """passed: see FabricNodes."""
-        self._fabric.passed = passed
-
-    def book(self) -> MemoryBook:
-        """The memory that the nodes in sight lend, and how much of it each model holds."""
-        return self._places.book()
-
-    async def place(self, spec: ModelConfig) -> Placement:
-        """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit, NoRoom or a ClusterError."""
-        return await self._siting.place(self._config, spec)
-
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
-        """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
-
-        0: an earlier release started them and did not write it down, so it is worked out again.
-        """
-        gib = gib or await asyncio.to_thread(self._siting.held_gib, self._config, spec, len(nodes))
-        self._places.hold(spec.name, gib, nodes)
-        if self._link.connected:
-            await self._places.again(nodes)
-
-    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
-        """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
-        self._places.shut, self._places.room_gib = nodes, dict(room_gib)
-
-    async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
-        """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
-        vllm, places = spec.runs_vllm(self._config.engine), self._config.model_places()
-        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
-            return fault
-        try:
-            await self._siting.refuse_absent(self._config, spec)
-        except ModelUnusable as error:
-            return error
-        except ClusterError:
-            return None
-        return None
-
-    async def abilities(self, spec: ModelConfig) -> Abilities:
-        """The abilities that the model's files on this node show. Another engine than vLLM has only its max_model_len."""
-        if not spec.runs_vllm(self._config.engine):
-            return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
-        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config)
-        return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config.engine))
-
-    async def parsers(self, spec: ModelConfig) -> Parsers | None:
-        """The parsers that its engine will have; None where that is unknown, or it is no vLLM."""
-        engine = self._config.engine
-        if not spec.runs_vllm(engine):
-            return None
-        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config)
-        return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
-
-    async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
-        """`known` with what the engine itself tells. models: its model list."""
-        return replace(known, routes=await served_routes(upstream), max_model_len=models.max_model_len or known.max_model_len)
-
-    async def release(self, model: str) -> None:
-        await self._places.release(model)
-
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None) -> tuple[RankHandle, ...]:
-        """See Starter.start."""
-        return await self._starter.start(self._config, placement, spec, attempt, tell)
-
-    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
-        """Stop a rank and verify that no process of it is left. Raises RankError naming those that would not die.
-
-        hangs: its engine has been found to; it will finish nothing, and is killed at once. Returns what else it left behind on its node:
-        see workers.rank.lifecycle.stop.
-        """
-        # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
-        grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
-        grace_s = 0.0 if hangs else grace_s
-        handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
-        node_ip = fact.handle.node_id
-        ended = await self.ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)
-        if not ended["gone"]:
-            pids = ", ".join(str(pid) for pid in ended["survivors"])
-            raise RankError(
-                f"Processes {pids} of rank {fact.handle.rank_id} do not end even after SIGKILL: they hang in the kernel, usually in "
-                "the GPU driver. If they stay, the node must be rebooted."
-            )
-        return ended.get("left") or ()
-
-    async def upstream(self, handle: RankHandle) -> Upstream:
-        """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""
-        if handle.socket_path:
-            return Upstream(socket_path=handle.socket_path)
-        key = await self._link.call(handle.node_id, lambda agent: agent.api_key.remote(handle.rank_id), OBSERVE_TIMEOUT_S)
-        return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key)
-
-    async def served_models(self, upstream: Upstream) -> ServedModels | None:
-        """See upstream.served_models."""
-        return await served_models(upstream)
-
-    async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
-        """See transport.proof: of the ranks of one model."""
-
-        def lines(one: RankHandle) -> Awaitable[list[str]]:
-            return self.ask(one.node_id, "nccl_lines", one.log_path, timeout_s=FABRIC_TIMEOUT_S)
-
-        return await proof(handles, self._fabric, lines, configured)
-
-    async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
-        if node_id and node_id != self.node_ip:
-            return await self._link.call(node_id, lambda agent: agent.read_log.remote(path, cursor, max_bytes), OBSERVE_TIMEOUT_S)
-        return await asyncio.to_thread(self._here.read_log, path, cursor, max_bytes)
 
     async def close(self, *, stop_ray: bool) -> None:
         """Leave the cluster; with stop_ray, end our own head too and clear the runtime folder. Ranks are not touched."""
@@ -360,9 +238,9 @@ class Cluster:
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
             # What Ray reserved on a node went with its raylet.
-            await self._places.again(met)
+            await self.places.again(met)
             if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
-                await self._places.reconcile(*self._last_look)
+                await self.places.reconcile(*self._last_look)
                 self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
             self._upkeep_trouble = Condition(type(error).__name__, error.message)
@@ -384,7 +262,7 @@ class Cluster:
             await self._link.connect(address or "", self.node_ip)
             if self._head:
                 await asyncio.to_thread(self._head.keep_closed)
-            await self._places.again(self._link.nodes())
+            await self.places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
             told = error if isinstance(error, ClusterError) else refused_by(error, "This node")
             trouble = Condition(type(told).__name__, told.message)
@@ -484,7 +362,7 @@ class Cluster:
             now = reading(node_ip, facts["reading"], facts["now_s"])
         except ValueError as error:
             self._unreadable[f"the memory of {node_ip}"] = UnreadableFacts(node_ip, str(error))
-        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
+        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self.places.reserved_gib(node_ip)))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
         self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, why) for rank_id, why in left_out.items()}

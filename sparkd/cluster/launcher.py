@@ -1,10 +1,10 @@
-"""Starts the ranks of one model on nodes that were chosen before: page cache, port, environment, workers first and rank 0 last."""
+"""Starts the ranks of one model on nodes that were chosen before, workers first and rank 0 last; finds them and ends them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,18 +14,25 @@ from sparkd.capacity.requirement import said_to
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.config.config import Config, ModelConfig
+from sparkd.engine.upstream import Upstream
 from sparkd.entry.trusted_commits import remember
 from sparkd.errors import ClusterError, RankError
+from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.transport import proof
 from sparkd.hardware import GIB
-from sparkd.state.nouns import RankHandle
+from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.vllm.translate import Translation
 from workers.rank.command import parallel_flags
 
 log = logging.getLogger("sparkd.cluster")
 
 SPAWN_TIMEOUT_S = 60.0
+DESTROY_TIMEOUT_S = 60.0
+UNSERVED_GRACE_S = 2.0
+READ_TIMEOUT_S = 3.0
+NCCL_TIMEOUT_S = 15.0
 
 Tell = Callable[[str], None]
 
@@ -42,21 +49,32 @@ class Attempt:
         return f"{self.rank_id}-r{rank}" if rank else self.rank_id
 
 
-class Starter:
-    """Starts ranks through the nodes' agents. `here` is the daemon's node, where rank 0 listens on a Unix socket."""
+class Engines:
+    """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
+    node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
 
-    def __init__(self, link: RayLink, fabric: FabricNodes, here: str) -> None:
+    def __init__(
+        self,
+        config: Callable[[], Config],
+        link: RayLink,
+        fabric: FabricNodes,
+        ask: Callable[..., Awaitable[Any]],
+        here: str,
+        read_here: Callable[[str, str | None, int], dict[str, str]],
+    ) -> None:
+        self._config = config
         self._link = link
         self._fabric = fabric
+        self._ask = ask
         self._here = here
+        self._read_here = read_here
 
-    async def start(
-        self, config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None
-    ) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None) -> tuple[RankHandle, ...]:
         """Start all ranks. Returns their handles, rank 0's first. `tell` gets the messages for the operator.
 
         Raises RankError or AgentLost, and then leaves nothing running on the nodes that it can reach.
         """
+        config = self._config()
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         requested, spec = spec, placement.spec or spec
@@ -106,6 +124,46 @@ class Starter:
             # BaseException covers the unreadable answer of another release's agent, and a cancelled start.
             await asyncio.shield(self._undo(placement, attempt))
             raise
+
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
+        """Stop a rank and verify that no process of it is left. Raises RankError naming those that would not die.
+
+        hangs: its engine has been found to; it will finish nothing, and is killed at once. Returns what else it left behind on its node:
+        see workers.rank.lifecycle.stop.
+        """
+        # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
+        grace_s = float(self._config().engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
+        grace_s = 0.0 if hangs else grace_s
+        handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
+        node_ip = fact.handle.node_id
+        ended = await self._ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)
+        if not ended["gone"]:
+            pids = ", ".join(str(pid) for pid in ended["survivors"])
+            raise RankError(
+                f"Processes {pids} of rank {fact.handle.rank_id} do not end even after SIGKILL: they hang in the kernel, usually in "
+                "the GPU driver. If they stay, the node must be rebooted."
+            )
+        return ended.get("left") or ()
+
+    async def upstream(self, handle: RankHandle) -> Upstream:
+        """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""
+        if handle.socket_path:
+            return Upstream(socket_path=handle.socket_path)
+        key = await self._link.call(handle.node_id, lambda agent: agent.api_key.remote(handle.rank_id), READ_TIMEOUT_S)
+        return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key)
+
+    async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
+        """See transport.proof: of the ranks of one model."""
+
+        def lines(one: RankHandle) -> Awaitable[list[str]]:
+            return self._ask(one.node_id, "nccl_lines", one.log_path, timeout_s=NCCL_TIMEOUT_S)
+
+        return await proof(handles, self._fabric, lines, configured)
+
+    async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
+        if node_id and node_id != self._here:
+            return await self._link.call(node_id, lambda agent: agent.read_log.remote(path, cursor, max_bytes), READ_TIMEOUT_S)
+        return await asyncio.to_thread(self._read_here, path, cursor, max_bytes)
 
     async def _clear(self, placement: Placement, tell: Tell) -> None:
         """Prepare every node: report other engines, drop the page cache, which CUDA cannot use, and end stray ranks."""

@@ -41,11 +41,19 @@ HUB = Threads("hub", 4)
 
 class Siting:
     """Places models. `here` describes the Python environments of this node; `in_sight()` returns the nodes that answer, this one first;
-    total_gib is the memory that this node offers."""
+    total_gib is the memory that this node offers. config: returns the present one."""
 
     def __init__(
-        self, link: RayLink, fabric: FabricNodes, places: Places, here: Node, in_sight: Callable[[], list[str]], total_gib: int
+        self,
+        config: Callable[[], Config],
+        link: RayLink,
+        fabric: FabricNodes,
+        places: Places,
+        here: Node,
+        in_sight: Callable[[], list[str]],
+        total_gib: int,
     ) -> None:
+        self._config = config
         self._link = link
         self._fabric = fabric
         self._places = places
@@ -53,9 +61,10 @@ class Siting:
         self._in_sight = in_sight
         self._total_gib = total_gib
 
-    async def place(self, config: Config, spec: ModelConfig) -> Placement:
+    async def place(self, spec: ModelConfig) -> Placement:
         """Choose the nodes and reserve the memory on each. Raises DoesNotFit, RankError or another ClusterError, each with the remedy."""
-        await self.refuse_absent(config, spec)
+        config = self._config()
+        await self.refuse_absent(spec)
         # From here on sparkd reads the files of the commit that the engine gets.
         spec = await asyncio.to_thread(pinned, spec, config)
         await asyncio.to_thread(refuse_unloadable, spec, config)
@@ -106,11 +115,26 @@ class Siting:
         there = await self._need(config, spec, NodeRuntime(facts, node, frozenset({node})), ALONE)
         return here if await self._too_large(config, there, 1) else there
 
-    async def refuse_absent(self, config: Config, spec: ModelConfig) -> None:
+    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
+        """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
+
+        0: an earlier release started them and did not write it down, so it is worked out again.
+        """
+        gib = gib or await asyncio.to_thread(self._held_gib, spec, len(nodes))
+        self._places.hold(spec.name, gib, nodes)
+        if self._link.connected:
+            await self._places.again(nodes)
+
+    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
+        """See FabricNodes.unlinked: of the nodes in sight."""
+        return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
+
+    async def refuse_absent(self, spec: ModelConfig) -> None:
         """Raise ModelUnusable or HubUnreachable for a Hub id that no node has and the Hub does not serve.
 
         An engine would find that out only after its imports.
         """
+        config = self._config()
         env, spec = spec.environment(config.engine), await asyncio.to_thread(at_trusted_commit, spec, config)
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
@@ -124,8 +148,9 @@ class Siting:
             return
         await HUB.run(lambda: look(spec, env, _published(config)))
 
-    def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
+    def _held_gib(self, spec: ModelConfig, nodes: int) -> int:
         """The memory in GiB that a model takes on each of `nodes` nodes. Blocks."""
+        config = self._config()
         spec = at_trusted_commit(spec, config)
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return requirement_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
@@ -209,7 +234,7 @@ class Siting:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
         # A file next to the model on this node may be missing on another.
         beside = ways == ALONE and len(self._in_sight()) == 1
-        lent_gib = self._places.offered().get(where.node, self._total_gib)
+        lent_gib = self._places.offered.get(where.node, self._total_gib)
         need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
         flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
         if flags.refused:
@@ -233,7 +258,7 @@ class Siting:
 
     async def _too_large(self, config: Config, need: Requirement, size: int) -> str | None:
         only = self._only(need) if size == 1 else None
-        offered = sorted((gib for node, gib in self._places.offered().items() if only in (None, node)), reverse=True)
+        offered = sorted((gib for node, gib in self._places.offered.items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
         refusal = await asyncio.to_thread(too_large, need, most_gib, where)

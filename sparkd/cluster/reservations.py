@@ -19,31 +19,35 @@ PLACE_AGAIN_TIMEOUT_S = 5.0
 class Places:
     """The reservations of all models. The daemon's book overrides Ray's: Ray forgets those of a node that it lost, whose rank lives on.
 
-    `here` is the daemon's node; `offered()` returns the GiB that each reachable node offers. shut: nodes that take no new model now.
-    room_gib: see MemoryBook.
+    `here` is the daemon's node; `offered()` returns the GiB that each reachable node offers.
     """
 
     def __init__(self, link: RayLink, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
         self._link = link
         self._here = here
         self._offered = offered
-        self.shut: frozenset[str] = frozenset()
-        self.room_gib: Mapping[str, float] = {}
+        self._shut: frozenset[str] = frozenset()
+        self._room_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
         # One change of Ray's groups at a time: a late release must not free memory that was reserved since.
         self._change = asyncio.Lock()
 
+    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+        """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
+        self._shut, self._room_gib = nodes, dict(room_gib)
+
+    @property
     def offered(self) -> dict[str, float]:
         """GiB by node, for the nodes that may take a model."""
-        return {node: gib for node, gib in self._offered().items() if node not in self.shut}
+        return {node: gib for node, gib in self._offered().items() if node not in self._shut}
 
     def book(self) -> MemoryBook:
-        return MemoryBook(self.offered(), dict(self._held), self.shut, self.room_gib)
+        return MemoryBook(self.offered, dict(self._held), self._shut, self._room_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that have `gib` free beside the other models, in the book and now: this node first, then the one with the most room."""
         free_gib = self.book().free_gib({model})
-        nodes = (node for node, free in free_gib.items() if min(free, self.room_gib.get(node, gib)) >= gib)
+        nodes = (node for node, free in free_gib.items() if min(free, self._room_gib.get(node, gib)) >= gib)
         return sorted(nodes, key=lambda node: (node != self._here, -free_gib[node], node))
 
     def most_free_gib(self, model: str, otherwise: float, nodes: int = 1) -> float:

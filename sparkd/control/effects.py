@@ -94,12 +94,12 @@ class Actions:
             gauges.restarted(record.name)
         self.move(record, ModelState.PLANNED)
         try:
-            placement = await self._cluster.place(spec)
+            placement = await self._cluster.siting.place(spec)
             record.nodes, record.world, record.memory_gib = placement.nodes, len(placement.nodes), placement.memory_gib
             rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
             record.rank_id = rank_id
             attempt = Attempt(rank_id, record.desired.generation, record.hash or "")
-            handles = await self._cluster.start(placement, spec, attempt, partial(self._ledger.say, "start", record.name))
+            handles = await self._cluster.engines.start(placement, spec, attempt, partial(self._ledger.say, "start", record.name))
         except NoRoom as error:
             self._wait_for_room(record, error)
             return
@@ -121,7 +121,7 @@ class Actions:
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
         """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.control.scheduler)."""
         lack = Lack(error.gib, error.nodes, error.only)
-        if not isinstance(error, MemoryReturns) and self._cluster.book().has_room(record.name, lack):
+        if not isinstance(error, MemoryReturns) and self._cluster.places.book().has_room(record.name, lack):
             # The book is wrong, or Ray is: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return
@@ -166,7 +166,7 @@ class Actions:
         with self._boundary.around("hold", record.name):
             try:
                 if record.spec:
-                    await self._cluster.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
+                    await self._cluster.siting.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
             except ClusterError as error:
                 if self._unheld.get(start) != error.message:
                     log.error("what %s holds is not in the book: %s It is tried again.", record.name, error.message)
@@ -182,9 +182,9 @@ class Actions:
             return
         record.last_asked_s = self._clock()
         if record.upstream is None:
-            record.upstream = await self._cluster.upstream(handle)
+            record.upstream = await self._cluster.engines.upstream(handle)
         try:
-            models = await self._cluster.served_models(record.upstream)
+            models = await self._cluster.models.served_models(record.upstream)
             if models is None:
                 return
             if record.name not in models.names:
@@ -263,7 +263,7 @@ class Actions:
         rank_id, env = record.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
         try:
             counted = moved(handles, before, await self._counters(record) if before else {}, env)
-            said = await self._cluster.transport(handles, env)
+            said = await self._cluster.engines.transport(handles, env)
             # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
             found = in_order((*said, *(one for one in counted if any(other.node == one.node for other in said))))
         except ClusterError as error:
@@ -284,7 +284,7 @@ class Actions:
         if record.state is ModelState.FAILED:
             message = "It had failed, and is no longer requested: sparkd does not try again."
             record.load_s = None
-            self._spawn(self._cluster.release(record.name), f"release {record.name}")
+            self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
@@ -329,7 +329,7 @@ class Actions:
         self._door.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
-            self._spawn(self._cluster.release(record.name), f"release {record.name}")
+            self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:

@@ -41,7 +41,7 @@ class Endings:
         with self._boundary.around(kind, model, say):
             try:
                 await self._end_all(ranks, hangs=record is not None and record.reason in HANGS)
-                await self._cluster.release(model)
+                await self._cluster.places.release(model)
             except ClusterError as error:
                 say(error.message)
             else:
@@ -63,7 +63,7 @@ class Endings:
 
     async def _end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
-        results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if not isinstance(left, BaseException):
                 self._journal.forget_handle(fact.handle.rank_id)

@@ -44,7 +44,7 @@ class ModelLooks:
         spec = record.spec
         if spec is None or record.abilities is not None:
             return
-        found = await self._cluster.abilities(spec)
+        found = await self._cluster.models.abilities(spec)
         if record.spec is spec and record.abilities is None:
             record.looked = Looked(record.hash, found)
 
@@ -52,6 +52,6 @@ class ModelLooks:
         """Ask the engine for the model's abilities. They stay known once the engine has gone."""
         await self.look(record)
         if (known := record.abilities) is not None:
-            found = await self._cluster.served_abilities(upstream, known, models)
+            found = await self._cluster.models.served_abilities(upstream, known, models)
             if record.abilities is known and record.upstream is upstream:
                 record.looked = Looked(record.hash, found)

@@ -92,8 +92,8 @@ class Supervisor:
             wishes=self._wishes,
             wake=self._wake,
             clock=clock,
-            unusable=cluster.unusable,
-            parsers=cluster.parsers,
+            unusable=cluster.models.unusable,
+            parsers=cluster.models.parsers,
             look=self._looks.look,
             boundary=self.boundary,
         )
@@ -105,7 +105,7 @@ class Supervisor:
             partial(holders, self.registry),
             lambda total: self.registry.config.memory.limits(total),
         )
-        self._swap = Swap(self.ledger, cluster.book, lambda: self.registry.ties, self._wishes, clock)
+        self._swap = Swap(self.ledger, cluster.places.book, lambda: self.registry.ties, self._wishes, clock)
         self._endings = Endings(means, self._gate.release.left)
         self._actions = Actions(means, self._door, self._wishes, self._endings, self._looks, ask=ask)
         self._pulse = Pulse(self.tasks.spawn, ask, clock)
@@ -209,7 +209,7 @@ class Supervisor:
         """Stop every rank that can be found. The wishes stay for the daemon's next start."""
         observation = await self._cluster.observe()
         ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if isinstance(left, BaseException):
                 log.error("a rank was not stopped: %s", left)
@@ -268,7 +268,7 @@ class Supervisor:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
             self._found, is_open = Found.of(observation, records, steady), False
             with around("shut"):
-                self._cluster.shut(self._gate.shut, self._gate.room_gib)
+                self._cluster.places.shut(self._gate.shut, self._gate.room_gib)
                 is_open = True
             for record in records.values():
                 with around("record", record.name):

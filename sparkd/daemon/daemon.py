@@ -150,7 +150,7 @@ class Daemon:
         kept = config.state_dir / "rates.json"
         self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
         self._foresight = Foresight(now, self._supervisor.snapshot, nodes)
-        self._cluster.prove(self._measures.passed)
+        self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._edge = Edge(

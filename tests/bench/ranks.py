@@ -3,7 +3,7 @@
     python -m tests.bench.ranks [--preset cpu|h200] [--shapes 1,2,2x2] [--quantize int4,..] [--dtype float32] [--kv-cache auto] [--graphs]
                                 [--no-measure] [--dir FOLDER] [--keep] [--json FILE]
 
-Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.cluster.launcher.Starter gives its orders to agents
+Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.cluster.launcher.Engines gives its orders to agents
 (workers.agent.actor.Agent), each in a process of its own with one GPU and an address of its own, 127.0.0.2 and on. They spawn shims and
 vLLM's native ranks, with our loader and our KV worker. The checkpoint is a random Qwen3-MoE (tests/support/checkpoints.py). For each shape
 (2: two share each tensor; 2x2: two such pairs, which are the stages of a pipeline): seconds until it answers, bytes that each rank's loader
@@ -47,7 +47,7 @@ import httpx
 
 from sparkd.admin.bandwidth import ALL, Measures
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt, Starter
+from sparkd.cluster.launcher import Attempt, Engines
 from sparkd.config.config import Config, load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError
@@ -158,7 +158,7 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, shape: 
     attempt = Attempt(f"{NAME}-{form}-{shape}", 1, "bench")
     began_s = time.monotonic()
     try:
-        handles = await Starter(nodes, fabric, NODES[0]).start(config, placement, spec, attempt)  # type: ignore[arg-type]
+        handles = await Engines(lambda: config, nodes, fabric, nodes.ask, NODES[0], lambda *_: {}).start(placement, spec, attempt)  # type: ignore[arg-type]
         transport = httpx.AsyncHTTPTransport(uds=handles[0].socket_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=120) as client:
             await _answering(nodes, handles, client)

@@ -57,6 +57,7 @@ class FakeCluster:
     """Ranks live in `ranks`; what is started, adopted and destroyed is recorded in `log`."""
 
     def __init__(self) -> None:
+        self.engines = self.siting = self.places = self.models = self
         self.ranks: dict[str, RankFact] | None = {}
         self.reading: Reading | None = READING
         self.connected = True

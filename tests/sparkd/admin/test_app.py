@@ -401,7 +401,7 @@ async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
 
         def changes() -> list[tuple[str, str | None, str]]:
             kinds = ("added", "changed", "removed")
-            return [(one.kind, one.model, one.data["origin"]) for one in made.scene.store.events() if one.kind in kinds]
+            return [(one.kind, one.model, one.data["origin"]) for one in made.scene.store.history.events() if one.kind in kinds]
 
         body = {"name": "new", "spec": {"model": "/y"}, "load": False}
         for _ in range(2):
@@ -410,7 +410,7 @@ async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
         other = {"model": "/z", "ttl": 5}
         error = await made.refused("POST", "/models", 409, json={**body, "spec": other})
         assert error["code"] == "conflict"
-        assert (made.scene.store.specs(), len(changes())) == ({"new": {"model": "/y"}}, 1)
+        assert (made.scene.store.wishes.specs(), len(changes())) == ({"new": {"model": "/y"}}, 1)
 
         changed = await made.ask("PUT", "/models/new", 202, json={"spec": other})
         assert (changed["operation"], changed["model"]["source"], changed["model"]["want"]) == (None, "/z", "STOPPED")
@@ -459,7 +459,7 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
 
         async def look(spec: ModelConfig) -> ModelUnusable:
             names = {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
-            seen.append((spec.name, names, scene.store.specs()))
+            seen.append((spec.name, names, scene.store.wishes.specs()))
             return ModelUnusable("The folder /y is empty, so it holds no model: check the path.")
 
         monkeypatch.setattr(scene.cluster, "unusable", look)
@@ -467,7 +467,7 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
         assert scene.supervisor.ledger.feed.written == before
         assert seen == [("new", {"m"}, {})]
-        assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.desired() == {}
+        assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.wishes.desired() == {}
         # What may not be asked for at all is refused before anything is looked at.
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "~/y"}})
         await made.refused("POST", "/models", 409, json={"name": "new", "spec": {"model": "/y", "aliases": ["gpt-4o"]}})
@@ -789,7 +789,7 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
     async with admin_of(tmp_path) as made:
         store, readers = made.scene.store, 8
         for number in range(1500):
-            store.add_event(1.0, "note", None, f"event {number}", {})
+            store.history.add_event(1.0, "note", None, f"event {number}", {})
         read, turns = 0, [0]
 
         def counted(seq: int, limit: int, behind: Any = store.events_behind) -> tuple[list[Event], int]:

@@ -30,7 +30,7 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.checkpoint import read_checkpoint
-from sparkd.cluster.launcher import Attempt, Starter
+from sparkd.cluster.launcher import Attempt, Engines
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
@@ -117,7 +117,8 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
-    await Starter(agents, fabric, HEAD).start(config, placement, spec, Attempt("m-1-abcdef12", 1, "hash"))  # type: ignore[arg-type]
+    engines = Engines(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
+    await engines.start(placement, spec, Attempt("m-1-abcdef12", 1, "hash"))
     made = []
     for fields in sorted(agents.spawned, key=lambda one: int(one["rank"])):
         where = {"socket_path": "/run/sparkd/x.sock"} if not fields["rank"] else {}

@@ -136,4 +136,4 @@ async def test_what_the_release_of_the_runtime_does_not_understand_is_not_starte
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
 
     with pytest.raises(RankError, match="by the vLLM of its runtime: VLLM_USE_V1: vLLM 0"):
-        await cluster.place(spec)
+        await cluster.siting.place(spec)

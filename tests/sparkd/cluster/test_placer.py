@@ -104,12 +104,12 @@ class Scene:
         self.link = FakeLink()
         self.places = Places(self.link, A, lambda: offered)  # type: ignore[arg-type]
         self.here = Runtime()
-        self.siting = Siting(self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.siting = Siting(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
         keys = {key: value for key, value in keys.items() if value is not None}
-        return await self.siting.place(self.config, parse_model("m", {"model": model, **keys}, over_admin=False))
+        return await self.siting.place(parse_model("m", {"model": model, **keys}, over_admin=False))
 
     async def refused(self, model: str, **keys: Any) -> str:
         with pytest.raises(DoesNotFit) as caught:
@@ -163,7 +163,7 @@ async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(m
     await scene.places.release("m")
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
     await scene.places.release("m")
-    scene.places.shut = frozenset({B})
+    scene.places.shut(frozenset({B}), {})
     assert (await scene.place(model)).nodes == (C,)
 
 
@@ -172,7 +172,7 @@ async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: 
     scene.link.runtimes = {B: VLLM | {"vllm": "0.33.0"}}
     assert (await scene.place(model)).vllm == "0.32.0", "there is room here"
     await scene.places.release("m")
-    scene.places.shut = frozenset({A})
+    scene.places.shut(frozenset({A}), {})
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
 
@@ -204,22 +204,22 @@ async def test_where_no_node_has_the_runtime_this_one_says_why(model: str, tmp_p
 
 async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.places.shut = frozenset({A})
+    scene.places.shut(frozenset({A}), {})
     assert (await scene.place(model)).nodes == (B,)
     await scene.places.release("m")
-    scene.places.shut = frozenset({A, B})
+    scene.places.shut(frozenset({A, B}), {})
     assert f"Nothing is started on {A} or {B} now: `sparkd status` says why." in await scene.refused(model)
 
 
 async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.places.room_gib = {A: 1.0}
+    scene.places.shut(frozenset(), {A: 1.0})
     assert (await scene.place(model)).nodes == (B,)
     await scene.places.release("m")
-    scene.places.room_gib = {A: 20.0, B: 1.0}
+    scene.places.shut(frozenset(), {A: 20.0, B: 1.0})
     assert (await scene.place(model)).nodes == (A,)
     await scene.places.release("m")
-    scene.places.room_gib = {A: 1.0, B: 1.0}
+    scene.places.shut(frozenset(), {A: 1.0, B: 1.0})
     with pytest.raises(MemoryReturns) as caught:
         await scene.place(model)
     assert (caught.value.nodes, caught.value.gib > 1) == (1, True)

@@ -26,7 +26,7 @@ async def main(folder):
     await joined.wait()
     link, here = cluster._link, cluster.node_ip
     assert await link.reserve("lost", 1, [here], 20.0)
-    await cluster._places.reserve("booked", 1, [here])
+    await cluster.places.reserve("booked", 1, [here])
     before = sorted(await link.kept_groups())
     while (now := sorted(await link.kept_groups())) == before:
         await cluster.observe()

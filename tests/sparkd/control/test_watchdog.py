@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sparkd import metrics
-from sparkd.cluster.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
+from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.launcher import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S
 from sparkd.config.config import Config
 from sparkd.control.record import Record
 from sparkd.control.watchdog import (
@@ -465,10 +466,10 @@ async def test_the_grace_between_its_order_and_its_kill(tmp_path: Path, server_u
         asked.append((node_ip, method, arguments[1], timeout_s))
         return {"gone": True, "survivors": []}
 
-    cluster.ask = ask  # type: ignore[method-assign]
+    cluster.engines._ask = ask
     fact = replace(ALIVE, progress=Progress(phase="serving", server_up=server_up))
 
-    assert await cluster.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
+    assert await cluster.engines.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
     assert asked == [("n", "destroy", grace_s, grace_s + DESTROY_TIMEOUT_S)]
 
 

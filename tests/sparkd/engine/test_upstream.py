@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.model_facts import ModelFacts
 from sparkd.engine.http import Connection
 from sparkd.engine.upstream import (
     MAX_MODEL_LIST_BYTES,
@@ -218,11 +218,11 @@ async def test_served_routes(engine: RawEngine, upstream: Upstream, raw: bytes, 
 
 async def test_an_engine_is_asked_for_its_models_once(engine: RawEngine, upstream: Upstream) -> None:
     engine.replies(answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'))
-    cluster = object.__new__(Cluster)
-    models = await cluster.served_models(upstream)
+    facts = object.__new__(ModelFacts)
+    models = await facts.served_models(upstream)
     assert models is not None
 
-    abilities = await cluster.served_abilities(upstream, Abilities(max_model_len=8192), models)
+    abilities = await facts.served_abilities(upstream, Abilities(max_model_len=8192), models)
 
     assert abilities.max_model_len == 4096
     assert [request.head.split()[1] for request in engine.heard] == [b"/v1/models", b"/openapi.json"]

@@ -60,7 +60,7 @@ def cached(tmp_path: Path) -> None:
 
 
 async def absent(scene: Scene, spec: ModelConfig) -> None:
-    await scene.siting.refuse_absent(scene.config, spec)
+    await scene.siting.refuse_absent(spec)
 
 
 async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_path: Path, repository: Repository) -> None:
@@ -71,7 +71,7 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
         assert model in caught.value.message and "no such model" in caught.value.message
         assert (f"Did you mean {meant}?" in caught.value.message) == (meant is not None)
     with pytest.raises(ModelUnusable):
-        await scene.siting.place(scene.config, spec_of(tmp_path, repository.hub, "owner/nam"))
+        await scene.siting.place(spec_of(tmp_path, repository.hub, "owner/nam"))
     assert scene.link.groups == {}
 
 

@@ -80,28 +80,28 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 async def test_a_placement_is_judged_by_the_files_of_the_commit_that_it_starts(place: Place, tmp_path: Path) -> None:
     scene_of_a = Scene(tmp_path, {"10.0.0.1": 60})
-    config = place.config()
+    config = scene_of_a.config = place.config()
 
-    placement = await scene_of_a.siting.place(config, config.models["m"])
+    placement = await scene_of_a.siting.place(config.models["m"])
 
     assert placement.spec is not None and placement.spec.revision == FIRST
     assert placement.spec.extra_args[-4:] == ["--code-revision", FIRST, "--tokenizer-revision", FIRST]
     assert placement.spec.tool_call_parser == PARSER
     place.trust(SECOND)
     with pytest.raises(ContextTooLong, match="1,024"):
-        await scene_of_a.siting.place(config, config.models["m"])
+        await scene_of_a.siting.place(config.models["m"])
 
 
 async def test_abilities_and_parsers_before_a_start_are_those_of_the_trusted_commit(place: Place) -> None:
     config = place.config(max_model_len=None)
     cluster, spec = Cluster(config, {}), config.models["m"]
 
-    found, parsers = await cluster.abilities(spec), await cluster.parsers(spec)
+    found, parsers = await cluster.models.abilities(spec), await cluster.models.parsers(spec)
 
     assert (found.tasks, found.max_model_len) == (frozenset({GENERATE}), 8192)
     assert parsers is not None and parsers.tool == PARSER
     place.trust(SECOND)
-    moved = await cluster.abilities(spec)
+    moved = await cluster.models.abilities(spec)
     assert (moved.tasks, moved.max_model_len) == (frozenset({POOL}), 1024)
 
 
@@ -113,7 +113,7 @@ async def test_a_model_whose_trusted_commit_is_nowhere_is_absent_though_its_bran
     monkeypatch.setattr(hub_check, "_asked", lambda spec, *_: looked.append(spec.revision) or Remote((), lambda _: b"", spec.revision))
     place.trust("4" * 40)
 
-    assert await Cluster(config, {}).unusable(config.models["m"]) is None
+    assert await Cluster(config, {}).models.unusable(config.models["m"]) is None
     assert looked == ["4" * 40]
 
 

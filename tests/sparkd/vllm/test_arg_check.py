@@ -470,7 +470,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: Fl
     need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=table.version)
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
-        await cluster.place(spec)
+        await cluster.siting.place(spec)
     assert caught.value.message == (
         "m cannot be started by the vLLM of its runtime: "
         f"--max-num-seq-s: vLLM {table.version} has no such flag. Did you mean --max-num-seqs?"
@@ -491,17 +491,17 @@ async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, 
     async def reserve(*_: object) -> str:
         return "n"
 
-    monkeypatch.setattr(cluster._places, "reserve_one", reserve)
+    monkeypatch.setattr(cluster.places, "reserve_one", reserve)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seqs=8"], "memory_gib": 1}, over_admin=False)
-    placement = await cluster.place(spec)
+    placement = await cluster.siting.place(spec)
     assert placement.said is not None and "--max-num-seqs=8" in placement.said.args
 
     async def clear(*_: object) -> None:
         raise RankError("far enough")
 
-    monkeypatch.setattr(cluster._starter, "_clear", clear)
+    monkeypatch.setattr(cluster.engines, "_clear", clear)
     with pytest.raises(RankError, match="far enough"):
-        await cluster.start(placement, spec, Attempt("m-1", 1, ""))
+        await cluster.engines.start(placement, spec, Attempt("m-1", 1, ""))
     assert looked == ["key"]
 
 

@@ -1,0 +1,62 @@
+"""What a model's files show before it runs, and its engine afterwards: whether there is one, its abilities and its parsers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from sparkd.cluster.placer import HUB, Siting
+from sparkd.config.config import Config, ModelConfig
+from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
+from sparkd.entry.parser_choice import expected
+from sparkd.entry.tasks import abilities_of
+from sparkd.entry.trusted_commits import at_trusted_commit
+from sparkd.errors import ClusterError, ModelUnusable
+from sparkd.models.folder import unusable
+from sparkd.state.abilities import Abilities
+from sparkd.vllm.parsers import Parsers
+
+
+class ModelFacts:
+    """config: returns the present one. siting: asks the other nodes for the model's files."""
+
+    def __init__(self, config: Callable[[], Config], siting: Siting) -> None:
+        self._config = config
+        self._siting = siting
+
+    async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
+        """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
+        vllm, places = spec.runs_vllm(self._config().engine), self._config().model_places()
+        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
+            return fault
+        try:
+            await self._siting.refuse_absent(spec)
+        except ModelUnusable as error:
+            return error
+        except ClusterError:
+            return None
+        return None
+
+    async def abilities(self, spec: ModelConfig) -> Abilities:
+        """The abilities that the model's files on this node show. Another engine than vLLM has only its max_model_len."""
+        if not spec.runs_vllm(self._config().engine):
+            return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
+        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config())
+        return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config().engine))
+
+    async def parsers(self, spec: ModelConfig) -> Parsers | None:
+        """The parsers that its engine will have; None where that is unknown, or it is no vLLM."""
+        engine = self._config().engine
+        if not spec.runs_vllm(engine):
+            return None
+        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config())
+        return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
+
+    async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
+        """`known` with what the engine itself tells. models: its model list."""
+        return replace(known, routes=await served_routes(upstream), max_model_len=models.max_model_len or known.max_model_len)
+
+    async def served_models(self, upstream: Upstream) -> ServedModels | None:
+        """See upstream.served_models."""
+        return await served_models(upstream)
