@@ -792,13 +792,13 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
             store.history.add_event(1.0, "note", None, f"event {number}", {})
         read, turns = 0, [0]
 
-        def counted(seq: int, limit: int, behind: Any = store.events_behind) -> tuple[list[Event], int]:
+        def counted(seq: int, limit: int, behind: Any = store.history.events_behind) -> tuple[list[Event], int]:
             nonlocal read
             events, last = behind(seq, limit)
             read += len(events)
             return events, last
 
-        store.events_behind = counted  # type: ignore[method-assign]
+        store.history.events_behind = counted  # type: ignore[method-assign]
 
         async def watch() -> None:
             while read < 1000 * readers:
