@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class StartId:
     """One start of a model. rank_id: rank 0's, which also names the attempt."""
 
     rank_id: str
@@ -69,7 +69,7 @@ class Engines:
         self._here = here
         self._read_here = read_here
 
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Tell | None = None) -> tuple[RankHandle, ...]:
         """Start all ranks. Returns their handles, rank 0's first. `tell` gets the messages for the operator.
 
         Raises RankError or AgentLost, and then leaves nothing running on the nodes that it can reach.
@@ -195,7 +195,7 @@ class Engines:
     async def _each(self, placement: Placement, method: Callable[[Any], Awaitable[Any]]) -> list[Any]:
         return list(await asyncio.gather(*(self._link.call(node, method, SPAWN_TIMEOUT_S) for node in placement.nodes)))
 
-    async def _undo(self, placement: Placement, attempt: Attempt) -> None:
+    async def _undo(self, placement: Placement, attempt: StartId) -> None:
         """End all ranks of the attempt. A rank on an unreachable node is removed when the node is back, as a stray."""
         for rank, node in enumerate(placement.nodes):
             with suppress(ClusterError):
@@ -217,7 +217,7 @@ def _foreign(node: str, process: Mapping[str, Any]) -> str:
     )
 
 
-def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, said: Translation) -> dict[str, Any]:
+def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: StartId, said: Translation) -> dict[str, Any]:
     """The fields of workers.rank.spec.RankSpec that all ranks of the model share. Reads the checkpoint's headers."""
     return {
         **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),

@@ -7,12 +7,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from sparkd import metrics
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.control import gauges
 from sparkd.control.endings import ENDING, Endings
 from sparkd.control.journal import Served
@@ -74,8 +74,8 @@ class Actions:
         for model, start in newest.items():
             ranks = sorted((one.rank, one.node_id) for one in known if one.model == model and one.start == start)
             if record := self._roster.records.get(model):
-                record.nodes = tuple(node for _, node in ranks)
-        self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
+                record.attempt = replace(record.attempt, nodes=tuple(node for _, node in ranks))
+        self._cluster.expect({node for record in self._roster.records.values() for node in record.attempt.nodes})
         for name, ago_s in self._ledger.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
             record = self._roster.records.get(name)
             if record is None:
@@ -95,11 +95,11 @@ class Actions:
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.siting.place(spec)
-            record.nodes, record.world, record.memory_gib = placement.nodes, len(placement.nodes), placement.memory_gib
+            nodes = placement.nodes
             rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
-            record.rank_id = rank_id
-            attempt = Attempt(rank_id, record.desired.generation, record.hash or "")
-            handles = await self._cluster.engines.start(placement, spec, attempt, partial(self._ledger.say, "start", record.name))
+            record.attempt = replace(record.attempt, rank_id=rank_id, nodes=nodes, world=len(nodes), memory_gib=placement.memory_gib)
+            start = StartId(rank_id, record.desired.generation, record.hash or "")
+            handles = await self._cluster.engines.start(placement, spec, start, partial(self._ledger.say, "start", record.name))
         except NoRoom as error:
             self._wait_for_room(record, error)
             return
@@ -107,11 +107,11 @@ class Actions:
             if isinstance(error, OSError) and error.errno is None:
                 raise  # nothing that a system said: a TimeoutError of some library
             told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
-            record.rank_id = None
+            record.attempt = replace(record.attempt, rank_id=None)
             lasts = isinstance(told, DoesNotFit) and told.lasts
             self.fail(record, type(told).__name__, told.message, lasts=lasts, client_message=told.client_message)
             return
-        record.handles = handles
+        record.attempt = replace(record.attempt, handles=handles)
         for handle in handles:
             self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
@@ -125,17 +125,22 @@ class Actions:
             # The book is wrong, or Ray is: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return
-        record.rank_id, record.lack = None, lack
+        record.attempt = replace(record.attempt, rank_id=None, lack=lack)
         self.move(record, ModelState.STOPPED)
 
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
         """ranks: all of one start, by number."""
         handles = tuple(fact.handle for fact in ranks)
         record.begin_attempt(self._clock())
-        record.rank_id, record.handles, record.world = handles[0].start, handles, len(handles)
-        record.nodes = tuple(handle.node_id for handle in handles)
-        record.adopted = True
-        record.memory_gib = max(handle.memory_gib for handle in handles) or None
+        record.attempt = replace(
+            record.attempt,
+            rank_id=handles[0].start,
+            handles=handles,
+            nodes=tuple(handle.node_id for handle in handles),
+            world=len(handles),
+            memory_gib=max(handle.memory_gib for handle in handles) or None,
+            adopted=True,
+        )
         for handle in handles:
             self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
@@ -145,7 +150,7 @@ class Actions:
         self.start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
-        start = record.rank_id
+        start = record.attempt.rank_id
         if start is None or await self._held(record) or start in self._holding:
             return
         task = self._spawn(self._hold_again(record), f"hold {record.name}")
@@ -154,19 +159,20 @@ class Actions:
 
     async def _hold_again(self, record: Record) -> None:
         """Try to hold the model's memory until it is in the book. The memory of a running model must not be given away twice."""
-        start, failures, held = record.rank_id, 0, False
-        while not held and record.rank_id == start:
+        start, failures, held = record.attempt.rank_id, 0, False
+        while not held and record.attempt.rank_id == start:
             failures += 1
             await asyncio.sleep(ENDING.delay_s(failures, self._rng))
-            held = record.rank_id == start and await self._held(record)
+            held = record.attempt.rank_id == start and await self._held(record)
         self._unheld.pop(start or "", None)
 
     async def _held(self, record: Record) -> bool:
-        start = record.rank_id or ""
+        start = record.attempt.rank_id or ""
         with self._boundary.around("hold", record.name):
             try:
                 if record.spec:
-                    await self._cluster.siting.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
+                    attempt = record.attempt
+                    await self._cluster.siting.hold(record.spec, attempt.nodes, max(handle.memory_gib for handle in attempt.handles))
             except ClusterError as error:
                 if self._unheld.get(start) != error.message:
                     log.error("what %s holds is not in the book: %s It is tried again.", record.name, error.message)
@@ -177,7 +183,7 @@ class Actions:
         return False
 
     async def ask(self, record: Record) -> None:
-        handle = record.handle
+        handle = record.attempt.handle
         if handle is None:
             return
         record.last_asked_s = self._clock()
@@ -191,21 +197,21 @@ class Actions:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(models.names)[:200]}, not for {record.name}.")
                 return
             self._spawn(self._looks.learn(record, record.upstream, models), f"learn {record.name}")
-            if record.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
+            if record.attempt.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
             deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
             before = await self._counters(record)
-            await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt_since_s)))
+            await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt.since_s)))
         except SparkdError as error:
-            record.message = f"It does not answer yet: {error.message}"
+            record.attempt = replace(record.attempt, message=f"It does not answer yet: {error.message}")
             return
         if record.state in STARTING:
             self._ready(record, before)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(why: str) -> None:
-            record.message = why
+            record.attempt = replace(record.attempt, message=why)
             self._ledger.say("stop", record.name, why)
 
         await self._endings.end("stop", record.name, record.name, ranks, say)
@@ -220,12 +226,12 @@ class Actions:
             ended = await self._endings.end("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
         finally:
             self.strays.discard(start)
-        if ended and record and record.rank_id == start:
-            record.rank_id = None
+        if ended and record and record.attempt.rank_id == start:
+            record.attempt = replace(record.attempt, rank_id=None)
 
     async def _counters(self, record: Record) -> Readings:
         """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
-        if len(set(record.nodes)) < 2:
+        if len(set(record.attempt.nodes)) < 2:
             return {}
         try:
             async with asyncio.timeout(COUNT_TIMEOUT_S):
@@ -235,18 +241,16 @@ class Actions:
 
     def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
         """before: the nodes' readings before its first chat, where there was one. served: of one that served before it was adopted."""
-        took_s = self._clock() - record.attempt_since_s
-        record.load_s = self._load_s(record)
-        record.ready_since_s = self._clock()
-        if served is not None:
-            record.ready_since_s, record.load_s = self._clock() - (served.for_s or 0.0), served.load_s
+        took_s = self._clock() - record.attempt.since_s
+        load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
+        record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
         self.move(record, ModelState.READY)
-        if record.rank_id and served is None and record.load_s is not None:
-            self._ledger.keep_answered(record.rank_id, record.load_s)
-        record.reason = record.message = None
-        how = "was adopted and serves on" if record.adopted else f"answers after {took_s:.1f} s"
-        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.adopted)
-        gauges.loaded(record.name, took_s, record.adopted)
+        if record.attempt.rank_id and served is None and load_s is not None:
+            self._ledger.keep_answered(record.attempt.rank_id, load_s)
+        record.attempt = replace(record.attempt, reason=None, message=None)
+        how = "was adopted and serves on" if record.attempt.adopted else f"answers after {took_s:.1f} s"
+        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
+        gauges.loaded(record.name, took_s, record.attempt.adopted)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._door.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
@@ -255,12 +259,13 @@ class Actions:
 
     def _load_s(self, record: Record) -> float:
         """Seconds since its load began, under whichever daemon."""
-        took_s = self._clock() - record.attempt_since_s
-        return max(took_s, self._wall() - record.handle.started_at_s) if record.adopted and record.handle else took_s
+        attempt = record.attempt
+        took_s = self._clock() - attempt.since_s
+        return max(took_s, self._wall() - attempt.handle.started_at_s) if attempt.adopted and attempt.handle else took_s
 
     async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
-        rank_id, env = record.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
+        rank_id, env = record.attempt.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
         try:
             counted = moved(handles, before, await self._counters(record) if before else {}, env)
             said = await self._cluster.engines.transport(handles, env)
@@ -269,8 +274,8 @@ class Actions:
         except ClusterError as error:
             self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return
-        if found and record.rank_id == rank_id:
-            record.transport = tuple(asdict(one) for one in found)
+        if found and record.attempt.rank_id == rank_id:
+            record.attempt = replace(record.attempt, transport=tuple(asdict(one) for one in found))
             self._ledger.say("transport", record.name, told_of(found), verdict=found[0].verdict)
 
     def resume(self, record: Record) -> None:
@@ -283,7 +288,7 @@ class Actions:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed, and is no longer requested: sparkd does not try again."
-            record.load_s = None
+            record.attempt = replace(record.attempt, load_s=None)
             self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
@@ -300,9 +305,9 @@ class Actions:
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """lasts: that waiting does not heal it, where the reason alone does not say so. client_message: what a client may read of it."""
         backoff = Backoff(**self._roster.config.backoff.model_dump())
-        ready_s = self._clock() - record.ready_since_s if record.ready_since_s is not None else 0.0
+        ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
-            record.load_s = self._load_s(record)
+            record.attempt = replace(record.attempt, load_s=self._load_s(record))
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
@@ -310,7 +315,7 @@ class Actions:
             if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
-        lasts = (lasts or reason in LASTING) and record.ready_since_s is None
+        lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
             message += f" Waiting does not heal it: {_mended(record)}."
@@ -318,7 +323,7 @@ class Actions:
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
-            record.rank_id = None
+            record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
         told = f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
@@ -345,8 +350,8 @@ class Actions:
 
         A model that serves or ends goes on. A model that served before it was adopted is asked again.
         """
-        if record.adopted and record.state in STARTING:
-            record.message = sentence
+        if record.attempt.adopted and record.state in STARTING:
+            record.attempt = replace(record.attempt, message=sentence)
         elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
             self.fail(record, "InternalError", sentence)
 
@@ -373,7 +378,7 @@ class Actions:
 def end_backoffs(registry: Roster, now_s: float, reasons: Collection[str], names: Collection[str] = ()) -> None:
     """A model that failed for one of these reasons, or is one of these, is tried again at once."""
     for record in registry.records.values():
-        if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
+        if record.state is ModelState.FAILED and (record.attempt.reason in reasons or record.name in names):
             record.backoff_until_s = now_s
 
 

@@ -40,7 +40,7 @@ class Endings:
         record = self._registry.records.get(model)
         with self._boundary.around(kind, model, say):
             try:
-                await self._end_all(ranks, hangs=record is not None and record.reason in HANGS)
+                await self._end_all(ranks, hangs=record is not None and record.attempt.reason in HANGS)
                 await self._cluster.places.release(model)
             except ClusterError as error:
                 say(error.message)

@@ -89,7 +89,7 @@ class Lease:
             self._door.leave(record, answered=False, probe=self._probe)
             raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
         self.model, self.upstream = record.name, upstream
-        self.parsers = of_handle(record.handle.parsers) if record.handle is not None else None
+        self.parsers = of_handle(record.attempt.handle.parsers) if record.attempt.handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -248,8 +248,8 @@ class LeaseQueue:
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
-        if record.handle is not None and record.state in STARTING:
-            parsers = of_handle(record.handle.parsers)
+        if record.attempt.handle is not None and record.state in STARTING:
+            parsers = of_handle(record.attempt.handle.parsers)
         elif record.spec is not None:
             parsers = await self._once(record, self._parsers, record.spec)
         else:
@@ -298,27 +298,27 @@ class LeaseQueue:
             f"The model {record.name} is loading ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
-            held_by=() if record.rank_id else holders(self._roster, record, self._clock()),
+            held_by=() if record.attempt.rank_id else holders(self._roster, record, self._clock()),
         )
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        lasts = " (this will not recover on its own)" if record.lasts else ""
-        if record.reason == DoesNotFit.__name__:
+        lasts = " (this will not recover on its own)" if record.attempt.lasts else ""
+        if record.attempt.reason == DoesNotFit.__name__:
             # The message names other models, which a client may not see.
             more = "`sparkd ps` shows how much memory it needs."
-        elif record.client_message is not None:
-            more = f"{record.client_message} See `sparkd ps`."
-        elif record.reason in ABSENT:
+        elif record.attempt.client_message is not None:
+            more = f"{record.attempt.client_message} See `sparkd ps`."
+        elif record.attempt.reason in ABSENT:
             more = _ABSENT
-        elif record.reason in LASTING:
+        elif record.attempt.reason in LASTING:
             more = "See `sparkd ps`."
         else:
             more = "See `sparkd ps` and `sparkd logs`."
         return ModelFailed(
-            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
+            f"The model {record.name} failed ({record.attempt.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
-            held_by=holders(self._roster, record, self._clock()) if record.reason in _FOR_MEMORY else (),
+            held_by=holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else (),
         )
 
 

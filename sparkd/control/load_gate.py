@@ -86,6 +86,6 @@ class Gate:
 def _may_live(record: Record, observation: Observation) -> bool:
     """Whether an engine of it is there, or may be on a node that is out of sight: who waits for that waits for no load, and a wish that is
     taken back would end it."""
-    return bool(observation.unseen.intersection(record.nodes)) or any(
+    return bool(observation.unseen.intersection(record.attempt.nodes)) or any(
         fact.alive and fact.handle.model == record.name for fact in observation.ranks or ()
     )

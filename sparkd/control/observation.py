@@ -33,7 +33,7 @@ class Found:
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
         """The plan's facts about a model. frozen: see Pulse.frozen."""
         ranks, spec = self.ranks_of(record), record.spec
-        unseen = self.observation.unseen.intersection(record.nodes)
+        unseen = self.observation.unseen.intersection(record.attempt.nodes)
         return ModelFacts(
             name=record.name,
             want=record.desired.want,
@@ -41,9 +41,9 @@ class Found:
             state=record.state,
             state_since_s=record.since_s,
             config_hash=record.hash,
-            rank_id=record.rank_id,
+            rank_id=record.attempt.rank_id,
             ranks=ranks,
-            world=record.world,
+            world=record.attempt.world,
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
@@ -56,14 +56,14 @@ class Found:
             queued=record.queue.waiting,
             last_used_s=record.queue.last_used_s,
             last_asked_s=record.last_asked_s,
-            attempt_since_s=record.attempt_since_s,
+            attempt_since_s=record.attempt.since_s,
             backoff_until_s=record.backoff_until_s,
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
             claims=record.claims,
             asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
-            lack=record.lack if record.attempt_hash == record.hash else None,
+            lack=record.attempt.lack if record.attempt.entry_hash == record.hash else None,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
             stay=_stay(record, config),
@@ -72,20 +72,20 @@ class Found:
 
     def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
         """The model's ranks. None if they are unknown: the observation failed, an action is changing them, or its only node is silent."""
-        changing = record.name not in self.steady or self.steady[record.name] != record.rank_id
-        only_node_unseen = len(record.nodes) < 2 and self.observation.unseen.intersection(record.nodes)
+        changing = record.name not in self.steady or self.steady[record.name] != record.attempt.rank_id
+        only_node_unseen = len(record.attempt.nodes) < 2 and self.observation.unseen.intersection(record.attempt.nodes)
         if self.observation.ranks is None or changing or only_node_unseen:
             return None
         return tuple(self.by_model.get(record.name, ()))
 
 
 def _stay(record: Record, config: Config) -> Stay:
-    if record.ready_since_s is None:
+    if record.attempt.ready_since_s is None:
         return Stay()
     busy = record.queue.in_flight or record.queue.waiters
     idle_at_s = float("inf") if busy else record.queue.last_used_s + config.swap_idle_s
     least_s = config.min_residency_s
     if record.queue.promised_at_s is not None:
         comes_back_s = record.queue.promised_at_s + PROMISE_S
-        idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.ready_since_s)
-    return Stay(record.ready_since_s, record.load_s or 0.0, least_s, idle_at_s)
+        idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
+    return Stay(record.attempt.ready_since_s, record.attempt.load_s or 0.0, least_s, idle_at_s)

@@ -59,7 +59,7 @@ class Pressure:
         if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
             self._evicted_at_s = now_s
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
-            node = next(node for node in victim.nodes if node in pressed)
+            node = next(node for node in victim.attempt.nodes if node in pressed)
             why = short[node].level_why or self.told[node]
             self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
             self._wishes.want(victim.name, Want.STOPPED, "guard")
@@ -87,10 +87,10 @@ def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
             "pinned": bool(record.spec and record.spec.pin),
             "state": record.state.value,
             "by": record.desired.by,
-            "predicted_gib": record.memory_gib,
+            "predicted_gib": record.attempt.memory_gib,
         }
         for record in records
-        if record.rank_id
+        if record.attempt.rank_id
     }
 
 
@@ -100,7 +100,7 @@ def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Recor
         record
         for record in records
         if record.state is ModelState.READY
-        and nodes.intersection(record.nodes)
+        and nodes.intersection(record.attempt.nodes)
         and not (record.queue.in_flight or record.queue.waiting or (record.spec and record.spec.pin))
         and now_s - record.queue.last_used_s >= IDLE_S
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.config.config import ModelConfig
@@ -26,37 +26,61 @@ class Looked:
     abilities: Abilities
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to have the model run, from its placement or adoption to the end of its ranks. Times ending in _s are monotonic seconds.
+
+    entry_hash: of the entry with which it began. rank_id: of the start; None before its ranks are started and once they are gone. handles:
+    of every rank, rank 0's first; so are the nodes. memory_gib: reserved on each node. transport: findings on how the ranks of several
+    nodes talk, as plain JSON. lack: the memory that it asked for when there was no room. load_s: how long its load took. reason: why it
+    failed; lasts: waiting does not heal it; client_message: what a client may read of it. message: what an operator reads now.
+    """
+
+    since_s: float
+    entry_hash: str | None = None
+    rank_id: str | None = None
+    handles: tuple[RankHandle, ...] = ()
+    nodes: tuple[str, ...] = ()
+    world: int = 1
+    memory_gib: float | None = None
+    adopted: bool = False
+    transport: tuple[Mapping[str, str], ...] = ()
+    lack: Lack | None = None
+    ready_since_s: float | None = None
+    load_s: float | None = None
+    reason: str | None = None
+    lasts: bool = False
+    client_message: str | None = None
+    message: str | None = None
+
+    @property
+    def handle(self) -> RankHandle | None:
+        """Rank 0's, which serves."""
+        return self.handles[0] if self.handles else None
+
+    @property
+    def node_id(self) -> str | None:
+        return self.nodes[0] if self.nodes else None
+
+
 class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
 
     __slots__ = (
-        "adopted",
-        "attempt_hash",
-        "attempt_since_s",
+        "attempt",
         "backoff_until_s",
         "busy",
-        "client_message",
         "desired",
         "evicted",
         "failures",
-        "handles",
         "hash",
-        "lack",
         "last_asked_s",
-        "lasts",
-        "load_s",
         "looked",
-        "memory_gib",
-        "message",
         "name",
-        "nodes",
         "observed",
         "operation",
         "origin",
         "queue",
-        "rank_id",
-        "ready_since_s",
-        "reason",
         "restarts",
         "since_s",
         "since_wall_s",
@@ -64,11 +88,9 @@ class Record:
         "stalls",
         "state",
         "task",
-        "transport",
         "turn",
         "upstream",
         "wait",
-        "world",
         "yields_to",
     )
 
@@ -83,41 +105,22 @@ class Record:
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s
-        self.reason: str | None = None
-        self.lasts = False
-        self.client_message: str | None = None
-        self.message: str | None = None
         self.operation: str | None = None
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None
-        self.rank_id: str | None = None
-        # The handles of every rank, rank 0's first; so are the nodes.
-        self.handles: tuple[RankHandle, ...] = ()
-        self.nodes: tuple[str, ...] = ()
-        self.world = 1
+        self.attempt = Attempt(now_s)
         self.observed = Observed(now_s)
-        self.memory_gib: float | None = None
         self.upstream: Upstream | None = None
-        # Findings on how the ranks of several nodes talk, as plain JSON.
-        self.transport: tuple[Mapping[str, str], ...] = ()
-        self.adopted = False
         self.queue = RequestQueue(now_s)
         # Its place among all that wait for room or for their turn, 1 for the first.
         self.turn: int | None = None
         # Why it waits in that line.
         self.wait: Wait | None = None
-        # The memory that it asked for when there was no room.
-        self.lack: Lack | None = None
         # The model for which it goes.
         self.yields_to: str | None = None
         # How its last stay ended, where it went for another one; None once it is READY again.
         self.evicted: Evicted | None = None
         self.last_asked_s = float("-inf")
-        self.attempt_since_s = now_s
-        # Of the entry with which the attempt began.
-        self.attempt_hash: str | None = None
-        self.ready_since_s: float | None = None
-        self.load_s: float | None = None
         self.failures = 0
         self.stalls: tuple[float, ...] = ()
         self.restarts = 0
@@ -142,24 +145,9 @@ class Record:
         away = want is Want.RUNNING and self.state is not ModelState.READY
         return self.desired.by in (("request", "retry", "config") if away else ("request", "retry"))
 
-    @property
-    def handle(self) -> RankHandle | None:
-        """Rank 0's, which serves."""
-        return self.handles[0] if self.handles else None
-
-    @property
-    def node_id(self) -> str | None:
-        return self.nodes[0] if self.nodes else None
-
     def begin_attempt(self, now_s: float) -> None:
-        self.attempt_since_s, self.attempt_hash = now_s, self.hash
+        self.attempt = Attempt(now_s, self.hash)
         self.last_asked_s = float("-inf")
-        self.ready_since_s = self.load_s = None
-        self.reason = self.message = None
-        self.lasts = False
-        self.transport = ()
-        self.adopted = False
-        self.lack = None
         self.observed.begin(now_s)
 
     def stalled(self, now_s: float, window_s: float) -> int:
@@ -169,17 +157,14 @@ class Record:
 
     def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False, client_message: str | None = None) -> None:
         """lasts: waiting does not heal it. client_message: what a client may read of it."""
-        self.reason, self.message, self.lasts, self.client_message = reason, message, lasts, client_message
+        self.attempt = replace(self.attempt, reason=reason, message=message, lasts=lasts, client_message=client_message, ready_since_s=None)
         self.backoff_until_s = backoff_until_s
-        self.ready_since_s = None
         self.restarts += 1
 
     def forget_rank(self) -> None:
-        self.rank_id = self.memory_gib = self.ready_since_s = None
+        """Its ranks have ended. The time that its load took stays known."""
+        self.attempt = Attempt(self.attempt.since_s, self.attempt.entry_hash, load_s=self.attempt.load_s)
         self.observed.forget()
-        self.handles, self.nodes, self.world = (), (), 1
-        self.reason = self.message = None
-        self.transport = ()
         self.failures = 0
         self.backoff_until_s = float("-inf")
 

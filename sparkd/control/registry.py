@@ -204,9 +204,9 @@ class Roster:
 
     def _fetches_anything(self, record: Record) -> bool:
         """A release that wrote no parsers into its handles gave its engines no rule for media either."""
-        if record.spec is None or record.handle is None or not record.adopted:
+        if record.spec is None or record.attempt.handle is None or not record.attempt.adopted:
             return False
-        return record.spec.runs_vllm(self.config.engine) and record.handle.parsers is None
+        return record.spec.runs_vllm(self.config.engine) and record.attempt.handle.parsers is None
 
     def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
         before = self._loud

@@ -244,7 +244,7 @@ class Supervisor:
         """
         around, records = self.boundary.around, self.registry.records
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
-        steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
+        steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
             self._cluster.tell(told_of(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
@@ -272,7 +272,7 @@ class Supervisor:
                 is_open = True
             for record in records.values():
                 with around("record", record.name):
-                    record.observed.take_in(self._found.ranks_of(record), record.rank_id, self._clock())
+                    record.observed.take_in(self._found.ranks_of(record), record.attempt.rank_id, self._clock())
             with around("wishes"):
                 self._wishes.end_removed()
                 self._door.forget_promises()
@@ -286,7 +286,7 @@ class Supervisor:
                     with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                         self._act(action, observation)
         self._ticked_at_s = self._clock()
-        if self._settled and not any(record.adopted and record.state in STARTING for record in records.values()):
+        if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
             gauges.show(self.snapshot())

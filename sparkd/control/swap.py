@@ -92,8 +92,8 @@ class Swap:
         self._loads.advance(self._clock(), {record.name for record in records.values() if record.spec is not None and record.spec.pin})
         for record in records.values():
             self._loads.stand(record.name, record.state)
-            if record.load_s is not None and record.state in (ModelState.READY, ModelState.FAILED):
-                self._loads.end(record.name, record.load_s, record.state)
+            if record.attempt.load_s is not None and record.state in (ModelState.READY, ModelState.FAILED):
+                self._loads.end(record.name, record.attempt.load_s, record.state)
 
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""

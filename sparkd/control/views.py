@@ -20,18 +20,19 @@ _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 def holders(registry: Roster, lacking: Record, now_s: float) -> list[dict[str, Any]]:
     """The models that hold memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no
     name."""
-    held = [record for record in registry.records.values() if record is not lacking and record.memory_gib and record.rank_id]
+    others = (record for record in registry.records.values() if record is not lacking)
+    held = [record for record in others if record.attempt.memory_gib and record.attempt.rank_id]
     return [
         {
             "model": record.name if record.spec and not record.spec.unlisted else None,
-            "node": record.node_id,
-            "memory_gib": record.memory_gib,
+            "node": record.attempt.node_id,
+            "memory_gib": record.attempt.memory_gib,
             "state": record.state.value,
             "in_flight": record.queue.in_flight,
             "queued": record.queue.waiting,
             "idle_seconds": round(_idle_s(record.queue, now_s), 1),
         }
-        for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
+        for record in sorted(held, key=lambda record: -(record.attempt.memory_gib or 0.0))
     ]
 
 
@@ -60,25 +61,25 @@ def view(registry: Roster, record: Record, now_s: float, doubt: str | None = Non
         since_s=since_s,
         created_at_s=registry.started_at_s,
         origin=record.origin,
-        reason=record.reason,
+        reason=record.attempt.reason,
         message=_message(record),
         progress=_without_cache(record.observed.progress) if record.state is ModelState.FAILED else record.observed.progress,
-        node=record.node_id,
-        ranks=() if gone else record.handles,
+        node=record.attempt.node_id,
+        ranks=() if gone else record.attempt.handles,
         in_flight=record.queue.in_flight,
         queued=record.queue.waiting,
         failures=record.failures,
         restarts=record.restarts,
         retry_in_s=retry_in_s,
-        load_s=None if record.state is ModelState.FAILED else record.load_s,
-        memory_gib=None if gone else record.memory_gib,
+        load_s=None if record.state is ModelState.FAILED else record.attempt.load_s,
+        memory_gib=None if gone else record.attempt.memory_gib,
         operation=record.operation,
-        transport=record.transport,
+        transport=record.attempt.transport,
         turn=record.turn,
         doubt=doubt,
         wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
-        adopted=record.adopted,
-        parsers=None if gone or record.handle is None else record.handle.parsers,
+        adopted=record.attempt.adopted,
+        parsers=None if gone or record.attempt.handle is None else record.attempt.handle.parsers,
         stores_responses=_stores_responses(spec, registry.config) if spec else False,
     )
 
@@ -97,7 +98,7 @@ def _message(record: Record) -> str | None:
     """A model that waits says why; one that is STOPPED and waits for nothing has nothing to say."""
     if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.wait is not None):
         return record.wait.message if record.wait is not None else None
-    return record.message
+    return record.attempt.message
 
 
 def _without_cache(progress: Progress | None) -> Progress | None:

@@ -88,7 +88,7 @@ class Pulse:
             self._beats.setdefault(record.name, self._beat(record, None))
             # A request that is answered within seconds never leads to a question.
             asked_at_s = self._asked_at_s.setdefault(record.name, self._clock())
-            due = record.world > 1 or self._clock() - asked_at_s >= ALONE_ASK_EVERY_S
+            due = record.attempt.world > 1 or self._clock() - asked_at_s >= ALONE_ASK_EVERY_S
             if record.name not in self._asking and due:
                 self._asked_at_s[record.name] = self._clock()
                 self._asking.add(record.name)
@@ -100,23 +100,23 @@ class Pulse:
         if beat is None or self._clock() - self._heard_at_s.get(record.name, -math.inf) > HEARD_S:
             return None
         silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
-        gpus = [one for node in record.nodes if (one := self._readings.get(node)) and one.gpu_power_w is not None]
+        gpus = [one for node in record.attempt.nodes if (one := self._readings.get(node)) and one.gpu_power_w is not None]
         computes = any(one.gpu_power_w >= HANGING_W for one in gpus if one.gpu_power_w is not None)
         hangs = bool(gpus) and not computes and all((one.gpu_busy_percent or 0.0) >= HANGING_PERCENT for one in gpus)
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
-        idle_s, busy_s = (IDLE_S, BUSY_S) if record.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
+        idle_s, busy_s = (IDLE_S, BUSY_S) if record.attempt.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
         quiet = hangs or (is_idle and not computes)
         question_s = self._idle.get(record.name)
         if silent_s < (idle_s if quiet else busy_s if question_s is None else FIRST_STEP_S):
             return None
         if question_s is None and not _is_asked(record):
             return None
-        if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
+        if question_s is not None and self._clock() - question_s < (ANSWER_S if record.attempt.world > 1 else ALONE_ANSWER_S):
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
         asked = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
         told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
-        return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
+        return f"{told}: {'a rank or the way to it' if record.attempt.world > 1 else 'it'} hangs; all of it is started again."
 
     def doubt(self, record: Record) -> str | None:
         """The sentence of an engine that was asked a question and has not answered it yet; None of one that nobody suspects."""
@@ -175,7 +175,7 @@ class Pulse:
 
     def _question(self, record: Record, beat: Beat) -> None:
         put_at_s = self._idle.setdefault(record.name, math.inf)
-        if put_at_s == math.inf and self._clock() - beat.at_s >= (QUESTION_S if record.world > 1 else ALONE_QUESTION_S):
+        if put_at_s == math.inf and self._clock() - beat.at_s >= (QUESTION_S if record.attempt.world > 1 else ALONE_QUESTION_S):
             self._idle[record.name] = self._clock()
             self._spawn(self._answered(record, beat), f"question {record.name}")
 
@@ -208,4 +208,4 @@ def _is_asked(record: Record) -> bool:
 
 
 def _cpu_s(record: Record) -> dict[int, float]:
-    return {fact.handle.rank: fact.cpu_s for fact in record.observed.ranks or () if fact.handle.start == record.rank_id}
+    return {fact.handle.rank: fact.cpu_s for fact in record.observed.ranks or () if fact.handle.start == record.attempt.rank_id}

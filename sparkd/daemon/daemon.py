@@ -327,7 +327,7 @@ class Daemon:
     def _engines(self) -> list[tuple[str, str, Upstream]]:
         """(model, node, upstream) of every engine that serves."""
         ready = [record for record in self._registry.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
-        return [(record.name, record.node_id or "", record.upstream) for record in ready if record.upstream]
+        return [(record.name, record.attempt.node_id or "", record.upstream) for record in ready if record.upstream]
 
     def _edge_settings(self, config: Config) -> EdgeSettings:
         return EdgeSettings(

@@ -47,7 +47,7 @@ import httpx
 
 from sparkd.admin.bandwidth import ALL, Measures
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt, Engines
+from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError
@@ -155,7 +155,7 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, shape: 
     peers = NODES[1 : tensor * stages]
     placement = Placement(NODES[0], NAME, 0, platform, API_SERVER, _release(), None, peers, tensor, stages)
     fabric = FabricNodes(lambda node: nodes.ask(node, "fabric", timeout_s=30))
-    attempt = Attempt(f"{NAME}-{form}-{shape}", 1, "bench")
+    attempt = StartId(f"{NAME}-{form}-{shape}", 1, "bench")
     began_s = time.monotonic()
     try:
         handles = await Engines(lambda: config, nodes, fabric, nodes.ask, NODES[0], lambda *_: {}).start(placement, spec, attempt)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import ModelConfig
 from sparkd.control.residency import Budget, Stay
@@ -129,7 +129,7 @@ class Node(FakeCluster):
         self.reading = Reading("n", now_s, TOTAL_GIB * GIB, available, available, 0, 0, 0)
         return await super().observe()
 
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         handles = await super().start(placement, spec, attempt, tell)
         cold = spec.name not in self.loads or spec.name in self._failing + self._slow
         load_s = self.times.cold_s if cold else self.times.warm_s

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkd.admin.operator import Operator
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import Config, ModelConfig, load_config
 from sparkd.control.effects import AskFunction
@@ -114,7 +114,7 @@ class FakeCluster:
             self.held[spec.name] = (("n", gib),)
         return Placement(self.nodes[0], spec.name, gib, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
 
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         self.log.append(f"spawn {spec.name}")
         handles = []
         for rank, node in enumerate(placement.nodes):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.cluster.reservations import Places
 from sparkd.config.config import ModelConfig
@@ -84,7 +84,7 @@ class MachineCluster(FakeCluster):
         node = await self._places.reserve_one(spec.name, gib)
         return Placement(node, spec.name, gib, "cpu", "workers.stub")
 
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         if self.fails_to_start:
             raise ClusterError("The agent does not start it.")
         living = [fact for fact in self.live.values() if fact.alive]

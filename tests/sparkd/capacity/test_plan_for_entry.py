@@ -30,7 +30,7 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.checkpoint import read_checkpoint
-from sparkd.cluster.launcher import Attempt, Engines
+from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
@@ -118,7 +118,7 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Engines(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
-    await engines.start(placement, spec, Attempt("m-1-abcdef12", 1, "hash"))
+    await engines.start(placement, spec, StartId("m-1-abcdef12", 1, "hash"))
     made = []
     for fields in sorted(agents.spawned, key=lambda one: int(one["rank"])):
         where = {"socket_path": "/run/sparkd/x.sock"} if not fields["rank"] else {}

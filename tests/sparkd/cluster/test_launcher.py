@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt, Engines
+from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
 from sparkd.fabric.readings import FabricNodes
@@ -89,7 +89,7 @@ async def started(
     spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2, "env": env}, over_admin=False)
     placement = Placement(A, "m", 3, platform, "vllm.entrypoints.cli.main", "0.32.0", spec, peers, 1 + len(peers))
     engines = Engines(lambda: config, agents, FabricNodes(read), agents.call, A, lambda *_: {})  # type: ignore[arg-type]
-    return await engines.start(placement, spec, Attempt("m-1-abcdef12", 1, "hash"), told.append), told
+    return await engines.start(placement, spec, StartId("m-1-abcdef12", 1, "hash"), told.append), told
 
 
 async def test_caches_go_first_then_the_workers_and_rank_0_last(tmp_path: Path) -> None:

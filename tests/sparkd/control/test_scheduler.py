@@ -440,7 +440,7 @@ async def test_a_client_that_leaves_does_not_empty_the_machine(when: str, tmp_pa
                 await made.tick()
         elif when == "b is placed":
             made.cluster.placing.clear()
-            while made.supervisor.registry.find("b").lack is None:
+            while made.supervisor.registry.find("b").attempt.lack is None:
                 made.cluster.placing.set()
                 await made.tick()
             made.cluster.placing.clear()

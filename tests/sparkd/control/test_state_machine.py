@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
     def ready_means_that_it_answered(self) -> None:
         for record in self._records():
             if record.state is ModelState.READY:
-                assert record.rank_id in self.cluster.answered, record.name
+                assert record.attempt.rank_id in self.cluster.answered, record.name
 
     @invariant()
     def memory_is_promised_once(self) -> None:
@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
             waiting = sum(not client.inside and client.task is not None and not client.task.done() for client in self._of(record.name))
             assert record.queue.in_flight - inside in (0, 1), "one may be the question that makes it READY"
             assert record.queue.waiting <= waiting
-            assert record.reason != "InternalError"
+            assert record.attempt.reason != "InternalError"
 
     @invariant()
     def what_waits_in_line_is_not_there(self) -> None:

@@ -17,7 +17,7 @@ from sparkd.admin.readings import log_of
 from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
-from sparkd.control.record import Record
+from sparkd.control.record import Attempt, Record
 from sparkd.errors import (
     AgentLost,
     ConfigError,
@@ -183,7 +183,7 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
             await second.tick(3)
             record = second.supervisor.registry.find("m")
             assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
-            assert record.ready_since_s == pytest.approx(now_s, abs=4.0)
+            assert record.attempt.ready_since_s == pytest.approx(now_s, abs=4.0)
 
 
 async def test_one_adopted_while_it_loads_was_started_when_its_handle_says(tmp_path: Path) -> None:
@@ -255,8 +255,9 @@ async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_pa
         await made.tick(2)
         for parsers, error in (({"tool": None, "nearest": "hermes"}, NoToolParser), (None, ModelLoading)):
             record = made.supervisor.registry.find("m")
-            record.handles = tuple(replace(handle, parsers=parsers) for handle in record.handles)
-            assert record.handles and record.state in STARTING
+            handles = tuple(replace(handle, parsers=parsers) for handle in record.attempt.handles)
+            record.attempt = replace(record.attempt, handles=handles)
+            assert record.attempt.handles and record.state in STARTING
             with pytest.raises(error):
                 await ask_with_tools(made)
 
@@ -826,8 +827,9 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
     models = {"m": {"model": "/x"}, "big": {"model": "/y", "unlisted": True}, "other": {"model": "/z"}}
     async with stage(tmp_path, models=models) as made:
         await make_ready(made, "other")
-        made.supervisor.registry.find("big").memory_gib, made.supervisor.registry.find("big").rank_id = 90, "big-1"
-        made.supervisor.registry.find("other").memory_gib = 20
+        made.supervisor.registry.find("big").attempt = Attempt(0.0, rank_id="big-1", memory_gib=90)
+        other = made.supervisor.registry.find("other")
+        other.attempt = replace(other.attempt, memory_gib=20)
         made.cluster.place_error = DoesNotFit("no room")
         waiting = asyncio.create_task(enter(made, "m"))
         await made.tick(2)

@@ -14,7 +14,7 @@ from sparkd import metrics
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S
 from sparkd.config.config import Config
-from sparkd.control.record import Record
+from sparkd.control.record import Attempt, Record
 from sparkd.control.watchdog import (
     ALONE_ANSWER_S,
     ALONE_ASK_EVERY_S,
@@ -44,7 +44,7 @@ class Scene:
         self.clock = FakeClock()
         self.page: str | None = page(1)
         self.record = Record("m", Desired("m", Want.RUNNING, 1, "test", 0.0), 0.0, 0.0)
-        self.record.state, self.record.rank_id, self.record.world = ModelState.READY, "r1", 2
+        self.record.state, self.record.attempt = ModelState.READY, Attempt(0.0, rank_id="r1", world=2)
         self.record.upstream, self.record.queue.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
@@ -125,7 +125,8 @@ def refuse() -> None:
 async def test_what_has_nothing_in_hand_is_asked_a_question_and_lives_if_it_answers(answer: Callable[[], None], world: int) -> None:
     """Its client may be slow to take what was said long ago."""
     scene = Scene()
-    scene.record.world, scene.answer = world, answer
+    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.answer = answer
     question_s = ALONE_QUESTION_S if world == 1 else QUESTION_S
     await scene.after(0, page=IDLE_PAGE)
     await scene.after(ALONE_ASK_EVERY_S)
@@ -145,7 +146,8 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     world: int, question_s: float, answer_s: float, idle_s: float
 ) -> None:
     scene = Scene()
-    scene.record.world, scene.answer = world, None
+    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     if world == 1:
         await scene.after(ALONE_ASK_EVERY_S)
@@ -160,7 +162,8 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
 @pytest.mark.parametrize("world", [2, 1])
 async def test_while_its_question_is_not_answered_it_is_doubted(world: int) -> None:
     scene = Scene()
-    scene.record.world, scene.answer = world, None
+    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     while not scene.asked:
         assert scene.pulse.doubt(scene.record) is None
@@ -225,7 +228,8 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
 
 async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
     scene = Scene()
-    scene.record.world, scene.record.queue.in_flight, scene.record.queue.unanswered = 1, 0, True
+    scene.record.attempt = replace(scene.record.attempt, world=1)
+    scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
     await scene.after(0, page=None)
     assert await scene.after(1000) is None
     assert (len(scene.asked), scene.record.queue.unanswered) == (1, False)
@@ -334,7 +338,7 @@ async def test_its_first_question_is_the_supervisors() -> None:
 )
 async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float | None, cpu_share: float, after_s: float) -> None:
     scene = Scene()
-    scene.record.world, scene.record.nodes = 1, ("n",)
+    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
     scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
     await scene.after(0)
     await scene.after(ALONE_ASK_EVERY_S)
@@ -347,7 +351,7 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
 
 async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     scene = Scene()
-    scene.record.world, scene.record.nodes = 1, ("n",)
+    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
     scene.readings = {"n": replace(READING, device_trouble="nvidia-smi did not answer within 4 s"), "o": READING}
     assert scene.pulse.conditions == ()
     await scene.after(0)
@@ -366,7 +370,8 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
             made.cluster.ranks = {}
             await made.tick(2)
         assert waits == [1, 2, 900]
-        assert "It hung 3 times in 15 minutes. sparkd starts it again in 15 minutes." in (made.supervisor.registry.find("m").message or "")
+        message = made.supervisor.registry.find("m").attempt.message or ""
+        assert "It hung 3 times in 15 minutes. sparkd starts it again in 15 minutes." in message
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from sparkd.capacity.requirement import said_to
 from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import RankError
 from sparkd.inquiry import flag_table as vllm_table
@@ -501,7 +501,7 @@ async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, 
 
     monkeypatch.setattr(cluster.engines, "_clear", clear)
     with pytest.raises(RankError, match="far enough"):
-        await cluster.engines.start(placement, spec, Attempt("m-1", 1, ""))
+        await cluster.engines.start(placement, spec, StartId("m-1", 1, ""))
     assert looked == ["key"]
 
 

@@ -19,11 +19,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Attempt
+from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation, facts_of
 from sparkd.cluster.read_memory import reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.pressure import told_of
+from sparkd.control.record import Attempt
 from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import RankFact, RankHandle, Want
@@ -173,7 +174,7 @@ class RealNode(FakeCluster):
         facts = await asyncio.to_thread(self.agent.observe)
         return Observation(facts_of(facts["ranks"]), reading("n1", facts["reading"], facts["now_s"]), True)
 
-    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         mine = {"rank_id": attempt.rank_id, "config_hash": attempt.config_hash, "generation": attempt.generation}
         return (RankHandle(**await asyncio.to_thread(self.agent.spawn, order(self.folder) | mine, False)),)
 
@@ -212,12 +213,12 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
 
         supervisor.want("m", Want.RUNNING, "admin")
         await tick_until("READY")
-        first = supervisor.registry.find("m").rank_id
+        first = supervisor.registry.find("m").attempt.rank_id
         await asyncio.to_thread(until, lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
         hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
         try:
             await tick_until("FAILED")
-            assert supervisor.registry.find("m").reason == "MemoryGuard"
+            assert supervisor.registry.find("m").attempt.reason == "MemoryGuard"
             until(lambda: agent.sentry.reading["level"] != "ok")
             for _ in range(10):
                 await supervisor.tick()
@@ -232,7 +233,7 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
             hog.wait()
         show(folder / "proc", 60.0)
         await tick_until("READY")
-        assert supervisor.registry.find("m").rank_id != first
+        assert supervisor.registry.find("m").attempt.rank_id != first
         kinds = [event.kind for event in supervisor.ledger.events(0, 200)]
         assert "memory" in kinds and "failed" in kinds
         supervisor.want("m", Want.STOPPED, "admin")
@@ -352,7 +353,7 @@ def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
     made = scene(tmp_path, models={"m": {"model": "/x", "pin": True, "priority": 7}})
     record = made.supervisor.registry.find("m")
     assert told_of([record]) == {}
-    record.rank_id, record.queue.in_flight, record.memory_gib = "m-1", 2, 30.0
+    record.attempt, record.queue.in_flight = Attempt(0.0, rank_id="m-1", memory_gib=30.0), 2
     assert told_of([record]) == {
         "m": {"in_flight": 2, "priority": 7, "pinned": True, "state": "STOPPED", "by": record.desired.by, "predicted_gib": 30.0}
     }
