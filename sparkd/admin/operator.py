@@ -22,7 +22,7 @@ class Operator:
         self._cluster = cluster
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
-        """Why `add` would take in what is no model; see ModelFacts.unusable. Raises as `add`."""
+        """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`."""
         return await self._cluster.models.unusable(self._registry.judged(name, raw))
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:

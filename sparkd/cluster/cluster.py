@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sparkd.capacity.reservation import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Engines
-from sparkd.cluster.model_facts import ModelFacts
+from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
 from sparkd.cluster.node_tracker import (
     NodeObservation,
@@ -96,7 +96,7 @@ class Cluster:
 
         self.siting = Siting(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
         self.engines = Engines(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
-        self.models = ModelFacts(present, self.siting)
+        self.models = ModelFiles(present, self.siting)
         self._sight = Sight()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()

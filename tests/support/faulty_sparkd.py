@@ -23,7 +23,7 @@ from sparkd.admin.bandwidth import Measures
 from sparkd.admin.pull import Pulls
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Engines
-from sparkd.cluster.model_facts import ModelFacts
+from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Siting
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Places
@@ -103,7 +103,7 @@ def _once(errors: Iterator[Callable[[], BaseException]]) -> Callable[[], None]:
 if __name__ == "__main__":
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, Engines, Siting, Places, ModelFacts, RayLink, StoredWishes, StoredRanks, History):
+    for seam in (Cluster, Engines, Siting, Places, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

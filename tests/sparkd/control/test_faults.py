@@ -17,7 +17,7 @@ import pytest
 from sparkd.admin.readings import fabric_of, log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Engines
-from sparkd.cluster.model_facts import ModelFacts
+from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Siting
 from sparkd.cluster.reservations import Places
 from sparkd.control.plan import Backoff
@@ -31,7 +31,7 @@ UP = Progress(phase="serving", server_up=True)
 
 
 # The fake lacks the methods of the cluster that only the daemon uses.
-OF_CLUSTER = [name for seam in (Cluster, Engines, Siting, Places, ModelFacts) for name in public(seam) if hasattr(FakeCluster, name)]
+OF_CLUSTER = [name for seam in (Cluster, Engines, Siting, Places, ModelFiles) for name in public(seam) if hasattr(FakeCluster, name)]
 STORE_PARTS = {"wishes": StoredWishes, "ranks": StoredRanks, "history": History}
 OF_STORE = [f"{part}.{name}" for part, seam in STORE_PARTS.items() for name in public(seam)]
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from sparkd.cluster.model_facts import ModelFacts
+from sparkd.cluster.model_files import ModelFiles
 from sparkd.engine.http import Connection
 from sparkd.engine.upstream import (
     MAX_MODEL_LIST_BYTES,
@@ -218,7 +218,7 @@ async def test_served_routes(engine: RawEngine, upstream: Upstream, raw: bytes, 
 
 async def test_an_engine_is_asked_for_its_models_once(engine: RawEngine, upstream: Upstream) -> None:
     engine.replies(answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'))
-    facts = object.__new__(ModelFacts)
+    facts = object.__new__(ModelFiles)
     models = await facts.served_models(upstream)
     assert models is not None
 

@@ -18,7 +18,7 @@ from sparkd.state.abilities import Abilities
 from sparkd.vllm.parsers import Parsers
 
 
-class ModelFacts:
+class ModelFiles:
     """config: returns the present one. siting: asks the other nodes for the model's files."""
 
     def __init__(self, config: Callable[[], Config], siting: Siting) -> None:
