@@ -29,7 +29,6 @@ METHODS, PARAMETERS = 12, 8
 _CALLBACKS = {*dir(HttpToolsProtocol), "on_chunk_header", "on_chunk_complete", "on_header"}
 # What is over a limit, and why.
 EXCEPTIONS = {
-    "workers/agent/actor.py: Agent": "each method is a call that a daemon makes to a node",
     "workers/stream/vllm/cpu_moe.py: _packed_experts": "an operator of torch: its signature is its schema",
 }
 

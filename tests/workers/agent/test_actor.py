@@ -27,6 +27,7 @@ from sparkd.state.nouns import RankHandle
 from tests.support.daemon_process import ROOT
 from tests.support.ranks import until
 from workers.agent import actor as module
+from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key
 from workers.host import node_variables
 from workers.rank import lifecycle
@@ -161,7 +162,7 @@ def helper(path: Path, answer: bytes, freed: Callable[[], object] = lambda: None
 def user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An ordinary user, and where the helper would listen."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(module, "DROP_SOCKET", folder / "drop.sock")
+    monkeypatch.setattr(page_cache, "DROP_SOCKET", folder / "drop.sock")
     return folder / "drop.sock"
 
 
@@ -198,11 +199,11 @@ def test_root_drops_it_directly(made: Agent, folder: Path, monkeypatch: pytest.M
     synced: list[bool] = []
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "sync", lambda: synced.append(True))
-    monkeypatch.setattr(module, "DROP_CACHES", folder / "drop_caches")
+    monkeypatch.setattr(page_cache, "DROP_CACHES", folder / "drop_caches")
     assert made.drop_page_cache()["how"] == "directly"
     assert ((folder / "drop_caches").read_text(), synced) == ("1\n", [True])
 
-    monkeypatch.setattr(module, "DROP_CACHES", folder)
+    monkeypatch.setattr(page_cache, "DROP_CACHES", folder)
     assert made.drop_page_cache() == {"dropped": False, "how": "the kernel refused: Is a directory", "freed_bytes": 0}
 
 
@@ -384,7 +385,7 @@ def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> No
     assert os.listdir(made.run_dir) == ["plugin"]
 
 
-@pytest.mark.parametrize("where", ["workers.rank.lifecycle.spawn", "workers.agent.actor._make_key", "workers.agent.actor._free_port"])
+@pytest.mark.parametrize("where", ["workers.rank.lifecycle.spawn", "workers.agent.actor._make_key", "workers.agent.node_facts._free_port"])
 def test_a_disk_that_is_full_is_named_and_leaves_no_key(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")
