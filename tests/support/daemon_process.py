@@ -109,9 +109,13 @@ class DaemonProcess:
     def model(self, name: str) -> dict[str, Any]:
         return dict(self.get(f"/admin/v1/models/{name}") or {})
 
+    def pids_of(self, name: str) -> list[int]:
+        """The shims of the ranks; none while a new attempt places them."""
+        return [int(rank["pid"]) for rank in self.model(name)["ranks"]]
+
     def pid_of(self, name: str) -> int:
-        """The rank's shim."""
-        return int(self.model(name)["ranks"][0]["pid"])
+        """The shim of the first rank."""
+        return self.pids_of(name)[0]
 
     def wait_for(self, name: str, state: str, timeout_s: float) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
