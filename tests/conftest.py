@@ -75,6 +75,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A file imports vLLM in one of its tests, and the files after it would pay for that at every collection."""
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
+
+
+def _settle() -> None:
     """Whatever collects garbage during a test, some before and after each, need not look through vLLM and thousands of tests."""
     gc.collect()
     gc.freeze()
