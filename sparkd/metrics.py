@@ -143,7 +143,12 @@ NODE_PSI_FULL_RATIO = Gauge(
     ("node",),
     registry=REGISTRY,
 )
-NODE_READING_AGE_SECONDS = Gauge("sparkd_node_reading_age_seconds", "Age of the node's last reading.", ("node",), registry=REGISTRY)
+NODE_READING_AGE_SECONDS = Gauge(
+    "sparkd_node_reading_age_seconds",
+    "Age of the node's last reading; it grows while the node does not answer.",
+    ("node",),
+    registry=REGISTRY,
+)
 NODE_MEM_UNACCOUNTED_BYTES = Gauge(
     "sparkd_node_mem_unaccounted_bytes", "Memory that no line of /proc/meminfo accounts for (the driver's).", ("node",), registry=REGISTRY
 )
@@ -153,6 +158,9 @@ NODE_MEM_FLOOR_SECONDS = Gauge(
     "Time until the guard's floor at that rate; absent while memory does not shrink.",
     ("node",),
     registry=REGISTRY,
+)
+NODE_MEM_LIMIT_BYTES = Gauge(
+    "sparkd_node_mem_limit_bytes", "The guard's limits of MemAvailable: soft, hard, floor.", ("node", "limit"), registry=REGISTRY
 )
 NODE_SCANNED_PAGES = Gauge("sparkd_node_scanned_pages_per_second", "Pages scanned for a free one.", ("node",), registry=REGISTRY)
 NODE_SWAPPED_PAGES = Gauge("sparkd_node_swapped_pages_per_second", "Pages swapped in and out.", ("node",), registry=REGISTRY)
@@ -198,6 +206,12 @@ RELEASE_LEAKED_BYTES = Gauge(
 NODE_RESERVED_BYTES = Gauge("sparkd_node_reserved_bytes", "Unified memory reserved by resident models.", ("node",), registry=REGISTRY)
 
 FABRIC_RATE = Gauge("sparkd_fabric_rate_bytes_per_second", "Last measured bus bandwidth between two nodes.", ("a", "b"), registry=REGISTRY)
+FABRIC_NORMAL_RATE = Gauge(
+    "sparkd_fabric_normal_rate_bytes_per_second",
+    "Least bus bandwidth that is normal for the links of that measurement; absent for virtual links.",
+    ("a", "b"),
+    registry=REGISTRY,
+)
 
 # The supervisor.
 INTERNAL_ERRORS = Counter(

@@ -256,7 +256,13 @@ def _read(path: Path) -> list[Rate]:
 
 
 def _show(rate: Rate) -> None:
-    metrics.FABRIC_RATE.labels(*sorted(rate.pair)).set(rate.gb_s * 1e9)
+    pair = sorted(rate.pair)
+    metrics.FABRIC_RATE.labels(*pair).set(rate.gb_s * 1e9)
+    if rate.least_normal_gb_s is not None:
+        metrics.FABRIC_NORMAL_RATE.labels(*pair).set(rate.least_normal_gb_s * 1e9)
+    else:
+        with suppress(KeyError):  # older releases of the library raise it for a series that never was
+            metrics.FABRIC_NORMAL_RATE.remove(*pair)
 
 
 def _other(node: str, pair: Pair) -> str:

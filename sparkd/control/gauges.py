@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,28 +11,41 @@ from prometheus_client import Counter, Gauge, Histogram
 from sparkd import metrics
 from sparkd.state.nouns import ModelState, Progress, RankFact
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
-from workers.guard.policy import LEVELS
+from workers.guard.policy import LEVELS, MemoryLimits
 
 _models: set[str] = set()
 _nodes: set[str] = set()
 _reasons: dict[str, set[str]] = {}
 _infos: dict[str, tuple[str, ...]] = {}
+# By node, on the daemon's clock: when the last reading that came was taken.
+_read_at_s: dict[str, float] = {}
+_GUARD_ACTIONS = ("kill", "evict", "shed")
 
 
-def show(snapshot: Snapshot) -> None:
-    """Set every gauge; the series of a model or a node that is gone are removed."""
+def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None) -> None:
+    """Set every gauge; the series of a model or a node that is gone are removed.
+
+    limits: the guard's limits on a node with so many bytes of memory.
+    """
     for view in snapshot.models.values():
+        if view.name not in _models:
+            _start_at_zero(view.name)
         _show_model(view)
     for name in _models - set(snapshot.models):
         _forget_model(name)
     _models.clear()
     _models.update(snapshot.models)
     for node in snapshot.nodes:
-        _show_node(node)
+        _show_node(node, snapshot.at_s)
+        if limits is not None and node.reading is not None:
+            _show_limits(node.node_id, limits(node.reading.mem_total_bytes))
     present = {node.node_id for node in snapshot.nodes}
     for node_id in _nodes - present:
         for metric in _OF_A_NODE:
             _remove(metric, node_id)
+        for limit in MemoryLimits.__slots__:
+            _remove(metrics.NODE_MEM_LIMIT_BYTES, node_id, limit)
+        _read_at_s.pop(node_id, None)
     _nodes.clear()
     _nodes.update(present)
 
@@ -60,6 +73,14 @@ def failed(model: str, reason: str) -> None:
 
 def restarted(model: str) -> None:
     metrics.MODEL_RESTARTS.labels(model).inc()
+
+
+def _start_at_zero(model: str) -> None:
+    """Prometheus sees no increase in a series that begins at 1, so the counters that alerts look at begin at 0."""
+    for action in _GUARD_ACTIONS:
+        metrics.GUARD_ACTIONS.labels(action, model)
+    for counter in (metrics.WATCHDOG_STALLS, metrics.SWAPS, metrics.MODEL_RESTARTS):
+        counter.labels(model)
 
 
 def _show_model(view: ModelView) -> None:
@@ -108,11 +129,23 @@ def _show_kv(model: str, kv: Mapping[str, Any]) -> None:
             gauge.labels(model).set(kv[name])
 
 
-def _show_node(node: NodeView) -> None:
+def _show_limits(node_id: str, limits: MemoryLimits) -> None:
+    for limit in MemoryLimits.__slots__:
+        metrics.NODE_MEM_LIMIT_BYTES.labels(node_id, limit).set(getattr(limits, limit))
+
+
+def _show_node(node: NodeView, now_s: float) -> None:
     metrics.NODE_RESERVED_BYTES.labels(node.node_id).set(node.reserved_gib * (1 << 30))
     reading = node.reading
     if reading is None:
+        # The last values would look like news; only their age says that there is none.
+        for gauge in _OF_A_READING:
+            _remove(gauge, node.node_id)
+        if (read_at_s := _read_at_s.get(node.node_id)) is not None:
+            metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(now_s - read_at_s)
         return
+    _read_at_s[node.node_id] = now_s - reading.age_s
+    metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(reading.age_s)
     values = [
         (metrics.NODE_MEM_TOTAL_BYTES, reading.mem_total_bytes),
         (metrics.NODE_MEM_AVAILABLE_BYTES, reading.mem_available_bytes),
@@ -123,7 +156,6 @@ def _show_node(node: NodeView) -> None:
         (metrics.NODE_MEM_CMA_FREE_BYTES, reading.cma_free_bytes),
         (metrics.NODE_PSI_SOME_RATIO, reading.psi_some_avg10 / 100 if reading.psi_some_avg10 is not None else None),
         (metrics.NODE_PSI_FULL_RATIO, reading.psi_full_avg10 / 100 if reading.psi_full_avg10 is not None else None),
-        (metrics.NODE_READING_AGE_SECONDS, reading.age_s),
         (metrics.NODE_MEM_UNACCOUNTED_BYTES, reading.unaccounted_bytes),
         (metrics.NODE_MEM_SLOPE, reading.slope_bytes_per_s),
         (metrics.NODE_MEM_FLOOR_SECONDS, reading.floor_in_s),
@@ -164,8 +196,7 @@ _OF_A_MODEL: tuple[Gauge | Counter | Histogram, ...] = (
     metrics.WATCHDOG_STALLS,
     metrics.SWAPS,
 )
-_OF_A_NODE = (
-    metrics.NODE_RESERVED_BYTES,
+_OF_A_READING = (
     metrics.NODE_MEM_TOTAL_BYTES,
     metrics.NODE_MEM_AVAILABLE_BYTES,
     metrics.NODE_MEM_FREE_BYTES,
@@ -175,7 +206,6 @@ _OF_A_NODE = (
     metrics.NODE_MEM_CMA_FREE_BYTES,
     metrics.NODE_PSI_SOME_RATIO,
     metrics.NODE_PSI_FULL_RATIO,
-    metrics.NODE_READING_AGE_SECONDS,
     metrics.NODE_MEM_UNACCOUNTED_BYTES,
     metrics.NODE_MEM_SLOPE,
     metrics.NODE_MEM_FLOOR_SECONDS,
@@ -185,6 +215,11 @@ _OF_A_NODE = (
     metrics.GPU_POWER_WATTS,
     metrics.GPU_BUSY_RATIO,
     metrics.GPU_CELSIUS,
+)
+_OF_A_NODE = (
+    *_OF_A_READING,
+    metrics.NODE_RESERVED_BYTES,
+    metrics.NODE_READING_AGE_SECONDS,
     metrics.RELEASE_LEAKED_BYTES,
     metrics.RELEASE_SECONDS,
 )
@@ -197,7 +232,7 @@ def _forget_model(model: str) -> None:
         _remove(metrics.MODEL_INFO, *labels)
     for reason in _reasons.pop(model, set()):
         _remove(metrics.MODEL_FAILURES, model, reason)
-    for action in ("kill", "evict", "shed"):
+    for action in _GUARD_ACTIONS:
         _remove(metrics.GUARD_ACTIONS, action, model)
     for metric in _OF_A_MODEL:
         _remove(metric, model)

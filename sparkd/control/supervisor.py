@@ -289,7 +289,7 @@ class Supervisor:
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
-            gauges.show(self.snapshot())
+            gauges.show(self.snapshot(), self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
 
     def _welcome(self, observation: Observation) -> None:

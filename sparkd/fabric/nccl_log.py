@@ -127,15 +127,20 @@ def judge(found: Transport, expected: Iterable[str], node: str = "") -> tuple[Fi
     return tuple(sorted(_judged(found, tuple(expected), node), key=lambda one: order.index(one.verdict)))
 
 
+def least_normal_gb_s(rails: int, *, lan: bool = False) -> float:
+    """The least normal bus bandwidth, 10^9 bytes/s. rails: RDMA devices that carry it, 0 for sockets; lan: over the 10GbE port."""
+    if rails == 0:
+        return LAN_GB_S if lan else SOCKETS_GB_S
+    return ONE_RAIL_GB_S if rails == 1 else BOTH_RAILS_GB_S[0]
+
+
 def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = False) -> Finding:
     """A measured bus bandwidth beside what is normal. rails: RDMA devices that carry it, 0 for sockets; lan: over the 10GbE port.
 
     The bounds of the verdict, 85 % and half of the normal, are ours: owners' good runs differ by about 15 %.
     """
-    low, normal = {1: (ONE_RAIL_GB_S, f"{ONE_RAIL_GB_S}")}.get(rails, (BOTH_RAILS_GB_S[0], BOTH_RAILS))
-    if rails == 0:
-        low = LAN_GB_S if lan else SOCKETS_GB_S
-        normal = f"{low:g}"
+    low = least_normal_gb_s(rails, lan=lan)
+    normal = BOTH_RAILS if rails > 1 else f"{low:g}"
     way = f"{rails} rail{'s' if rails > 1 else ''}" if rails else "sockets over 10GbE" if lan else "sockets over the ConnectX-7"
     told = f"{measured_gb_s:.1f} GB/s over {way}, {normal} is normal"
     if measured_gb_s >= 0.85 * low:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, Finding
+from sparkd.fabric.checks import BOTH_RAILS, FAIL, OK, Finding
 from sparkd.fabric.interfaces import Fabric, NetworkInterface
 from sparkd.fabric.links import cables_of
-from sparkd.fabric.nccl_log import SOCKET, judge_rate
+from sparkd.fabric.nccl_log import SOCKET, judge_rate, least_normal_gb_s
 
 NCCL, GLOO = "nccl", "gloo"
 # Findings of the ranks that run which a rate has more to say about.
@@ -48,9 +48,12 @@ class Rate:
         """GB/s, as owners of Sparks measure it (sparkd.fabric.checks)."""
         if not self.real:
             return None
-        if self.rails:
-            return f"{ONE_RAIL_GB_S}" if self.rails == 1 else BOTH_RAILS
-        return f"{LAN_GB_S if self.lan else SOCKETS_GB_S:g}"
+        return BOTH_RAILS if self.rails > 1 else f"{self.least_normal_gb_s:g}"
+
+    @property
+    def least_normal_gb_s(self) -> float | None:
+        """The least of `normal`."""
+        return least_normal_gb_s(self.rails, lan=self.lan) if self.real else None
 
     @property
     def passed(self) -> bool:
@@ -143,4 +146,4 @@ def _rails(number: int) -> str:
 
 def _lost(rate: Rate) -> float:
     """The missing share of the least rate that is normal."""
-    return max(0.0, 1 - rate.gb_s / (ONE_RAIL_GB_S if rate.rails == 1 else BOTH_RAILS_GB_S[0]))
+    return max(0.0, 1 - rate.gb_s / least_normal_gb_s(rate.rails))

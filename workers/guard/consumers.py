@@ -145,20 +145,20 @@ class Holders:
         return self._fds[process]
 
     def _ask_device(self) -> None:
-        # Old values show nothing about what the GPU does now.
-        self.gpu = {}
+        # The last values stay while nvidia-smi works, which takes seconds on some hosts: else a scrape would often find none.
         if stuck():
-            # An nvidia-smi hangs already; another would hang too.
+            # An nvidia-smi hangs already; another would hang too. Old values show nothing about what the GPU does now.
+            self.gpu = {}
             return
         answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S) if self.has_device else ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
         if answer.missing:
             self.has_device = self._can_ask = False
+            self.gpu = {}
             return
         if answer.trouble is None and self.has_device:
             self._device = device_bytes(answer.text.splitlines())
             answer = ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
-        if answer.trouble is None:
-            self.gpu = gpu_of(answer.text)
+        self.gpu = gpu_of(answer.text) if answer.trouble is None else {}
         self.device_trouble = answer.trouble
 
 

@@ -29,7 +29,7 @@ from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.rates import Rate, finding, links
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
-from sparkd.metrics import FABRIC_RATE
+from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.render import fabric as show_fabric
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
@@ -149,7 +149,7 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (env["NCCL_IB_HCA"], env_b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
         assert made.nodes.of("end_rate") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
-        assert FABRIC_RATE.labels(A, B)._value.get() == 21.5e9
+        assert (FABRIC_RATE.labels(A, B)._value.get(), FABRIC_NORMAL_RATE.labels(A, B)._value.get()) == (21.5e9, 20e9)
         now = fabrics_of(made.nodes.readings)
         assert made.measures.passed(now) == made.again().passed(now) == {frozenset((A, B))}
         assert made.again().rates() == made.measures.rates()

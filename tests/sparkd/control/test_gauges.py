@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import __version__, metrics
+from sparkd.config.memory import MemorySettings
 from sparkd.control import gauges
 from sparkd.state.nouns import ModelState, Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
@@ -193,6 +194,40 @@ def test_what_a_node_says_no_longer_is_shown_no_longer() -> None:
 
     gauges.show(snapshot(nodes=(NODE,)))
     assert [shown(family, node="n1") for family in families] == [{}] * 4
+
+
+def test_of_a_node_that_does_not_answer_only_the_age_of_its_last_reading_is_left_and_grows() -> None:
+    seen = snapshot(nodes=(replace(NODE, reading=replace(READING, gpu_power_w=41.0)),))
+    gauges.show(seen, MemorySettings().limits)
+    gauges.show(replace(seen, at_s=seen.at_s + 20, nodes=(replace(NODE, agent=False, reading=None),)))
+
+    assert shown("sparkd_node_reading_age_seconds", node="n1") == {"": 20.25}
+    assert shown("sparkd_node_reserved_bytes", node="n1") == {"": 4.5 * GIB}
+    for family in ("sparkd_node_mem_available_bytes", "sparkd_node_memory_level", "sparkd_gpu_power_draw_watts"):
+        assert shown(family) == {}, family
+
+    gauges.show(snapshot())
+    gauges.show(snapshot(nodes=(replace(NODE, reading=None),)))
+    assert shown("sparkd_node_reading_age_seconds") == {}, "a node that was never read has no age"
+
+
+def test_the_guards_limits_are_those_that_are_configured() -> None:
+    gauges.show(snapshot(nodes=(NODE,)), MemorySettings(soft_gib=9).limits)
+    assert shown("sparkd_node_mem_limit_bytes", node="n1") == {"soft": 9.0 * GIB, "hard": 4.0 * GIB, "floor": 2.0 * GIB}
+
+    gauges.show(snapshot())
+    assert shown("sparkd_node_mem_limit_bytes") == {}
+
+
+def test_the_counters_that_alerts_look_at_begin_at_zero() -> None:
+    gauges.show(snapshot(view("m")))
+    assert shown("sparkd_guard_actions", model="m") == dict.fromkeys(("_total kill", "_total evict", "_total shed"), 0.0)
+    for name in ("watchdog_stalls", "swaps", "model_restarts"):
+        assert shown(f"sparkd_{name}", model="m") == {"_total": 0.0}, name
+
+    gauges.failed("m", "MemoryGuard")
+    gauges.show(snapshot(view("m")))
+    assert shown("sparkd_guard_actions", model="m")["_total kill"] == 1.0
 
 
 def test_swaps_go_with_their_model() -> None:
