@@ -1,0 +1,157 @@
+"""What the store keeps, in which order, how much of it, and what it reads of earlier releases."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import StateError
+from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
+from sparkd.state.rows import noun_of
+from sparkd.state.store import EVENTS_KEPT, OPERATIONS_KEPT, Store
+from tests.sparkd.control.test_plan import HANDLE
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    made = Store(tmp_path / "state.db")
+    yield made
+    made.close()
+
+
+def test_what_is_saved_is_found_again_by_the_next_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    desired = Desired("org/Model:1", Want.RUNNING, 3, "admin", 12.5)
+    operation = Operation("op", "load", "m", OperationState.RUNNING, "going", 1.0, progress=Progress(phase="loading", fraction=0.5))
+    first = Store(path)
+    first.wishes.save_desired(desired)
+    first.ranks.save_handle(HANDLE)
+    first.history.save_operation(operation)
+    first.wishes.save_spec("m", {"model": "/x", "extra_args": ["--a", "b"]})
+    event = first.history.add_event(1.0, "state", "m", "LOADING -> READY", {"old": "LOADING"})
+    first.close()
+
+    second = Store(path)
+
+    assert second.wishes.desired() == {desired.model: desired}
+    assert second.ranks.handles() == {HANDLE.rank_id: HANDLE}
+    assert second.history.operations() == [operation]
+    assert second.wishes.specs() == {"m": {"model": "/x", "extra_args": ["--a", "b"]}}
+    assert second.history.events() == [event]
+    second.close()
+
+
+def test_forgetting(store: Store) -> None:
+    store.wishes.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    store.ranks.save_handle(HANDLE)
+    store.wishes.save_spec("m", {})
+    store.wishes.forget_desired("m")
+    store.ranks.forget_handle(HANDLE.rank_id)
+    store.wishes.forget_spec("m")
+
+    assert (store.wishes.desired(), store.ranks.handles(), store.wishes.specs()) == ({}, {}, {})
+
+
+def test_events_are_in_order_paged_and_bounded(store: Store) -> None:
+    for number in range(EVENTS_KEPT + 200):
+        store.history.add_event(float(number), "k", None, str(number), {})
+
+    newest = store.history.events(limit=3)
+    assert [event.message for event in newest] == [str(EVENTS_KEPT + n) for n in (197, 198, 199)]
+    assert [event.seq for event in store.history.events(after_seq=newest[0].seq)] == [event.seq for event in newest[1:]]
+    assert len(store.history.events(after_seq=1, limit=10**6)) <= EVENTS_KEPT + 100
+
+
+def test_events_are_read_in_slices_behind_a_place(store: Store) -> None:
+    assert (store.history.behind_newest(0), store.history.events_behind(0, 5)) == (0, ([], 0))
+    events = [store.history.add_event(float(number), "k", None, str(number), {}) for number in range(10)]
+
+    assert [store.history.behind_newest(count) for count in (0, 3, 10, 11)] == [10, 7, 0, 0]
+    assert store.history.events_behind(7, 2) == (events[7:9], 9)
+    assert store.history.events_behind(9, 2) == (events[9:], 10)
+    assert store.history.events_behind(10, 2) == ([], 10)
+
+
+def test_an_event_is_examined_once_however_often_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examined: list[Any] = []
+
+    def counted(noun: Any, raw: Any) -> Any:
+        examined.append(noun)
+        return noun_of(noun, raw)
+
+    monkeypatch.setattr("sparkd.state.store.noun_of", counted)
+    store = Store(tmp_path / "state.db")
+    written = [store.history.add_event(1.5, "k", "m", "it", {"a": [number]}) for number in range(20)]
+    for _ in range(3):
+        assert store.history.events() == written
+        assert store.history.events_behind(0, 50) == (written, 20)
+    assert len(examined) == 20
+    store.close()
+
+    again = Store(tmp_path / "state.db")
+    assert again.history.events() == again.history.events_behind(0, 50)[0] == written
+    assert len(examined) == 40
+    for number in range(EVENTS_KEPT + 200):
+        again.history.add_event(float(number), "k", None, "", {})
+    again.history.events(1, 10**6)
+    assert len(again._examined) <= EVENTS_KEPT + 100
+    again.close()
+
+
+def test_only_the_last_operations_are_kept(store: Store) -> None:
+    operation = Operation("0", "load", "m", OperationState.SUCCEEDED, "", 0.0)
+    for number in range(OPERATIONS_KEPT + 5):
+        store.history.save_operation(replace(operation, id=str(number), created_at_s=float(number)))
+
+    kept = store.history.operations()
+    assert (len(kept), kept[0].id) == (OPERATIONS_KEPT, "5")
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to be one" * 50])
+def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.db"
+    path.write_bytes(content)
+
+    with pytest.raises(StateError, match=r"state\.db cannot be used: .*not a database"):
+        Store(path)
+    assert path.read_bytes() == content
+
+
+def test_schema_version_1_as_the_first_release_wrote_it_still_opens(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    golden = Path(__file__).parents[2] / "fixtures" / "state-v1.sql"
+    with sqlite3.connect(path) as db:
+        db.executescript(golden.read_text())
+    db.close()
+
+    found = Store(path)
+
+    assert found.wishes.desired()["m"].want is Want.RUNNING
+    assert found.ranks.handles()["r1"] == HANDLE
+    assert found.history.operations()[0].state is OperationState.SUCCEEDED
+    assert found.history.events()[0].kind == "ready"
+    found.close()
+
+
+def test_an_engine_that_answered_under_an_earlier_release_has_done_so_and_no_more_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as db:
+        db.executescript("CREATE TABLE answered(rank_id TEXT PRIMARY KEY); INSERT INTO answered VALUES ('old'); PRAGMA user_version=1;")
+    db.close()
+    for _ in range(2):
+        found = Store(path)
+        assert (found.ranks.answered("old"), found.ranks.answered("new")) == ((None, None), None)
+        found.close()
+    found = Store(path)
+    found.ranks.save_answered("new", 12.5, 3.25)
+    assert found.ranks.answered("new") == (12.5, 3.25)
+    # The earlier release reads and writes it as it did.
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT OR REPLACE INTO answered(rank_id) VALUES ('again')")
+    db.close()
+    assert found.ranks.answered("again") == (None, None)
+    found.close()
