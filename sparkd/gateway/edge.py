@@ -226,7 +226,9 @@ class Edge:
         if client is not None:
             inner[LATER] = []
         await self._admin(inner, receive_again, send_named)
-        for texts in inner.get(LATER, ()):
+        later = inner.get(LATER, ())
+        del inner  # what the app put there, three stacks among it, is not for the life of a stream
+        for texts in later:
             try:
                 await _send_on(texts, send_named, exchange, client)
             except ClientGone:
