@@ -1,27 +1,35 @@
-"""Owns the account of a configured model: the bytes that it needs at least, and those that it will take. Decides nothing that is `auto`
-(sparkd.capacity.auto_resolve).
+"""Owns the account of a configured model: the bytes that it needs at least, those that it will take, and the GiB to reserve for it. Decides
+nothing that is `auto` (sparkd.capacity.auto_resolve).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
 
+from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
+from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.headers import Headers
-from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
+from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, sized
 from sparkd.capacity.parallelism import refusal, unfit
-from sparkd.capacity.profiles import engine_of, learned_of
-from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
+from sparkd.capacity.profiles import engine_of, peaks_of
+from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+from sparkd.vllm.unaccounted_args import BYTES, CACHE, WEIGHTS
+from workers.kv.profiles import KeptProfile
+from workers.kv.settings import CPU_KV_CACHE_GIB
+from workers.quantization.recipe import AS_IT_IS
 
+# Of the files of a checkpoint whose headers are of no kind that is counted: what a batch takes beside its weights.
+LOADING_FACTOR = 1.1
+VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
@@ -61,10 +69,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What goes before a formula. profiles: the folder of what earlier starts measured, with the engine's release `vllm`; ask: what vLLM
+    """What goes before a formula. profiles: what earlier starts on this machine measured, with the engine's release `vllm`; ask: what vLLM
     said about a model. draft: the headers of its draft, where that need not be on this machine."""
 
-    profiles: str | None = None
+    profiles: tuple[KeptProfile, ...] = ()
     vllm: str | None = None
     ask: Ask = nobody
     draft: Checkpoint | None = None
@@ -72,56 +80,43 @@ class Evidence:
     def consultation(self, args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware) -> Consultation:
         return Consultation(self.ask, checkpoint, args.flags, args.env, hardware, self.draft)
 
-    def learned(self, args: EngineArgs, folder: str, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
-        """The measurements of an earlier start of this engine. folder: of its weights."""
-        if self.profiles is None or not folder.startswith("/"):
+    def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
+        """The measurements of an earlier start of this engine."""
+        if not self.profiles:
             return None
         engine = engine_of(args.flags, args.quantize, args.env, self.vllm, hardware.platform)
-        return learned_of(self.profiles, engine, folder, ways, hardware.name)
+        return peaks_of(self.profiles, engine, headers.identity, ways, hardware.name)
 
 
 NOTHING = Evidence()
 
 
 def account(
-    args: EngineArgs,
-    headers: Headers,
-    hardware: Hardware,
-    evidence: Evidence = NOTHING,
-    ways: Ways = (1, 1),
-    *,
-    guesses: bool = False,
+    candidate: Candidate, hardware: Hardware, evidence: Evidence = NOTHING, ways: Ways = (1, 1), *, guesses: bool = False
 ) -> Account | None:
     """None where nothing can be said beforehand: sizes that nothing tells, flags of the operator's own that change the account in a way
     that neither formulas nor vLLM's answer have. ways: over how many ranks, each on a node of its own. guesses: whether such flags leave a
     guess instead.
 
     Raises CheckpointError for layers that vLLM makes up and the files contradict (Consultation.completed)."""
-    recipe = args.recipe
-    if recipe is None:
-        return None  # the engine says it
+    args, headers = candidate.args, candidate.headers
     try:
-        consultation = consulted(args, headers.model, recipe, hardware, ways, evidence)
+        consultation = consulted(candidate, hardware, ways, evidence)
     except (CheckpointError, ConfigError):
         return None
-    model = consultation.completed(headers.model)
-    try:
-        plain = serving_of(args, replace(headers, model=model), hardware)
-        serving = replace(plain, tensor_parallel=ways[0], pipeline_parallel=ways[1])
-        exact = consultation.exact(recipe, serving)
-        if exact is not None and exact.refusal is not None:
-            return None  # the engine says it, in vLLM's own words
-        if not guesses and not (exact or Exact()).settles(serving.unknown):
-            return None
-        if (exact is None or exact.layout is None) and not model.shape.mixers:
-            return None
-        learned = evidence.learned(args, headers.model.checkpoint.folder, ways, hardware)
-        terms = Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact)
-        needed = footprint(model, recipe, serving, hardware, terms)
-    except (CheckpointError, ConfigError):
-        return None  # the engine says it, with the tensor's name
-    fixed = needed.fixed + needed.upper_bytes
-    layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(model.shape, serving)
+    model = replace(candidate.model, inventory=consultation.completed(candidate.model.inventory))
+    plain = serving_of(args, replace(headers, model=model.inventory), hardware)
+    serving = replace(plain, tensor_parallel=ways[0], pipeline_parallel=ways[1])
+    exact = consultation.exact(model.recipe, serving)
+    if exact.refusal is not None:
+        return None  # the engine says it, in vLLM's own words
+    if not guesses and not serving.unknown <= exact.settled:
+        return None
+    if exact.layout is None and not model.inventory.shape.mixers:
+        return None
+    learned = evidence.learned(args, headers, ways, hardware)
+    needed = footprint(model, serving, hardware, Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact))
+    fixed, layout = needed.fixed + needed.upper_bytes, needed.layout
     cache = sized(args.cache, layout, serving.max_model_len)
     cache_words = args.cache_words if cache is not None and cache > needed.kv.least else None
     least = fixed + max(needed.kv.least, 0 if cache is None else cache)
@@ -130,27 +125,78 @@ def account(
     return Account(least, fixed, cache, sentence, serving.max_model_len, layout, upper, needed.sureness)
 
 
-def consulted(
-    args: EngineArgs, model: Inventory, recipe: QuantizationRecipe, hardware: Hardware, ways: Ways, evidence: Evidence
-) -> Consultation:
-    consultation = evidence.consultation(args, model.checkpoint, hardware)
-    consultation.ask([(AS_IT_IS, *ways), (recipe, *ways)])
+def consulted(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Evidence) -> Consultation:
+    """Asks as it is stored, which settles the cache, and in its format."""
+    consultation = evidence.consultation(candidate.args, candidate.model.inventory.checkpoint, hardware)
+    consultation.ask([(AS_IT_IS, *ways), (candidate.model.recipe, *ways)])
     return consultation
 
 
-def illegal(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Ways, evidence: Evidence = NOTHING) -> str | None:
-    """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
-    model, recipe = headers.model, args.recipe
-    if recipe is None:
-        return None
+def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Account | None = None) -> int:
+    """Whole GiB to reserve on a node; Ray's custom resources are whole numbers above one.
+
+    known: by the checkpoint's headers; where a cache has a size, that account goes before the sizes of files.
+
+    memory_gib where it is given. All that the node offers where a flag changes what the model takes in a way that is not counted, as is a
+    number of blocks without the headers; but for gpu_memory_utilization, which vLLM keeps within. A cache of so many bytes: that, the
+    weights on disk and the engine's processes. Else on CUDA gpu_memory_utilization of the node, and so much, but no more than the node
+    offers, for a cache of all that is left or of a size that only the engine can tell in bytes. On the CPU: weights on disk, the KV cache
+    that is configured, and the engine's processes; a hub id that is not on disk yet counts as its processes alone.
+
+    hardware: the node; offered_gib: what it lends.
+    """
+    if args.memory_gib is not None:
+        return ceil(args.memory_gib)
+    platform, node_gib = hardware.platform, hardware.memory_bytes / GIB
+    shared, most = ceil((args.share or 0.0) * node_gib), ceil(VLLM_DEFAULT_UTILIZATION * node_gib)
+    whole = most if offered_gib is None else min(most, int(offered_gib))
+    cache_bytes = args.cache.get("bytes") if isinstance(args.cache, Mapping) else None
+    if known is not None and known.total is not None and args.sized:
+        return max(_lent(known, known.total, offered_gib), shared)
+    flags = {flag.strip("-").replace("_", "-") for flag in args.uncounted}
+    uncounted = known is None and bool(flags - {BYTES} if platform == "cpu" else flags)
+    if args.blocks is not None or (args.share is None and uncounted):
+        return max(whole, shared)
+    weights_bytes = stored_bytes(args.model)
+    if platform == "cuda" and not (cache_bytes and weights_bytes):
+        return shared or whole
+    if not args.sized:
+        # The variable wins over the flag (vllm/platforms/cpu.py).
+        cache_bytes = args.cpu_space_bytes if args.cpu_space_bytes is not None else args.cache_bytes
+        if cache_bytes is None and args.share is not None:
+            return shared
+        cache_bytes = CPU_KV_CACHE_GIB * GIB if cache_bytes is None else cache_bytes
+    if cache_bytes is None:
+        return whole
+    if known is not None:
+        return _lent(known, known.fixed + cache_bytes, offered_gib)
+    return ceil((weights_bytes * LOADING_FACTOR + cache_bytes + PROCESS_BYTES[platform]) / GIB)
+
+
+def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
+    """GiB of it: the upper end of a guess, as far as the node lends that."""
+    most = size_bytes if offered_gib is None else min(size_bytes, offered_gib * GIB)
+    return ceil(max(size_bytes - (known.upper or 0), most) / GIB)
+
+
+def stored_bytes(model: str) -> int:
+    """The safetensors files of a local folder; 0 where there is none, or none that can be read: the engine will say why."""
     try:
-        split = Serving(1, tensor_parallel=ways[0], pipeline_parallel=ways[1])
-        exact = consulted(args, model, recipe, hardware, ways, evidence).exact(recipe, split)
-        if exact is not None and exact.decides:
-            return exact.refusal or unfit(model, recipe, ways[0], hardware.platform)
-        return None if is_other(args, model) else refusal(model, recipe, *ways, hardware.platform)
+        return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    except OSError:
+        return 0
+
+
+def illegal(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Evidence = NOTHING) -> str | None:
+    """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
+    model, split = candidate.model, Serving(1, tensor_parallel=ways[0], pipeline_parallel=ways[1])
+    try:
+        exact = consulted(candidate, hardware, ways, evidence).exact(model.recipe, split)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
+    if exact.decides:
+        return exact.refusal or unfit(model, ways[0], hardware.platform)
+    return None if is_other(candidate.args, model.inventory) else refusal(model, *ways, hardware.platform)
 
 
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:

@@ -4,29 +4,22 @@ model is let in (sparkd.capacity.account), and reserves nothing.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, consulted, illegal
-from sparkd.capacity.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
+from sparkd.capacity.candidates import Candidate
+from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
 from sparkd.capacity.footprint import PROCESS_BYTES
-from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import largest
 from sparkd.capacity.parallelism import uneven_groups
-from sparkd.capacity.weights import Inventory
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.prequantized import prequantized
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
 from workers.kv.arithmetic import margin_of
 from workers.kv.settings import CPU_KV_CACHE_GIB
-from workers.quantization.recipe import AS_IT_IS
-
-# A model in one of the ways that come into question.
-Candidate = tuple[EngineArgs, Headers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,41 +53,26 @@ def cache_limit(args: EngineArgs, platform: str) -> int | None:
     return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB
 
 
-def neighbours(args: EngineArgs, headers: Headers) -> tuple[Candidate, ...]:
-    """Each checkpoint of the same model that this machine has in four or eight bits, which `quantize: auto` may take before anything is
-    quantized here. Trust in code belongs to the entry's own repository: with it there is none."""
-    if args.quantize != AUTO or args.trusts_code:
-        return ()
-    names = [name for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env})]
-    others = [replace(args, model=name, revision=None, quantize=None, recipe=AS_IT_IS) for name in names]
-    return tuple((other, there) for other in others if (there := headers_here(other)) is not None)
-
-
 def resolved(
-    args: EngineArgs,
-    headers: Headers,
-    hardware: Hardware,
-    free_bytes: int,
-    ways: Ways = (1, 1),
-    evidence: Evidence = NOTHING,
-    others: Iterable[Candidate] = (),
-) -> EngineArgs:
-    """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes
-    and the entry's own limits, and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what
-    refuses it says so. evidence: as in sparkd.capacity.account.account, which counts here too. others: see `neighbours`.
+    candidates: Sequence[Candidate], hardware: Hardware, free_bytes: int, ways: Ways = (1, 1), evidence: Evidence = NOTHING
+) -> Candidate:
+    """With `quantize: auto` and `max_model_len: auto` decided: the first candidate in which a request of the asked length fits into
+    free_bytes and the entry's own limits, and the longest context that fits, at most the model's own. Where nothing fits, as small as can
+    be: what refuses it says so. candidates: at least one (sparkd.capacity.candidates). evidence: as in sparkd.capacity.account.account,
+    which counts here too.
 
     Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures. Raises
     CheckpointError as sparkd.capacity.account.account.
     """
-    if AUTO not in (args.quantize, args.max_model_len) or args.recipe is None:
-        return args
-    plain = args.undecided()
-    known = consulted(plain, headers.model, args.recipe, hardware, ways, evidence).completed(headers.model)
-    room = room_of(args, hardware, free_bytes)
+    plain, asked = candidates[0], candidates[0].args.max_model_len
+    if asked != AUTO and len(candidates) == 1:
+        return plain
+    known = consulted(plain, hardware, ways, evidence).completed(plain.model.inventory)
+    room = room_of(plain.args, hardware, free_bytes)
 
     def at(one: Candidate, tokens: int) -> Account | None:
         try:
-            return account(replace(one[0], max_model_len=tokens), one[1], hardware, evidence, ways, guesses=True)
+            return account(_of_length(one, tokens), hardware, evidence, ways, guesses=True)
         except CheckpointError:
             return None  # of a neighbour: the entry's own files were judged above
 
@@ -102,44 +80,25 @@ def resolved(
         found = at(one, tokens)
         return found is not None and room.holds(found)
 
-    most = args.max_model_len if isinstance(args.max_model_len, int) else known.shape.max_len
-    step = CONTEXT_STEP if args.max_model_len == AUTO else most
-    enough = min(most, DEFAULT_CONTEXT) if args.max_model_len == AUTO else most
-    ranked = [
-        (one, there)
-        for one, there in _ranked(list(_formats(args, plain, known)), headers, others)
-        if illegal(one, there, hardware, ways, evidence) is None
-    ]
-    found = [(one, largest(partial(fits, one), most, step)) for one in ranked]
+    most = asked if isinstance(asked, int) else known.shape.max_len
+    step = CONTEXT_STEP if asked == AUTO else most
+    enough = min(most, DEFAULT_CONTEXT) if asked == AUTO else most
+    legal = [one for one in candidates if not any(uneven_groups(one.model)) and illegal(one, hardware, ways, evidence) is None]
+    found = [(one, largest(partial(fits, one), most, step)) for one in legal]
     best = next((pair for pair in found if pair[1] >= enough), None)
-    best = best or max(found, key=lambda pair: pair[1], default=((plain, headers), 0))
+    best = best or max(found, key=lambda pair: pair[1], default=(plain, 0))
     if not best[1] and found:
         best = min(found, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
-    (one, there), tokens = best
-    chosen = replace(one, max_model_len=tokens)
-    if args.max_model_len != AUTO or not tokens or account(chosen, there, hardware, evidence, ways) is None:
+    one, tokens = best
+    chosen = _of_length(one, tokens)
+    if asked != AUTO or not tokens or account(chosen, hardware, evidence, ways) is None:
         return one
     return chosen
 
 
+def _of_length(candidate: Candidate, tokens: int) -> Candidate:
+    return replace(candidate, args=replace(candidate.args, max_model_len=tokens))
+
+
 def _least(known: Account | None) -> float:
     return float("inf") if known is None else known.least
-
-
-def _ranked(own: Iterable[EngineArgs], headers: Headers, others: Iterable[Candidate]) -> Iterator[Candidate]:
-    """As it is stored, then as others have quantized it, who had data to calibrate with, then by ourselves (sparkd.capacity.fit.rank)."""
-    yield from ((one, headers) for one in own if one.quantize is None)
-    yield from others
-    yield from ((one, headers) for one in own if one.quantize is not None)
-
-
-def _formats(args: EngineArgs, plain: EngineArgs, known: Inventory) -> Iterator[EngineArgs]:
-    """The entry in each format whose groups are whole, best first."""
-    requested = None if args.quantize == AUTO else args.recipe
-    for name, recipe in recipes(known, requested):
-        try:
-            if next(uneven_groups(known, recipe), None):
-                continue
-        except (CheckpointError, ConfigError):
-            continue
-        yield plain.quantized(recipe) if args.quantize == AUTO and name != AS_STORED else plain

@@ -117,18 +117,18 @@ class Consultation:
             answers = self._ask([self._question(way) for way in wanted])
             self._answers |= {way: answer for way, answer in zip(wanted, answers, strict=True) if answer is None or self._is_for(answer)}
 
-    def exact(self, recipe: QuantizationRecipe, serving: Serving) -> Exact | None:
-        """vLLM's answer. For a format that no question was about, the cache alone, which no format changes."""
+    def exact(self, recipe: QuantizationRecipe, serving: Serving) -> Exact:
+        """vLLM's answer; without a number where it gave none. For a format that no question was about, the cache alone, which no format
+        changes."""
         split = serving.tensor_parallel, serving.pipeline_parallel
         own = self._answers.get((recipe, *split))
         exact = exact_of(own, serving, same_format=True) if own is not None else None
-        if exact is not None or not recipe.quantizes:
-            return exact
-        stored = self._answers.get((AS_IT_IS, *split))
-        exact = exact_of(stored, serving, same_format=False) if stored is not None else None
-        if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
-            return None  # it may be the stored format that vLLM does not split or does not run
-        return exact
+        if exact is None and recipe.quantizes:
+            stored = self._answers.get((AS_IT_IS, *split))
+            exact = exact_of(stored, serving, same_format=False) if stored is not None else None
+            if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
+                exact = None  # it may be the stored format that vLLM does not split or does not run
+        return exact or Exact()
 
     def informed(self, inventory: Inventory, wish: FitRequest) -> tuple[Inventory, FitRequest]:
         """Both with vLLM's numbers: first those of every split, which settle the cache for all formats, then those of the formats, best

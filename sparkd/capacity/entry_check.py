@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sparkd.capacity.account import NOTHING, Evidence, account, machine, serving_of
 from sparkd.capacity.advice import exceeds
+from sparkd.capacity.candidates import Candidate, candidate_of
 from sparkd.capacity.fit import short_cache
 from sparkd.capacity.headers import Headers, drafting_here, headers_here
 from sparkd.capacity.kv_cache import Serving, kv_layout, longest, sized
@@ -50,13 +51,13 @@ def misfits(args: EngineArgs, speculative: str | None, platform: str, evidence: 
         yield from _ranks(args, shape, exact)
         if is_checked(shape) and speculative == "mtp" and not shape.mtp_layers:
             yield "speculative", f"{shape.architecture} has no layers here that predict tokens ahead: choose off, ngram or suffix."
-        yield from _cache(args, checkpoint, shape, hardware, exact or Exact())
+        yield from _cache(args, checkpoint, shape, hardware, exact)
         yield from _memory(args, hardware, evidence)
     except (CheckpointError, ConfigError):
         return
 
 
-def _exact(args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, evidence: Evidence) -> Exact | None:
+def _exact(args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, evidence: Evidence) -> Exact:
     """vLLM's answer about the entry's split, whatever its format; about one rank where the split is left open."""
     consultation = evidence.consultation(args, checkpoint, hardware)
     consultation.ask([(AS_IT_IS, *args.split)])
@@ -66,32 +67,37 @@ def _exact(args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, evidenc
 def _layers(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
     """As a load is refused over it."""
     try:
-        if (headers := headers_here(args)) is not None:
-            account(args, headers, hardware, evidence, args.split)
+        if (candidate := _candidate(args)) is not None:
+            account(candidate, hardware, evidence, args.split)
     except CheckpointError as error:
         yield "model", error.message
 
 
-def _ranks(args: EngineArgs, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:
+def _ranks(args: EngineArgs, shape: Shape, exact: Exact) -> Iterator[tuple[str, str]]:
     ranks = args.tensor_parallel
     if ranks is None:
         return
-    if reason := exact.refusal if exact is not None and exact.decides else next(uneven_heads(shape, ranks), None):
+    if reason := exact.refusal if exact.decides else next(uneven_heads(shape, ranks), None):
         legal = [str(other) for other in range(1, _MOST_RANKS + 1) if other != ranks and not any(uneven_heads(shape, other))]
         yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {', '.join(legal)}."
 
 
 def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
     """A memory_gib that is too small. Where the entry leaves the number of ranks open, it is judged by the most, which need least each."""
-    headers = headers_here(args) if args.memory_gib is not None else None
-    if headers is None:
+    candidate = _candidate(args) if args.memory_gib is not None else None
+    if candidate is None:
         return
     ranks = args.tensor_parallel or _MOST_RANKS
-    needed = account(args, headers, hardware, evidence, (ranks, 1))
+    needed = account(candidate, hardware, evidence, (ranks, 1))
     if needed is not None and exceeds(needed, args.memory_gib):
         cure = f"Allow it {-(-needed.least // GIB)} or more"
         where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
         yield "memory_gib", f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}. {cure}."
+
+
+def _candidate(args: EngineArgs) -> Candidate | None:
+    headers = headers_here(args)
+    return None if headers is None else candidate_of(args, headers)
 
 
 def _hardware(platform: str) -> Hardware:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
-from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, longest, sized
+from sparkd.capacity.kv_cache import KvCost, Serving, longest
 from sparkd.capacity.parallelism import unfit, unsplit
 from sparkd.capacity.speculative import Drafting
 from sparkd.capacity.sureness import CHECKED_METHODS
@@ -46,8 +46,8 @@ class FitRequest:
     FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
     cache: of a given size (sparkd.capacity.kv_cache.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that
     the engine may take, and the setting that limits it. fewest: fewer nodes before speed. beyond: a length may be more than the model's
-    own. learned: the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split, None without an
-    answer. counted: the question states `requests`.
+    own. learned: the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split. counted: the
+    question states `requests`.
     """
 
     max_model_len: int | None = None
@@ -67,7 +67,7 @@ class FitRequest:
     fewest: bool = False
     beyond: bool = False
     learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
-    exact: Callable[[QuantizationRecipe, Serving], Exact | None] = lambda _recipe, _serving: None
+    exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
     counted: bool = False
 
 
@@ -175,7 +175,7 @@ def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     answers = (
         wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
     )
-    if not inventory.shape.mixers and not any(exact is not None and exact.decides for exact in answers):
+    if not inventory.shape.mixers and not any(exact.decides for exact in answers):
         reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
         cure = "Set memory_gib in its entry; vLLM then sizes the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
@@ -212,18 +212,15 @@ def _option(
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
         exact = wish.exact(recipe, serving)
-        cause: Cause = "split"
-        if exact is not None and exact.decides:
-            cause, reason = "vllm", exact.refusal
-        else:
-            reason = unsplit(inventory, recipe, tensor, pipeline)
-        if reason is None and (reason := unfit(inventory, recipe, tensor, serving.platform)):
-            cause = "format"
-        if reason:
-            return Option(name, tensor, pipeline, serving, None, reason, cause=cause)
-        if (exact is None or exact.layout is None) and not inventory.shape.mixers:
+        if exact.refusal is not None:
+            return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
+        model = inventory.formatted(recipe)
+        if not exact.decides and (reason := unsplit(model, tensor, pipeline)):
+            return Option(name, tensor, pipeline, serving, None, reason, cause="split")
+        if reason := unfit(model, tensor, serving.platform):
+            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
+        if exact.layout is None and not inventory.shape.mixers:
             return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known", cause="uncounted")
-        layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(inventory.shape, serving)
 
         def at(tokens: int) -> Footprint:
             there = replace(serving, max_model_len=tokens)
@@ -233,20 +230,20 @@ def _option(
                 margin_bytes=wish.margin_bytes,
                 learned=wish.learned(recipe, there),
                 exact=exact,
-                cache_bytes=sized(wish.cache, layout, tokens),
+                cache=wish.cache,
                 limit_bytes=None if wish.limit is None else wish.limit[0],
             )
-            return footprint(inventory, recipe, there, hardware, terms)
+            return footprint(model, there, hardware, terms)
 
         needed = at(context)
-        length = _longest(needed, layout, inventory, wish)
+        length = _longest(needed, inventory, wish)
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, error.clause, cause="format")
     if wish.max_model_len is None and needed.fits and length > context:
         # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
         more = at(length)
         if not more.fits:
-            length = max(context, _longest(more, layout, inventory, wish))
+            length = max(context, _longest(more, inventory, wish))
             more = at(length)
         needed, context = (more, length) if more.fits else (needed, context)
         length = context
@@ -257,11 +254,11 @@ def _option(
     return Option(name, tensor, pipeline, serving, needed, short and short[0], length, "cache" if short else None)
 
 
-def _longest(needed: Footprint, layout: KvLayout, inventory: Inventory, wish: FitRequest) -> int:
+def _longest(needed: Footprint, inventory: Inventory, wish: FitRequest) -> int:
     """The model's own length, or so many whole steps; 0 where not even the weights come in."""
     most = max(inventory.shape.max_len, wish.max_model_len or 0)
     size = wish.cache or {"sequences": wish.requests}
-    return 0 if needed.load_free_bytes < 0 else longest(size, layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
+    return 0 if needed.load_free_bytes < 0 else longest(size, needed.layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
 
 
 def short_cache(cache: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> tuple[str, str] | None:

@@ -5,17 +5,17 @@ them. Never measures, and a measured number goes before one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from sparkd.capacity.activations import step_bytes
-from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout
+from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.sureness import of_both
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
-from sparkd.capacity.weights import Inventory, Weights
+from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import Shape, reads_another_sequence, widest
-from workers.quantization.recipe import QuantizationRecipe
 
 MIB = 1 << 20
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
@@ -54,8 +54,8 @@ class Terms:
     """The terms of one account, beside the model and the machine.
 
     requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default. learned: measured peaks,
-    which replace the formulas; so does exact, vLLM's own answer. cache_bytes: of a cache of a fixed size, None for one that holds
-    `requests`. limit_bytes: see Footprint.
+    which replace the formulas; so does exact, vLLM's own answer. cache: of a given size (sparkd.capacity.kv_cache.sized), None for one that
+    holds `requests`. limit_bytes: see Footprint.
     """
 
     requests: float = 1
@@ -63,7 +63,7 @@ class Terms:
     margin_bytes: int | None = None
     learned: MeasuredPeaks | None = None
     exact: Exact | None = None
-    cache_bytes: int | None = None
+    cache: Mapping[str, Any] | None = None
     limit_bytes: int | None = None
 
 
@@ -77,6 +77,7 @@ class Footprint:
 
     parts: Mapping[str, int]
     kv: KvCost
+    layout: KvLayout
     requests: float
     weights: Weights
     margin_bytes: int
@@ -130,25 +131,24 @@ class Footprint:
         return self.free_bytes + self.parts["kv"]
 
 
-def footprint(
-    inventory: Inventory, recipe: QuantizationRecipe, serving: Serving, hardware: Hardware, terms: Terms | None = None
-) -> Footprint:
-    """The account of one node. Raises CheckpointError for a recipe that the model cannot have."""
+def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms: Terms | None = None) -> Footprint:
+    """The account of one node."""
     terms = terms or Terms()
-    shape = inventory.shape
+    inventory, shape = model.inventory, model.inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
-    weights = inventory.weights(recipe, ranks, stages, hardware.platform)
+    weights = model.weights(ranks, stages, hardware.platform)
     exact = terms.exact or Exact()
-    kv = kv_cost(shape, serving) if exact.layout is None else exact.layout.cost(serving.max_model_len)
+    layout = exact.layout or kv_layout(shape, serving)
+    kv, cache_bytes = layout.cost(serving.max_model_len), sized(terms.cache, layout, serving.max_model_len)
     cuda = hardware.platform == "cuda"
     held = weights.bytes + shape.rotary_bytes
     if exact.weight_bytes is not None:
-        weights, held = exact.weigh(weights), exact.weight_bytes
+        weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
     encoder = ENCODER_BYTES if "vision" in weights.by_kind else 0
     layers = ceil(shape.layers / stages)
     parts = {
         "weights": held,
-        "kv": terms.cache_bytes if terms.cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
+        "kv": cache_bytes if cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
         "peak": terms.learned.peak if terms.learned else step_bytes(inventory, serving, eager=terms.eager) + encoder,
         "graphs": _graph_bytes(serving, layers, terms) if cuda or terms.learned else 0,
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
@@ -157,13 +157,14 @@ def footprint(
     }
     quantization = inventory.checkpoint.quantization
     of_weights, of_cache, sureness = of_both(shape, quantization, exact, serving.unknown)
-    guessed_cache = of_cache == GUESS and terms.cache_bytes is None
+    guessed_cache = of_cache == GUESS and cache_bytes is None
     available = hardware.memory_bytes
     margin = terms.margin_bytes if terms.margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     return Footprint(
         parts=parts,
         kv=kv,
+        layout=layout,
         requests=terms.requests,
         weights=weights,
         margin_bytes=margin,
@@ -178,6 +179,16 @@ def footprint(
         upper_weight_bytes=upper_weights(serving, held) if of_weights == GUESS else 0,
         upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], terms.requests) if guessed_cache else 0,
     )
+
+
+def _weighed(formula: Weights, weight_bytes: int) -> Weights:
+    """The weights with vLLM's total, divided among classes as the formula divides them."""
+    if not formula.bytes:
+        return formula
+    share = weight_bytes / formula.bytes
+    by_kind = {kind: int(size * share) for kind, size in formula.by_kind.items()}
+    by_kind[max(by_kind, key=lambda kind: by_kind[kind])] += weight_bytes - sum(by_kind.values())
+    return replace(formula, by_kind=by_kind, active_bytes=int(formula.active_bytes * share))
 
 
 def _graph_bytes(serving: Serving, layers: int, terms: Terms) -> int:

@@ -18,10 +18,12 @@ from workers.kv.profiles import checkpoint_of
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The headers of a model, wherever they are. model: of model and draft together."""
+    """The headers of a model, wherever they are. model: of model and draft together. identity: the name of its files
+    (workers.kv.profiles.checkpoint_of), None where they are not on this machine."""
 
     model: Inventory
     drafting: Drafting | None = None
+    identity: str | None = None
 
     @staticmethod
     def of(args: EngineArgs, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
@@ -29,7 +31,8 @@ class Headers:
         model = inventory(checkpoint, shape_of(checkpoint.config))
         refuse_incomplete(model)
         drafted = of_config(args.draft, model.shape, read) if args.draft is not None else None
-        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape), drafted)
+        both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
+        return Headers(both, drafted, checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None)
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
@@ -38,9 +41,11 @@ def headers_here(args: EngineArgs) -> Headers | None:
     if folder is None:
         return None
     try:
-        model = inventory_in(folder)
+        identity = checkpoint_of(folder)
+        model = _read(folder, identity)
         drafted = drafting_here(args, model.shape)
-        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape), drafted)
+        both = model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
+        return Headers(both, drafted, identity)
     except (CheckpointError, ConfigError, OSError):
         return None
 

@@ -113,13 +113,9 @@ class _Kind:
     stages: list[int]
 
 
-def kv_cost(shape: Shape, serving: Serving) -> KvCost:
-    """The cache of one rank, of the fullest stage where the layers are spread over a pipeline."""
-    return kv_layout(shape, serving).cost(serving.max_model_len)
-
-
 def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
-    """max_model_len of `serving` is not looked at."""
+    """The cache of one rank, of the fullest stage where the layers are spread over a pipeline. max_model_len of `serving` is not looked
+    at."""
     kinds = _kinds(shape, serving)
     if not kinds:
         return KvLayout(0, (), serving)

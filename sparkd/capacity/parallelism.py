@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparkd.capacity.weights import Inventory, PartGroup, WeightPart, padded_vocabulary, sides
+from sparkd.capacity.weights import FormattedModel, PartGroup, WeightPart, padded_vocabulary, sides
 from sparkd.checkpoint import SourceQuantization
 from sparkd.models.architectures import is_checked
 from sparkd.models.shape import RecurrentState, Shape
 from workers.quantization.formats import Format, fitting
-from workers.quantization.recipe import QuantizationRecipe
 
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
@@ -20,58 +19,56 @@ BLOCK = 128
 EXPERT_BLOCK = 32
 
 
-def refusal(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int, platform: str = "cuda") -> str | None:
+def refusal(model: FormattedModel, ranks: int, stages: int, platform: str = "cuda") -> str | None:
     """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size;
     platform: whose kernels.
-
-    Raises CheckpointError where the recipe cannot be.
     """
-    return unsplit(inventory, recipe, ranks, stages) or unfit(inventory, recipe, ranks, platform)
+    return unsplit(model, ranks, stages) or unfit(model, ranks, platform)
 
 
-def unsplit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int) -> str | None:
+def unsplit(model: FormattedModel, ranks: int, stages: int) -> str | None:
     """Why the model cannot be split so, whatever becomes of its weights; as `refusal`."""
-    return next(_refusals(inventory, recipe, ranks, stages), None)
+    return next(_refusals(model, ranks, stages), None)
 
 
-def unfit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, platform: str = "cuda") -> str | None:
+def unfit(model: FormattedModel, ranks: int, platform: str = "cuda") -> str | None:
     """Why the weights cannot have the recipe's formats, which vLLM does not see before it loads them; as `refusal`."""
-    return next(_unfit(inventory, recipe, ranks, platform), None)
+    return next(_unfit(model, ranks, platform), None)
 
 
-def _unfit(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, platform: str) -> Iterator[str]:
-    yield from uneven_groups(inventory, recipe)
+def _unfit(model: FormattedModel, ranks: int, platform: str) -> Iterator[str]:
+    yield from uneven_groups(model)
     if platform == "cuda":
-        yield from _torn_blocks(inventory, recipe)
-    if ranks > 1 and is_checked(inventory.shape):
-        for one in _cut(inventory, recipe):
+        yield from _torn_blocks(model)
+    if ranks > 1 and is_checked(model.inventory.shape):
+        for one in _cut(model):
             if one.form is not None:
-                yield from _units(one.part, _unit(one.part, one.form), inventory.shape, ranks)
+                yield from _units(one.part, _unit(one.part, one.form), model.inventory.shape, ranks)
 
 
-def _refusals(inventory: Inventory, recipe: QuantizationRecipe, ranks: int, stages: int) -> Iterator[str]:
-    shape = inventory.shape
+def _refusals(model: FormattedModel, ranks: int, stages: int) -> Iterator[str]:
+    shape = model.inventory.shape
     if 0 < shape.layers < stages:
         yield f"{shape.layers} layers are fewer than {stages} stages"
     yield from uneven_heads(shape, ranks)
     if ranks > 1 and is_checked(shape):
-        yield from _widths(inventory, recipe, ranks)
+        yield from _widths(model, ranks)
 
 
-def _torn_blocks(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[str]:
+def _torn_blocks(model: FormattedModel) -> Iterator[str]:
     """As workers/stream/vllm/supported.py refuses them."""
-    for one in inventory.alike(recipe)[0]:
+    for one in model.groups:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:
             yield f"{lengths[1]} columns of {one.part.tensor.name} are no whole blocks of {BLOCK}: fp8 would fit"
 
 
-def uneven_groups(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[str]:
+def uneven_groups(model: FormattedModel) -> Iterator[str]:
     """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
-    for one in inventory.alike(recipe)[0]:
+    for one in model.groups:
         if one.form is None or one.form.group is None:
             continue
-        columns = sides(one.part.tensor, inventory.shape)[1]
+        columns = sides(one.part.tensor, model.inventory.shape)[1]
         if columns % one.form.group:
             fits = fitting(one.form.group, columns)
             yield f"{columns} columns of {one.part.tensor.name} are no whole groups of {one.form.group}: {fits} would fit"
@@ -92,20 +89,20 @@ def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:
             yield f"{state.key_heads} key heads of linear attention do not divide by {ranks} ranks"
 
 
-def _cut(inventory: Inventory, recipe: QuantizationRecipe) -> Iterator[PartGroup]:
+def _cut(model: FormattedModel) -> Iterator[PartGroup]:
     """The matrices that ranks have parts of."""
-    for one in inventory.alike(recipe)[0]:
+    for one in model.groups:
         if one.part.split != "whole" and one.part.kind not in ("vision", "state_space") and len(one.part.tensor.shape) in (2, 3):
             yield one
 
 
-def _widths(inventory: Inventory, recipe: QuantizationRecipe, ranks: int) -> Iterator[str]:
+def _widths(model: FormattedModel, ranks: int) -> Iterator[str]:
     """A side that is cut needs a multiple of the ranks, and no group or block of the checkpoint's own with one scale may be cut."""
-    source = inventory.checkpoint.quantization
-    for one in _cut(inventory, recipe):
-        yield from _width(one.part, source, inventory.shape, ranks)
+    source = model.inventory.checkpoint.quantization
+    for one in _cut(model):
+        yield from _width(one.part, source, model.inventory.shape, ranks)
         if one.form is None and one.part.kind != "scale":
-            yield from _units(one.part, _stored_unit(one.part, source, is_refined=not recipe.quantizes), inventory.shape, ranks)
+            yield from _units(one.part, _stored_unit(one.part, source, is_refined=not model.recipe.quantizes), model.inventory.shape, ranks)
 
 
 def _across(part: WeightPart, shape: Shape) -> tuple[int, str]:

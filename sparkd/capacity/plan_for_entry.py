@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.capacity.account import Evidence, serving_of
+from sparkd.capacity.account import Evidence, needed_gib, serving_of
 from sparkd.capacity.advice import advice, share_too_large
-from sparkd.capacity.auto_resolve import neighbours, resolved, room_of
+from sparkd.capacity.auto_resolve import resolved, room_of
+from sparkd.capacity.candidates import candidates_of
 from sparkd.capacity.consultation import Answers, Ask, nobody
 from sparkd.capacity.container import hidden
 from sparkd.capacity.fit import (
@@ -40,7 +41,6 @@ from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_a
 from sparkd.capacity.plan_request import Others, PlanRequest
 from sparkd.capacity.profiles import FAMILIES
 from sparkd.capacity.requirement import runtime_of, said_to
-from sparkd.capacity.reservation import needed_gib
 from sparkd.capacity.speculative import drafting
 from sparkd.capacity.vllm_figures import GUESS
 from sparkd.checkpoint import CONFIG, Checkpoint
@@ -54,13 +54,13 @@ from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefuse
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
-from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs, at_any_length, decided, engine_args, recipe_of, settings_uncounted
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
+from workers.kv.profiles import profiles_in
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 
@@ -135,16 +135,16 @@ def answer(
     tried = [args.split] if args.tensor_parallel is not None else list(splits(nodes))
     answers = Answers(ask)
     draft = headers.drafting.draft if headers.drafting is not None else None
-    evidence = Evidence(str(entry.config.profiles_path), entry.vllm, answers.kept, draft)
+    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
     wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked)
     informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed, informed = consultation.informed(headers.model, informed)
     refuse_uncounted(completed, informed)
     headers, wish = replace(headers, model=completed), replace(wish, exact=informed.exact)
-    beside = neighbours(args, headers) if nodes == 1 and there else ()
+    candidates = candidates_of(args, headers, beside=nodes == 1 and bool(there))
     for ways in tried:
-        candidate = resolved(args, headers, hardware, _free(hardware), ways, evidence, beside)
+        candidate = resolved(candidates, hardware, _free(hardware), ways, evidence).args if candidates else plain
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
         own_wish = replace(wish, ways=(ways,), quantize=candidate.recipe, max_model_len=length)
         if candidate.model in there:
@@ -263,12 +263,12 @@ def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardw
         limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {args.share:g}")
     elif args.memory_gib is not None:
         limit = (int(args.memory_gib * GIB), f"the memory_gib of {args.memory_gib:g} in its entry")
-    cache, folder = args.given_cache(hardware.platform), folder_of(args.model, args.revision, args.env) or ""
+    cache = args.given_cache(hardware.platform)
 
     def learned(recipe: QuantizationRecipe, at: Serving) -> MeasuredPeaks | None:
         timed = plain if args.max_model_len is None else replace(plain, max_model_len=at.max_model_len)
         formatted = timed.quantized(recipe) if args.quantize == AUTO else timed
-        return evidence.learned(formatted, folder, (at.tensor_parallel, at.pipeline_parallel), hardware)
+        return evidence.learned(formatted, headers, (at.tensor_parallel, at.pipeline_parallel), hardware)
 
     return FitRequest(
         max_model_len=None if args.max_model_len == AUTO else serving.max_model_len,

@@ -13,7 +13,7 @@ from sparkd.capacity.fit import AS_STORED, FitRequest, FitResult, Option, Rank, 
 from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.plan_refusal import refusal
-from sparkd.capacity.profiles import engine_of, learned_of
+from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint.header import shown
 from sparkd.errors import ConfigError
@@ -24,6 +24,7 @@ from sparkd.schema import quantize as quantizing
 from sparkd.schema.engine_flags import flags_of
 from sparkd.vllm.installed import full_version_in
 from workers.host.runtime import API_SERVER
+from workers.kv.profiles import checkpoint_of, profiles_in
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 from workers.rank.spec import RankSpec
@@ -226,14 +227,15 @@ def learned_with(
 ) -> Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None]:
     """The measurements that earlier starts of the engines of a plan's entries made on this machine."""
     env, vllm = wish.drafting.env if wish.drafting is not None else {}, full_version_in(site.runtime)
-    profiles, held = site.profiles or "", folder_of(model, None, env)
+    profiles, held = profiles_in(site.profiles or ""), folder_of(model, None, env)
+    checkpoint = None if held is None else checkpoint_of(held)
 
     def learned(recipe: QuantizationRecipe, serving: Serving) -> MeasuredPeaks | None:
         spelling = recipe.canonical() if recipe.quantizes else None
         ways = serving.tensor_parallel, serving.pipeline_parallel
         option = Option(AS_STORED if spelling is None else recipe.default.spelling, *ways, serving, None, None)
         spec = replace(_spec_of(model, entry_of(model, option, wish), wish), quantize=spelling)
-        return learned_of(profiles, engine_of(flags_of(spec), spelling, env, vllm, hardware.platform), held, ways, hardware.name)
+        return peaks_of(profiles, engine_of(flags_of(spec), spelling, env, vllm, hardware.platform), checkpoint, ways, hardware.name)
 
     return learned
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkd.capacity.footprint import MeasuredPeaks
-from workers.kv.profiles import checkpoint_of, profiles_of
+from workers.kv.profiles import KeptProfile
 
 # These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
 # not believed.
@@ -30,18 +30,21 @@ def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> MeasuredPeaks | None:
+def peaks_of(
+    profiles: Sequence[KeptProfile], engine: str, checkpoint: str | None, ways: tuple[int, int], hardware: str = "node"
+) -> MeasuredPeaks | None:
     """The last measurements of such an engine's rank 0, over so many ranks; None where none of them has run on this node.
 
-    held: the folder of its weights (sparkd.models.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware,
-    or `node`.
+    profiles: the newest first. checkpoint: the name of the files of its weights (workers.kv.profiles.checkpoint_of). ways: tensor and
+    pipeline size. hardware: a name of sparkd.hardware, or `node`.
     """
     device = _DEVICES.get(hardware)
-    if device is None or held is None:
+    if device is None or checkpoint is None:
         return None
-    about = {"checkpoint": checkpoint_of(held), "world": [*ways, 0]}
-    found = profiles_of(folder, about, engine, device)
-    return MeasuredPeaks(found[0].demand.peak, found[0].demand.graphs) if found else None
+    about = {"checkpoint": checkpoint, "world": [*ways, 0]}
+    own = (kept for kept in profiles if kept.engine == engine and device in kept.about.get("device", ""))
+    measured = next((kept.profile for kept in own if about.items() <= kept.about.items()), None)
+    return None if measured is None else MeasuredPeaks(measured.demand.peak, measured.demand.graphs)
 
 
 def _counted(flags: Sequence[str]) -> Iterator[str]:

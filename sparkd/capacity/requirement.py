@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, machine
-from sparkd.capacity.auto_resolve import Candidate, neighbours, resolved
+from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, machine, needed_gib
+from sparkd.capacity.auto_resolve import resolved
+from sparkd.capacity.candidates import Candidate, candidates_of
 from sparkd.capacity.consultation import Answers
 from sparkd.capacity.headers import Headers, headers_here
-from sparkd.capacity.reservation import needed_gib
 from sparkd.capacity.unloadable import fault, too_long, uneven
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
@@ -32,17 +32,18 @@ from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.translate import Translation, release_of, translated
 from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
 from workers.host.meminfo import sample
+from workers.kv.profiles import profiles_in
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model whose need is asked for. headers: None where they are not on this machine. others: see
-    sparkd.capacity.auto_resolve.neighbours. hardware: the node. vllm: the version of its runtime's, where it is known."""
+    """A model whose need is asked for. headers: None where they are not on this machine. candidates: see
+    sparkd.capacity.candidates; none without headers. hardware: the node. vllm: the version of its runtime's, where it is known."""
 
     spec: ModelConfig
     args: EngineArgs
     headers: Headers | None
-    others: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
     evidence: Evidence
     hardware: Hardware
     entrypoint: str
@@ -111,24 +112,20 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)
-    if headers is None:
-        args = args.undecided()
-    others = neighbours(args, headers) if beside and headers is not None else ()
+    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
     total_bytes, platform = found.get("mem_total_bytes"), platform_of(found, config)
     there = machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
-    return Subject(spec, args, headers, others, evidence_of(spec, config, found), there, entrypoint, found.get("vllm"))
+    return Subject(spec, args.undecided(), headers, candidates, evidence_of(spec, config, found), there, entrypoint, found.get("vllm"))
 
 
 def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
     """free_gib: the most that a node has beside the other models; offered_gib: what it lends. ways: over how many ranks, each on a node of
-    its own. Of what was `auto` the decision is in the requirement's args. Reads only profiles of earlier starts. Raises CheckpointError as
-    sparkd.capacity.account.account."""
-    args, here, evidence, known = subject.args, subject.hardware, subject.evidence, None
-    headers = subject.headers
-    if headers is not None:
-        args = resolved(args, headers, here, int(free_gib * GIB), ways, evidence, subject.others)
-        headers = next((there for other, there in subject.others if other.model == args.model), headers)
-        known = account(args, headers, here, evidence, ways)
+    its own. Of what was `auto` the decision is in the requirement's args. Reads nothing, but may ask vLLM's kept answers. Raises
+    CheckpointError as sparkd.capacity.account.account."""
+    args, headers, here, known = subject.args, subject.headers, subject.hardware, None
+    if subject.candidates:
+        chosen = resolved(subject.candidates, here, int(free_gib * GIB), ways, subject.evidence)
+        args, headers, known = chosen.args, chosen.headers, account(chosen, here, subject.evidence, ways)
     gib = needed_gib(args, here, offered_gib, known)
     return Requirement(subject.spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
 
@@ -136,7 +133,7 @@ def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
     """The measurements of earlier starts, and the answers of the vLLM of the model's runtime when it was asked: nothing is asked here.
     found: what that runtime has, on this node or another."""
-    vllm, profiles = found.get("vllm"), str(config.profiles_path)
+    vllm, profiles = found.get("vllm"), profiles_in(str(config.profiles_path))
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
     away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))
@@ -147,7 +144,7 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
     """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
     subject = subject_of(spec, config, node)
-    return None if subject.headers is None else illegal(subject.args, subject.headers, subject.hardware, ways, subject.evidence)
+    return illegal(subject.candidates[0], subject.hardware, ways, subject.evidence) if subject.candidates else None
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:

@@ -89,7 +89,7 @@ def uneven(args: EngineArgs) -> str | None:
     if is_other(args, model):
         return None
     try:
-        groups = next(uneven_groups(model, args.recipe), None)
+        groups = next(uneven_groups(model.formatted(args.recipe)), None)
     except CheckpointError as error:
         return error.message
     return groups and f"{groups}."

@@ -4,12 +4,11 @@ rank's weights, and the reason why vLLM refuses a split. Never asks anything (sp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.capacity.weights import Weights
 from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, Stage
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
@@ -34,20 +33,11 @@ class Exact:
         """Whether it has numbers or a refusal, which stand in place of the formulas' own refusals."""
         return self.layout is not None or self.weight_bytes is not None or self.refusal is not None
 
-    def settles(self, unknown: Collection[str]) -> bool:
-        """Whether it counts everything that flags change and that no formula counts. unknown: as sparkd.vllm.unaccounted_args.changed_by
-        names it."""
+    @property
+    def settled(self) -> frozenset[str]:
+        """The changes of flags that it counts, as sparkd.vllm.unaccounted_args.changed_by names them."""
         answered = {CACHE: self.layout is not None, WEIGHTS: self.weight_bytes is not None}
-        return all(answered.get(change, False) for change in unknown)
-
-    def weigh(self, formula: Weights) -> Weights:
-        """The weights with vLLM's total, divided among classes as the formula divides them."""
-        if self.weight_bytes is None or not formula.bytes:
-            return formula
-        share = self.weight_bytes / formula.bytes
-        by_kind = {kind: int(size * share) for kind, size in formula.by_kind.items()}
-        by_kind[max(by_kind, key=lambda kind: by_kind[kind])] += self.weight_bytes - sum(by_kind.values())
-        return replace(formula, by_kind=by_kind, active_bytes=int(formula.active_bytes * share))
+        return frozenset(change for change, is_answered in answered.items() if is_answered)
 
 
 def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:

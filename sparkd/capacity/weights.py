@@ -123,10 +123,9 @@ class Inventory:
     parts: tuple[WeightPart, ...]
     stored_bytes: int
     unloaded: Mapping[str, int]
-    _alike: dict[QuantizationRecipe, tuple[tuple[PartGroup, ...], tuple[str, ...]] | CheckpointError] = field(
+    _formatted: dict[QuantizationRecipe, FormattedModel | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _weights: dict[tuple[QuantizationRecipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def unknown_experts(self) -> dict[str, int]:
         """Bytes of the routed experts that keep their precision in every format, because sparkd cannot quantize tensors of their names; by
@@ -146,19 +145,19 @@ class Inventory:
                 counts[module[: layer.end()]] += 1
         return max(counts.values(), default=1)
 
-    def alike(self, recipe: QuantizationRecipe) -> tuple[tuple[PartGroup, ...], tuple[str, ...]]:
-        """The recipe's results for the tensors, and what it could not do, one sentence each; made once.
+    def formatted(self, recipe: QuantizationRecipe) -> FormattedModel:
+        """The model in the recipe's formats; made once.
 
         Raises CheckpointError as QuantizationRecipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
-        made = self._alike.get(recipe)
+        made = self._formatted.get(recipe)
         if made is None:
             try:
                 assignment = recipe.assign(self.checkpoint)
-                made = tuple(_grouped(self.parts, assignment)), assignment.adjustments
+                made = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
             except CheckpointError as error:
                 made = error
-            self._alike[recipe] = made
+            self._formatted[recipe] = made
         if isinstance(made, CheckpointError):
             raise made.with_traceback(None)
         return made
@@ -167,39 +166,51 @@ class Inventory:
         """A sentence for each thing that a recipe with rules asks for and does not get, or asks of nothing, as `sparkd ls --layers` has
         them; empty for one without rules, and where QuantizationRecipe.assign raises CheckpointError."""
         try:
-            return self.alike(recipe)[1] if recipe.rules else ()
+            return self.formatted(recipe).notes if recipe.rules else ()
         except CheckpointError:
             return ()
 
-    def weights(self, recipe: QuantizationRecipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
-        """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
-        key = recipe, ranks, stages, platform
+
+@dataclass(frozen=True, slots=True)
+class FormattedModel:
+    """A checkpoint in the formats of one recipe. groups: of its parts, with their formats. notes: what the recipe could not do, one
+    sentence each."""
+
+    inventory: Inventory
+    recipe: QuantizationRecipe
+    groups: tuple[PartGroup, ...]
+    notes: tuple[str, ...]
+    _weights: dict[tuple[int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def weights(self, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
+        """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given."""
+        key = ranks, stages, platform
         if key not in self._weights:
             self._weights[key] = self._counted(*key)
         return self._weights[key]
 
-    def _counted(self, recipe: QuantizationRecipe, ranks: int, stages: int, platform: str) -> Weights:
-        found, notes = self.alike(recipe)
+    def _counted(self, ranks: int, stages: int, platform: str) -> Weights:
+        shape = self.inventory.shape
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
-        of_layer = stages_of(self.shape.layers, stages)
+        of_layer = stages_of(shape.layers, stages)
         tallies: dict[tuple[str, tuple[int | None, ...]], Counter[int]] = {}
         active = disk = head = 0
-        for one in found:
+        for one in self.groups:
             part = one.part
-            each = _bytes(part, one.form, self.shape, ranks) * _padding(part, one.form, self.shape, ranks, platform)
+            each = _bytes(part, one.form, shape, ranks) * _padding(part, one.form, shape, ranks, platform)
             held = part.copies * part.count * ceil(each)
             if (where := (part.kind, one.layers)) not in tallies:
-                tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, self.shape))
+                tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, shape))
             for stage, times in tallies[where].items():
                 placed[stage][part.kind] = placed[stage].get(part.kind, 0) + times * held
             active += len(one.layers) * int(held * part.active)
-            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, self.shape, 1))
+            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, shape, 1))
             head = max(head, held) if part.kind == "embedding" else head
-        if self.shape.tied:
+        if shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
             active += head
         fullest = max(placed, key=lambda by_kind: sum(by_kind.values()))
-        return Weights(fullest, active, disk, any(one.form is not None for one in found), notes)
+        return Weights(fullest, active, disk, any(one.form is not None for one in self.groups), self.notes)
 
 
 def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> Inventory:

@@ -81,7 +81,8 @@ def _check_groups(wanted: Chosen) -> None:
         known = inventory(checkpoint, shape_of(checkpoint.config))
     except CheckpointError:
         return
-    if uneven := next(uneven_groups(known, wanted.recipe), None):
+    model = known.formatted(wanted.recipe)
+    if uneven := next(uneven_groups(model), None):
         raise CheckpointError(uneven, file=checkpoint.folder)
 
 

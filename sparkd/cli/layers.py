@@ -164,7 +164,7 @@ def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | 
     try:
         known = inventory(checkpoint, shape_of(checkpoint.config))
         refuse_incomplete(known)
-        weights = known.weights(recipe)
+        weights = known.formatted(recipe).weights()
     except CheckpointIncomplete:
         raise
     except CheckpointError:
@@ -174,7 +174,7 @@ def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | 
         consultation = consult(known.checkpoint)
         consultation.ask([(recipe, 1, 1)])
         known = consultation.completed(known)
-        exact = consultation.exact(recipe, Serving(1)) or exact
+        exact = consultation.exact(recipe, Serving(1))
     size = weights.bytes + known.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
     sureness = of_weights(known.shape, known.checkpoint.quantization, exact)
     return RankShare(size, sureness, known.unloaded, exact.refusal)

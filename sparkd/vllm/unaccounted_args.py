@@ -86,7 +86,7 @@ _WEIGHTS_SHORT = ("-q", "-sc", "-ep")
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
-# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.reservation.needed_gib).
+# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.account.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
 _OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
@@ -213,7 +213,7 @@ def is_own_worker(args: Sequence[str], index: int) -> bool:
 
 
 def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:
-    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.capacity.reservation.needed_gib
+    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.capacity.account.needed_gib
     does. keys: those that a model's entry may have."""
     args = model.extra_args
     flags = list(dict.fromkeys(unsized(args)))

@@ -150,4 +150,4 @@ def _predicted(checkpoint: Checkpoint, recipe: QuantizationRecipe, preset: Prese
     )
     machine = H200 if preset.platform == "cuda" else replace(SPARK, platform="cpu")
     eager = bool(preset.arguments["enforce_eager"])
-    return footprint(inventory(checkpoint, shape), recipe, serving, machine, Terms(requests=preset.requests, eager=eager))
+    return footprint(inventory(checkpoint, shape).formatted(recipe), serving, machine, Terms(requests=preset.requests, eager=eager))

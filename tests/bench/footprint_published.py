@@ -17,7 +17,7 @@ import yaml
 
 from sparkd.capacity.fit import Option, floor
 from sparkd.capacity.footprint import Footprint, Terms, footprint
-from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, token_bytes
+from sparkd.capacity.kv_cache import KvCost, Serving, token_bytes
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.classification import tensor_class
@@ -26,6 +26,7 @@ from sparkd.models.shape import Attention, shape_of
 from sparkd.vllm.releases import NEVER, READ_OFF
 from sparkd.vllm.translate import release_of
 from tests.bench.footprint_table import GIB, Row, within
+from tests.support.accounts import kv_cost
 from tests.support.published_headers import checkpoint_of, count_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -75,7 +76,7 @@ class Case:
     def footprint(self, requests: float = 1) -> Footprint:
         eager, margin = bool(self.conditions.get("enforce_eager")), self.conditions.get("margin_gib")
         terms = Terms(requests=requests, eager=eager, margin_bytes=None if margin is None else int(margin * GIB))
-        return footprint(self.inventory, self.recipe, self.serving, self.hardware, terms)
+        return footprint(self.inventory.formatted(self.recipe), self.serving, self.hardware, terms)
 
 
 def rows(only: str) -> Iterator[Row]:

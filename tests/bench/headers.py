@@ -63,7 +63,7 @@ from workers.quantization.recipe import QuantizationRecipe
 i = inventory(c, shape_of(c.config))
 for name in ('bf16', 'nvfp4'):
     for ranks in (1, 2, 4):
-        i.weights(QuantizationRecipe.parse(name), ranks)"""
+        i.formatted(QuantizationRecipe.parse(name)).weights(ranks)"""
 ROWS = {
     "an interpreter, nothing else": "pass",
     "import sparkd.checkpoint": "import sparkd.checkpoint",

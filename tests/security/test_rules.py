@@ -81,10 +81,10 @@ def test_a_rule_that_takes_too_many_steps_is_refused_by_name_and_only_once() -> 
     )
 
     with pytest.raises(CheckpointError) as caught:
-        known.alike(recipe)
+        known.formatted(recipe)
     steps = costly.steps
     with pytest.raises(CheckpointError) as again:
-        known.alike(recipe)
+        known.formatted(recipe)
 
     assert steps > MAX_STEPS_OF_ONE
     assert costly.steps == steps

@@ -7,12 +7,15 @@ from typing import Any
 
 from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
-from sparkd.capacity import auto_resolve, entry_check, reservation, unloadable
+from sparkd.capacity import auto_resolve, entry_check, unloadable
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
+from sparkd.capacity.candidates import candidate_of, candidates_of
 from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
+from sparkd.models.shape import Shape
 from sparkd.schema.engine_args import decided, engine_args
 from sparkd.schema.model import ModelConfig
 
@@ -31,7 +34,8 @@ def account(
 ) -> Account | None:
     args = engine_args(spec, env)
     headers = headers or headers_here(args)
-    return None if headers is None else accounts.account(args, headers, hardware, evidence, ways, guesses=guesses)
+    candidate = None if headers is None else candidate_of(args, headers)
+    return None if candidate is None else accounts.account(candidate, hardware, evidence, ways, guesses=guesses)
 
 
 def illegal(
@@ -39,7 +43,8 @@ def illegal(
 ) -> str | None:
     args = engine_args(spec, env)
     headers = headers or headers_here(args)
-    return None if headers is None else accounts.illegal(args, headers, hardware, ways, evidence)
+    candidate = None if headers is None else candidate_of(args, headers)
+    return None if candidate is None else accounts.illegal(candidate, hardware, ways, evidence)
 
 
 def resolved(
@@ -54,10 +59,10 @@ def resolved(
 ) -> ModelConfig:
     args = engine_args(spec, env)
     headers = headers_here(args)
-    if headers is None:
+    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
+    if not candidates:
         return decided(spec, args.undecided())
-    others = auto_resolve.neighbours(args, headers) if beside else ()
-    return decided(spec, auto_resolve.resolved(args, headers, hardware, free_bytes, ways, evidence, others))
+    return decided(spec, auto_resolve.resolved(candidates, hardware, free_bytes, ways, evidence).args)
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1), **more: Any) -> str:
@@ -68,7 +73,7 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, 
 def needed_gib(
     spec: ModelConfig, platform: str, node_gib: float, env: Env, offered_gib: float | None = None, known: Account | None = None
 ) -> int:
-    return reservation.needed_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
+    return accounts.needed_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
 
 
 def needing(
@@ -76,6 +81,10 @@ def needing(
 ) -> Requirement:
     args = engine_args(spec, env or {})
     return Requirement(spec, args, machine(platform, int(node_gib * GIB), 0), "x", gib, known, ways=ways, headers=headers_here(args))
+
+
+def kv_cost(shape: Shape, serving: Serving) -> KvCost:
+    return kv_layout(shape, serving).cost(serving.max_model_len)
 
 
 def fault(spec: ModelConfig, env: Env) -> CheckpointError | None:

@@ -56,21 +56,26 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
     return digest.hexdigest()[:24]
 
 
-def profiles_of(folder: str, about: Mapping[str, Any], engine: str, device: str = "") -> list[MeasuredProfile]:
-    """The profiles of engines of this name whose description has all of `about`, the newest first; a file that cannot be read is passed
-    over. engine: as whoever starts one names it (settings.engine). device: a word of the device's name."""
+@dataclass(frozen=True, slots=True)
+class KeptProfile:
+    """A profile as it lies on the disk. engine: the name of whoever started it (settings.engine). about: what the engine was."""
+
+    profile: MeasuredProfile
+    engine: str | None
+    about: Mapping[str, Any]
+
+
+def profiles_in(folder: str) -> tuple[KeptProfile, ...]:
+    """The newest first; a file that cannot be read is passed over."""
     kept = Profiles(folder)
-    found: list[tuple[float, MeasuredProfile]] = []
+    found: list[tuple[float, KeptProfile]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raw = json.loads(path.read_bytes()[:MAX_BYTES])
-                told = raw["about"]
-                same = raw["engine"] == engine and all(told.get(name) == value for name, value in about.items())
-                known = kept.find(path.stem) if same and device in told.get("device", "") else None
-                if known is not None:
-                    found.append((float(raw["at"]), known))
-    return [known for _, known in sorted(found, key=lambda one: -one[0])]
+                if (profile := kept.find(path.stem)) is not None:
+                    found.append((float(raw["at"]), KeptProfile(profile, raw["engine"], dict(raw["about"]))))
+    return tuple(profile for _, profile in sorted(found, key=lambda each: -each[0]))
 
 
 class Profiles:

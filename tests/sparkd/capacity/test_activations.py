@@ -46,7 +46,7 @@ def of(name: str) -> Inventory:
     ],
 )
 def test_the_total_peak_of_an_h200(name: str, form: str, measured_mib: int) -> None:
-    found = footprint(of(name), QuantizationRecipe.parse(form), SERVING, H200, Terms(requests=16, eager=True))
+    found = footprint(of(name).formatted(QuantizationRecipe.parse(form)), SERVING, H200, Terms(requests=16, eager=True))
     total_mib = sum(found.parts[part] for part in ("weights", "kv", "peak", "graphs")) / MIB
     assert abs(total_mib - measured_mib) <= 0.03 * measured_mib
 

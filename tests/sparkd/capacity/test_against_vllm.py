@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from sparkd.capacity.fit import FitRequest, choose
-from sparkd.capacity.kv_cache import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
+from sparkd.capacity.kv_cache import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, stages_of
 from sparkd.capacity.parallelism import refusal
 from sparkd.capacity.plan_report import Site, how_of, to_json
 from sparkd.capacity.speculative import Drafting
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.hardware import Hardware, hardware_of
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
+from tests.support.accounts import kv_cost
 from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -315,7 +316,7 @@ def test_heads_that_do_not_divide_are_refused_where_vllm_refuses_them() -> None:
                 by_vllm = None
             except ValueError as error:
                 by_vllm = str(error)
-            ours = refusal(inventory, QuantizationRecipe.parse("bf16"), ranks, 1)
+            ours = refusal(inventory.formatted(QuantizationRecipe.parse("bf16")), ranks, 1)
             assert (by_vllm is None) == (ours is None or "attention heads" not in ours)
             if by_vllm is not None:
                 assert f"({heads})" in by_vllm and ours == f"{heads} attention heads do not divide by {ranks} ranks"

@@ -458,7 +458,7 @@ def test_an_answer_about_another_device_says_nothing(folder: Path, hardware: Har
     for reply in (answer(FULL, blocks=1), replace(answer(), refusal=ODD)):
         consultation = Consultation(Vllm(replace(reply, platform=platform)), read_checkpoint(str(folder)), [], {}, hardware)
         consultation.ask([(AS_IT_IS, 1, 1)])
-        assert (consultation.exact(AS_IT_IS, Serving(4096)) is not None) is taken
+        assert consultation.exact(AS_IT_IS, Serving(4096)).decides is taken
 
 
 def test_odd_files_beside_a_model_stop_no_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

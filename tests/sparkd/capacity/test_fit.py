@@ -24,9 +24,10 @@ from sparkd.capacity.fit import (
     smallest,
 )
 from sparkd.capacity.footprint import MeasuredPeaks
-from sparkd.capacity.kv_cache import Serving, kv_cost
+from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware
+from tests.support.accounts import kv_cost
 from tests.support.sketches import Tensor, dense, known, mixture, models, tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 

@@ -20,9 +20,11 @@ from sparkd.capacity.footprint import (
     Terms,
     footprint,
 )
-from sparkd.capacity.kv_cache import Serving, kv_cost
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
+from tests.support.accounts import kv_cost
 from tests.support.sketches import Tensor, dense, known, models, tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -41,7 +43,16 @@ def of(
     inventory: Inventory | None = None,
     **more: Any,
 ) -> Footprint:
-    return footprint(inventory or plain(), recipe, serving or Serving(4096), hardware, Terms(**more))
+    return footprint((inventory or plain()).formatted(recipe), serving or Serving(4096), hardware, Terms(**more))
+
+
+def test_vllms_total_of_the_weights_is_divided_as_the_formula_divides_it() -> None:
+    formula = plain().formatted(BF16).weights()
+    found = of(exact=Exact(weight_bytes=2 * formula.bytes))
+
+    assert found.parts["weights"] == found.weights.bytes == 2 * formula.bytes
+    assert found.weights.by_kind == {kind: 2 * size for kind, size in formula.by_kind.items()}
+    assert found.weights.active_bytes == 2 * formula.active_bytes and of().weights == formula
 
 
 def test_the_parts_are_the_whole() -> None:
@@ -49,7 +60,7 @@ def test_the_parts_are_the_whole() -> None:
     found = of(inventory=inventory, requests=3)
 
     cost = kv_cost(inventory.shape, Serving(4096))
-    assert found.parts["weights"] == inventory.weights(BF16).bytes + inventory.shape.rotary_bytes
+    assert found.parts["weights"] == inventory.formatted(BF16).weights().bytes + inventory.shape.rotary_bytes
     assert found.parts["kv"] == 3 * cost.per_request + cost.block_bytes
     assert found.total == sum(found.parts.values()) == found.fixed + found.parts["kv"]
     assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total
@@ -121,7 +132,7 @@ def test_a_token_takes_as_long_as_reading_what_it_uses(ranks: int, stages: int) 
     inventory = plain()
     found = of(inventory=inventory, serving=Serving(4096, tensor_parallel=ranks, pipeline_parallel=stages))
 
-    active = inventory.weights(BF16, ranks, stages).active_bytes
+    active = inventory.formatted(BF16).weights(ranks, stages).active_bytes
     sums = 2 * 4 * (SPARK.link_latency_s + 512 * 2 / SPARK.link_bytes_s) if ranks > 1 else 0.0
     hops = SPARK.link_latency_s if stages > 1 else 0.0
     assert 1 / found.decode_tokens_s == pytest.approx(active / SPARK.bandwidth_bytes_s + sums + hops)

@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.capacity.kv_cache import KvCost, Serving, kv_cost, kv_layout, stages_of, state_bytes, token_bytes
+from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout, stages_of, state_bytes, token_bytes
 from sparkd.hardware import GIB
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
+from tests.support.accounts import kv_cost
 from tests.support.sketches import CONFIGS, architecture, dense, shape
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)

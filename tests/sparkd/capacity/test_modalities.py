@@ -136,8 +136,9 @@ def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Pa
     ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", SIDES, "BF16")]
     config, tensors = dense(), tensors_of(dense())
     whole, text = (inventory(checkpoint(config, each), shape_of(config)) for each in ([*tensors, *speech], tensors))
-    assert whole.stored_bytes == text.stored_bytes and whole.weights(QuantizationRecipe.parse("nvfp4")) == text.weights(
-        QuantizationRecipe.parse("nvfp4")
+    assert (
+        whole.stored_bytes == text.stored_bytes
+        and whole.formatted(QuantizationRecipe.parse("nvfp4")).weights() == text.formatted(QuantizationRecipe.parse("nvfp4")).weights()
     )
     folder = str(write(tmp_path / "m", config, [*tensors, *speech, *ahead]))
     assert exit_code(["--json", "plan", "--quick", folder]) == 0

@@ -36,7 +36,7 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
     """As for an architecture whose every key a formula reads."""
     model = known(config, tensors)
     checked = replace(model, shape=replace(model.shape, gaps=(), unread=()))
-    return refusal(checked, QuantizationRecipe.parse(quantize), ranks, stages)
+    return refusal(checked.formatted(QuantizationRecipe.parse(quantize)), ranks, stages)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_heads_and_layers(more: dict[str, Any], ranks: int, stages: int, told: s
 def test_blocks_that_end_within_a_row_are_for_a_cpu_alone() -> None:
     odd: list[Tensor] = [(f"{MLP}.down_proj.weight", (512, 2112), "BF16"), (f"{MLP}.norm.scale", (), "F32")]
     model, recipe = known(dense(), odd), QuantizationRecipe.parse("fp8-block")
-    assert refusal(model, recipe, 1, 1) == f"2112 columns of {MLP}.down_proj.weight are no whole blocks of 128: fp8 would fit"
-    assert refusal(model, recipe, 1, 1, "cpu") is None and refusal(model, QuantizationRecipe.parse("fp8"), 1, 1) is None
+    assert refusal(model.formatted(recipe), 1, 1) == f"2112 columns of {MLP}.down_proj.weight are no whole blocks of 128: fp8 would fit"
+    assert refusal(model.formatted(recipe), 1, 1, "cpu") is None and refusal(model.formatted(QuantizationRecipe.parse("fp8")), 1, 1) is None
 
 
 def test_a_format_that_ranks_would_tear_is_refused_whatever_vllm_makes_room_for() -> None:
     model = known(dense(), [(f"{MLP}.down_proj.weight", (512, 2112), "BF16")])
-    assert unfit(model, QuantizationRecipe.parse("mxfp4"), 2) is None
+    assert unfit(model.formatted(QuantizationRecipe.parse("mxfp4")), 2) is None
     assert (
-        unfit(model, QuantizationRecipe.parse("mxfp4"), 4)
+        unfit(model.formatted(QuantizationRecipe.parse("mxfp4")), 4)
         == f"2112 columns of {MLP}.down_proj.weight over 4 ranks are no whole groups of 32"
     )
     # The split itself is vLLM's to judge.
-    assert unfit(model, QuantizationRecipe.parse("bf16"), 3) is None
+    assert unfit(model.formatted(QuantizationRecipe.parse("bf16")), 3) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account
 from tests.support.sketches import dense, tensors_of, write
 from workers.kv.arithmetic import Demand
-from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of
+from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of, profiles_in
 from workers.kv.settings import CacheSettings
 
 SPARK = machine("cuda", 121 * GIB, 0)
@@ -53,8 +53,8 @@ def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: in
 
 
 def believed(config: Config, spec: ModelConfig, ways: tuple[int, int] = (1, 1), vllm: str = "0.32.0") -> bool:
-    plain = account(spec, SPARK, spec.environment(config.engine), Evidence(None, vllm), ways)
-    found = account(spec, SPARK, spec.environment(config.engine), Evidence(str(config.profiles_path), vllm), ways)
+    plain = account(spec, SPARK, spec.environment(config.engine), Evidence((), vllm), ways)
+    found = account(spec, SPARK, spec.environment(config.engine), Evidence(profiles_in(str(config.profiles_path)), vllm), ways)
     assert plain is not None and found is not None
     return found.fixed > plain.fixed + 4 * GIB
 

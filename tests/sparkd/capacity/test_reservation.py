@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.reservation import VLLM_DEFAULT_UTILIZATION, stored_bytes
+from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, stored_bytes
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError

@@ -10,7 +10,7 @@ import pytest
 
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
-from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving, kv_cost
+from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
 from sparkd.capacity.plan_for_checkpoint import _counted, answer
 from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.speculative import METHODS, drafting, of_config
@@ -24,7 +24,7 @@ from sparkd.recipes.speculation import BATCH_LIMIT
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from tests.support.accounts import account
+from tests.support.accounts import account, kv_cost
 from tests.support.published_headers import checkpoint_of
 from tests.support.sketches import Tensor, dense, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
@@ -91,9 +91,17 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     bf16 = QuantizationRecipe.parse("bf16")
     for ranks in (1, 2):
         # A vocabulary of the draft is not padded.
-        assert 0 <= own.weights(bf16, ranks).bytes + draft.weights(bf16, ranks).bytes - both.weights(bf16, ranks).bytes < 1 << 18
+        assert (
+            0
+            <= own.formatted(bf16).weights(ranks).bytes
+            + draft.formatted(bf16).weights(ranks).bytes
+            - both.formatted(bf16).weights(ranks).bytes
+            < 1 << 18
+        )
     assert both.stored_bytes == own.stored_bytes + draft.stored_bytes
-    assert both.weights(QuantizationRecipe.parse("nvfp4")).bytes > own.weights(QuantizationRecipe.parse("nvfp4")).bytes
+    assert (
+        both.formatted(QuantizationRecipe.parse("nvfp4")).weights().bytes > own.formatted(QuantizationRecipe.parse("nvfp4")).weights().bytes
+    )
     assert counted.serving(Serving(4096)).draft_layers == 2 and counted.serving(Serving(4096)).speculative_tokens == 15
     assert choose(both, SPARK, FitRequest(serving=counted.serving(Serving(0)), drafting=counted)).best is not None
 

@@ -24,7 +24,7 @@ def held(
     tensors: list[Tensor], ranks: int, recipe: QuantizationRecipe = BF16, config: dict[str, Any] | None = None, stages: int = 1
 ) -> int:
     """Bytes on the fullest rank."""
-    return known(config or dense(), tensors).weights(recipe, ranks, stages).bytes
+    return known(config or dense(), tensors).formatted(recipe).weights(ranks, stages).bytes
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_an_engine_was_measured_to_hold(name: str, measured: int) -> None:
     """Parameters and rotary tables of vLLM 0.32 in BF16, without the 32 bytes of scales that Llama's cache has."""
     inventory = architecture(name)
 
-    assert inventory.weights(BF16).bytes + inventory.shape.rotary_bytes == measured
+    assert inventory.formatted(BF16).weights().bytes + inventory.shape.rotary_bytes == measured
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_granites_experts_are_experts_under_other_names() -> None:
     )
 
     for chosen, ranks in itertools.product((BF16, recipe), (1, 2)):
-        assert usual.weights(chosen, ranks) == granites.weights(chosen, ranks)
+        assert usual.formatted(chosen).weights(ranks) == granites.formatted(chosen).weights(ranks)
 
 
 def test_experts_one_by_one_are_experts_packed() -> None:
@@ -153,10 +153,10 @@ def test_experts_one_by_one_are_experts_packed() -> None:
 
     assert len(single.parts) == len(packed.parts) + config["num_hidden_layers"]
     for ranks in (1, 2, 4):
-        assert single.weights(BF16, ranks) == packed.weights(BF16, ranks)
+        assert single.formatted(BF16).weights(ranks) == packed.formatted(BF16).weights(ranks)
         assert (
-            single.weights(QuantizationRecipe.parse("mxfp4"), ranks).by_kind
-            == packed.weights(QuantizationRecipe.parse("mxfp4"), ranks).by_kind
+            single.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).by_kind
+            == packed.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).by_kind
         )
 
 
@@ -179,8 +179,8 @@ def test_layers_that_predict_ahead_are_left_on_the_disk() -> None:
     found = known(config, plain + ahead + mtp)
 
     assert found.unloaded[AHEAD] == 2 * (512 * 1024 + 1000 * 512 + 1024 * 512 + 512)
-    assert found.weights(BF16) == known(config, plain).weights(BF16)
-    assert known(config, plain + vision).weights(BF16).by_kind["vision"] == 2 * 512 * 512
+    assert found.formatted(BF16).weights() == known(config, plain).formatted(BF16).weights()
+    assert known(config, plain + vision).formatted(BF16).weights().by_kind["vision"] == 2 * 512 * 512
     assert known(dense(), plain + ahead).unloaded == {}
 
 
@@ -189,19 +189,25 @@ def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
     tied, untied = known(config, tensors_of(config)), known(dense(), tensors_of(dense()))
     matrix = 1024 * 512 * 2
 
-    assert tied.weights(BF16).bytes + matrix == untied.weights(BF16).bytes
-    assert tied.weights(BF16).active_bytes == untied.weights(BF16).active_bytes == untied.weights(BF16).bytes - matrix
+    assert tied.formatted(BF16).weights().bytes + matrix == untied.formatted(BF16).weights().bytes
+    assert (
+        tied.formatted(BF16).weights().active_bytes
+        == untied.formatted(BF16).weights().active_bytes
+        == untied.formatted(BF16).weights().bytes - matrix
+    )
     # A copy of it on the disk is not loaded, and where nobody says whether they are tied, a head of its own settles it.
     assert known(config, tensors_of(dense())).unloaded == {"lm_head": 1000 * 512 * 2}
     silent = known(dense(tie_word_embeddings=None), tensors_of(dense()))
-    assert silent.weights(BF16) == untied.weights(BF16) and not silent.shape.tied
-    assert known(dense(tie_word_embeddings=None), tensors_of(config)).weights(BF16) == tied.weights(BF16)
+    assert silent.formatted(BF16).weights() == untied.formatted(BF16).weights() and not silent.shape.tied
+    assert known(dense(tie_word_embeddings=None), tensors_of(config)).formatted(BF16).weights() == tied.formatted(BF16).weights()
 
 
 def test_a_float32_checkpoint_is_half_as_large_in_memory() -> None:
     stored = known(dense(torch_dtype="float32"), tensors_of(dense(), dtype="F32"))
 
-    assert stored.weights(BF16) == replace(known(dense(), tensors_of(dense())).weights(BF16), disk_bytes=stored.checkpoint.total_bytes)
+    assert stored.formatted(BF16).weights() == replace(
+        known(dense(), tensors_of(dense())).formatted(BF16).weights(), disk_bytes=stored.checkpoint.total_bytes
+    )
     kept: list[Tensor] = [("model.layers.0.mlp.gate.e_score_correction_bias", (8,), "F32"), ("model.layers.0.mixer.A_log", (64,), "F32")]
     assert held(kept, 1) == 4 * 72
 
@@ -241,9 +247,11 @@ def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     config = dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     stem = "model.layers.0.mlp.gate_proj"
     tensors: list[Tensor] = [(f"{stem}.weight", (1024, 512), "F8_E4M3"), (f"{stem}.weight_scale_inv", (8, 4), "F32")]
-    nvfp4 = known(config, tensors).weights(QuantizationRecipe.parse("nvfp4"))
+    nvfp4 = known(config, tensors).formatted(QuantizationRecipe.parse("nvfp4")).weights()
 
-    assert known(config, tensors).weights(BF16) == Weights({"mlp": 1024 * 512, "scale": 128}, 1024 * 512 + 128, 1024 * 512 + 128, False)
+    assert known(config, tensors).formatted(BF16).weights() == Weights(
+        {"mlp": 1024 * 512, "scale": 128}, 1024 * 512 + 128, 1024 * 512 + 128, False
+    )
     assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
 
 
@@ -260,7 +268,9 @@ def test_so_do_packed_experts_in_fp8() -> None:
 
 def test_what_is_quantized_already_stays() -> None:
     config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    found = known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).weights(QuantizationRecipe.parse("nvfp4"))
+    found = (
+        known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).formatted(QuantizationRecipe.parse("nvfp4")).weights()
+    )
 
     assert (found.bytes, found.changed) == (512 * 128 * 4, False)
     assert "quantized already (awq)" in found.notes[0]
@@ -278,15 +288,15 @@ def test_fp8_that_no_rule_quantizes_takes_its_bf16_beside_what_is_quantized() ->
 
 def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
     found = known(dense(), tensors_of(dense()))
-    assert "matches no weight" in found.weights(QuantizationRecipe.parse({"keep": ["nowhere"], "format": "fp8"})).notes[0]
+    assert "matches no weight" in found.formatted(QuantizationRecipe.parse({"keep": ["nowhere"], "format": "fp8"})).weights().notes[0]
     packed = known(mixture(), [("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")])
     with pytest.raises(CheckpointError):
-        packed.weights(QuantizationRecipe.parse("nvfp4"))
+        packed.formatted(QuantizationRecipe.parse("nvfp4")).weights()
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
     config = mixture(num_experts=16, num_experts_per_tok=4)
-    found = known(config, tensors_of(config)).weights(BF16)
+    found = known(config, tensors_of(config)).formatted(BF16).weights()
 
     rest = found.bytes - found.by_kind["expert"] - found.by_kind["embedding"]
     assert found.active_bytes == rest + found.by_kind["expert"] // 4
@@ -302,11 +312,11 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert held(layers, 1, config=config, stages=2) == 3 * layer
     assert held(layers + ends, 1, config=config, stages=2) == 3 * layer + matrix
     tied = dense(num_hidden_layers=5, tie_word_embeddings=True)
-    assert known(tied, layers + ends[:1]).weights(BF16, 1, 5).bytes == layer + matrix
+    assert known(tied, layers + ends[:1]).formatted(BF16).weights(1, 5).bytes == layer + matrix
     # A tower of another modality is built on every stage.
     assert held([*layers, ("visual.merger.mlp.0.weight", (512, 512), "BF16")], 1, config=config, stages=5) == 2 * layer
     whole = known(config, layers + ends)
-    assert whole.weights(BF16, 1, 3).active_bytes == whole.weights(BF16).active_bytes == 5 * layer + matrix
+    assert whole.formatted(BF16).weights(1, 3).active_bytes == whole.formatted(BF16).weights().active_bytes == 5 * layer + matrix
 
 
 SOME = settings(max_examples=40, deadline=None, derandomize=True)
@@ -316,24 +326,25 @@ SOME = settings(max_examples=40, deadline=None, derandomize=True)
 @given(models(), st.sampled_from([2, 4]), st.sampled_from(["bf16", *FORMATS]))
 def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ranks: int, spelling: str) -> None:
     recipe = QuantizationRecipe.parse(spelling)
-    one, split = inventory.weights(recipe), inventory.weights(recipe, ranks)
+    one, split = inventory.formatted(recipe).weights(), inventory.formatted(recipe).weights(ranks)
 
     assert one.bytes / ranks <= split.bytes <= one.bytes
     assert one.active_bytes / ranks <= split.active_bytes <= one.active_bytes <= one.bytes
-    assert inventory.weights(recipe, ranks, 2).bytes <= split.bytes
+    assert inventory.formatted(recipe).weights(ranks, 2).bytes <= split.bytes
 
 
 @SOME
 @given(models(), st.sampled_from([1, 2]))
 def test_a_smaller_format_is_never_larger(inventory: Inventory, ranks: int) -> None:
     sizes = [
-        inventory.weights(QuantizationRecipe.parse(name), ranks).bytes for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")
+        inventory.formatted(QuantizationRecipe.parse(name)).weights(ranks).bytes
+        for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")
     ]
 
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] <= inventory.weights(QuantizationRecipe.parse("mxfp4"), ranks).bytes * 1.01
+    assert sizes[-1] <= inventory.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).bytes * 1.01
     assert (
-        inventory.weights(QuantizationRecipe.parse("mxfp4"), ranks).bytes
-        <= inventory.weights(QuantizationRecipe.parse("nvfp4"), ranks).bytes
+        inventory.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).bytes
+        <= inventory.formatted(QuantizationRecipe.parse("nvfp4")).weights(ranks).bytes
         <= sizes[1]
     )

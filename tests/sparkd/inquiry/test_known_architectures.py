@@ -83,7 +83,7 @@ def test_cache_and_weights_are_vllms(answers: Mapping[tuple[str, int], ModelAnsw
     # Blocks of a latent attention have as many tokens as its kernels like, which differ between GPUs: within one block.
     for length, size in stage.requests:
         assert abs(layout.cost(length).per_request - size) <= layout.block_bytes * (layout.block_bytes != stage.block_bytes)
-    weights = inventory(checkpoint, shape).weights(QuantizationRecipe.parse("bf16"), ranks).bytes + shape.rotary_bytes
+    weights = inventory(checkpoint, shape).formatted(QuantizationRecipe.parse("bf16")).weights(ranks).bytes + shape.rotary_bytes
     assert weights == pytest.approx(stage.parameter_bytes + stage.buffer_bytes, rel=0.005)
 
 

@@ -104,7 +104,7 @@ def of_layer(model: Model, layer: int | None) -> Inventory:
 
 def reason(model: Model, layer: int, ranks: int) -> str | None:
     """The reason for which sparkd refuses the layer's format, beside layers in other formats."""
-    return refusal(of_layer(model, layer), recipe({layer: model.format_of(layer), model.layers: "fp8"}), ranks, 1)
+    return refusal(of_layer(model, layer).formatted(recipe({layer: model.format_of(layer), model.layers: "fp8"})), ranks, 1)
 
 
 def formats_of(model: Model, ranks: int) -> dict[int, str]:
@@ -159,7 +159,7 @@ def test_the_weights_of_a_rank_are_vllms(answers: dict[object, ModelAnswer | Non
         theirs[layer and int(layer[1])] += prod(tensor.shape) * _BYTES[tensor.dtype]
     assert sum(theirs.values()) == stage.parameter_bytes
     whole = recipe(formats)
-    sizes = {layer: (of_layer(model, layer).weights(whole, ranks).bytes, theirs[layer]) for layer in (None, *formats)}
+    sizes = {layer: (of_layer(model, layer).formatted(whole).weights(ranks).bytes, theirs[layer]) for layer in (None, *formats)}
     assert not {(layer, formats.get(layer)): pair for layer, pair in sizes.items() if pair[0] != pytest.approx(pair[1], rel=0.005)}
 
 
