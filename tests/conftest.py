@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support.observability import find_promtool
+
 if TYPE_CHECKING:
     from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 
@@ -54,6 +56,8 @@ ENGINES = (
     "sparkd/cluster/test_ray_connection.py",
     "sparkd/inquiry/test_other_node_vllm.py",
 )
+# Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
+PROMTOOL = ("test_alert_rules.py",)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -63,6 +67,8 @@ PARTS = {"alone": "alone", "engines": "engines", "not alone and not engines": No
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Half a minute is spent on importing thousands of tests, and torch with them, for some hundreds of others."""
+    if collection_path.name in PROMTOOL and find_promtool() is None:
+        return True
     asked = config.getoption("markexpr")
     return True if collection_path.name.startswith("test_") and asked in PARTS and _part(collection_path) != PARTS[asked] else None
 

@@ -1,0 +1,45 @@
+"""Owns what tests of deploy/observability share: its rules, promtool, and which metrics a query of PromQL asks for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+RECORDING_RULES, ALERT_RULES = FOLDER / "recording-rules.yml", FOLDER / "alert-rules.yml"
+# `make test` puts it there (deploy/promtool.sh).
+OWN_PROMTOOL = ROOT / ".venv" / "bin" / "promtool"
+
+
+def rules_of(file: Path) -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
+
+
+ALERTS = rules_of(ALERT_RULES)
+RECORDED = {rule["record"]: rule["expr"] for rule in rules_of(RECORDING_RULES)}
+
+_KEYWORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
+_STRINGS = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
+_LABELS = re.compile(r"\{[^}]*\}|\[[^]]*\]|\b(?:by|without|on|ignoring|group_left|group_right)\s*(?:\([^)]*\))?")
+_NAME = re.compile(r"(?<![\w.:$])([a-zA-Z_:][\w:]*)(?!\s*\()(?![\w:])")
+
+
+def metrics_of(query: str) -> set[str]:
+    """The names of the metrics that a query of PromQL asks for."""
+    bare = _LABELS.sub(" ", _STRINGS.sub('""', query))
+    return {name for name in _NAME.findall(bare) if name.lower() not in _KEYWORDS}
+
+
+def find_promtool() -> str | None:
+    return shutil.which("promtool") or shutil.which(OWN_PROMTOOL)
+
+
+def promtool() -> str:
+    path = find_promtool()
+    assert path, "promtool is missing: run `make promtool`, or install the Debian package prometheus"
+    return path
