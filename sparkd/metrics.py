@@ -228,6 +228,12 @@ TICK_SECONDS = Histogram(
 )
 
 
+def labelled(*labels: str) -> tuple[Gauge | Counter | Histogram, ...]:
+    """Every metric that is declared above with these labels and no others."""
+    declared = (each for each in globals().values() if isinstance(each, Gauge | Counter | Histogram))
+    return tuple(each for each in declared if each._labelnames == labels)
+
+
 def text(extra: bytes = b"") -> bytes:
     """The exposition text of all of them, with `extra` (the engines' own, already labelled) behind it."""
     return generate_latest(REGISTRY) + extra

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from sparkd import metrics
-from sparkd.state.nouns import ModelState, Progress, RankFact
+from sparkd.state.nouns import ModelState, Progress, RankFact, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from workers.guard.policy import LEVELS, MemoryLimits
 
@@ -41,7 +41,7 @@ def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None
             _show_limits(node.node_id, limits(node.reading.mem_total_bytes))
     present = {node.node_id for node in snapshot.nodes}
     for node_id in _nodes - present:
-        for metric in _OF_A_NODE:
+        for metric in metrics.labelled("node"):
             _remove(metric, node_id)
         for limit in MemoryLimits.__slots__:
             _remove(metrics.NODE_MEM_LIMIT_BYTES, node_id, limit)
@@ -139,35 +139,15 @@ def _show_node(node: NodeView, now_s: float) -> None:
     reading = node.reading
     if reading is None:
         # The last values would look like news; only their age says that there is none.
-        for gauge in _OF_A_READING:
+        for gauge, _ in _OF_A_READING:
             _remove(gauge, node.node_id)
         if (read_at_s := _read_at_s.get(node.node_id)) is not None:
             metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(now_s - read_at_s)
         return
     _read_at_s[node.node_id] = now_s - reading.age_s
     metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(reading.age_s)
-    values = [
-        (metrics.NODE_MEM_TOTAL_BYTES, reading.mem_total_bytes),
-        (metrics.NODE_MEM_AVAILABLE_BYTES, reading.mem_available_bytes),
-        (metrics.NODE_MEM_FREE_BYTES, reading.mem_free_bytes),
-        (metrics.NODE_MEM_CACHED_BYTES, reading.cached_bytes),
-        (metrics.NODE_MEM_SWAP_USED_BYTES, reading.swap_total_bytes - reading.swap_free_bytes),
-        (metrics.NODE_MEM_CMA_TOTAL_BYTES, reading.cma_total_bytes),
-        (metrics.NODE_MEM_CMA_FREE_BYTES, reading.cma_free_bytes),
-        (metrics.NODE_PSI_SOME_RATIO, reading.psi_some_avg10 / 100 if reading.psi_some_avg10 is not None else None),
-        (metrics.NODE_PSI_FULL_RATIO, reading.psi_full_avg10 / 100 if reading.psi_full_avg10 is not None else None),
-        (metrics.NODE_MEM_UNACCOUNTED_BYTES, reading.unaccounted_bytes),
-        (metrics.NODE_MEM_SLOPE, reading.slope_bytes_per_s),
-        (metrics.NODE_MEM_FLOOR_SECONDS, reading.floor_in_s),
-        (metrics.NODE_SCANNED_PAGES, reading.scanned_per_s),
-        (metrics.NODE_SWAPPED_PAGES, reading.swapped_per_s),
-        (metrics.GPU_POWER_WATTS, reading.gpu_power_w),
-        (metrics.GPU_BUSY_RATIO, reading.gpu_busy_percent / 100 if reading.gpu_busy_percent is not None else None),
-        (metrics.GPU_CELSIUS, reading.gpu_celsius),
-        (metrics.NODE_MEMORY_LEVEL, LEVELS.index(reading.level)),
-    ]
-    for gauge, value in values:
-        if value is None:
+    for gauge, value_in in _OF_A_READING:
+        if (value := value_in(reading)) is None:
             _remove(gauge, node.node_id)
         else:
             gauge.labels(node.node_id).set(value)
@@ -181,48 +161,28 @@ _KV: tuple[tuple[Gauge, str], ...] = (
     (metrics.MODEL_KV_CACHE_MARGIN_BYTES, "margin_bytes"),
     (metrics.MODEL_KV_CACHE_SLACK_BYTES, "slack_bytes"),
 )
-_OF_A_MODEL: tuple[Gauge | Counter | Histogram, ...] = (
-    metrics.QUEUE_DEPTH,
-    metrics.MODEL_LOAD_BYTES,
-    metrics.MODEL_LOAD_TOTAL_BYTES,
-    metrics.MODEL_LOAD_BYTES_PER_SECOND,
-    metrics.MODEL_LOAD_READ_BYTES,
-    metrics.MODEL_LOAD_UNITS,
-    metrics.MODEL_LOAD_TOTAL_UNITS,
-    metrics.QUANTIZED_CACHE_BYTES,
-    *(gauge for gauge, _ in _KV),
-    metrics.MODEL_LOAD_SECONDS,
-    metrics.MODEL_RESTARTS,
-    metrics.WATCHDOG_STALLS,
-    metrics.SWAPS,
+_OF_A_READING: tuple[tuple[Gauge, Callable[[Reading], float | None]], ...] = (
+    (metrics.NODE_MEM_TOTAL_BYTES, lambda reading: reading.mem_total_bytes),
+    (metrics.NODE_MEM_AVAILABLE_BYTES, lambda reading: reading.mem_available_bytes),
+    (metrics.NODE_MEM_FREE_BYTES, lambda reading: reading.mem_free_bytes),
+    (metrics.NODE_MEM_CACHED_BYTES, lambda reading: reading.cached_bytes),
+    (metrics.NODE_MEM_SWAP_USED_BYTES, lambda reading: reading.swap_total_bytes - reading.swap_free_bytes),
+    (metrics.NODE_MEM_CMA_TOTAL_BYTES, lambda reading: reading.cma_total_bytes),
+    (metrics.NODE_MEM_CMA_FREE_BYTES, lambda reading: reading.cma_free_bytes),
+    (metrics.NODE_PSI_SOME_RATIO, lambda reading: _ratio(reading.psi_some_avg10)),
+    (metrics.NODE_PSI_FULL_RATIO, lambda reading: _ratio(reading.psi_full_avg10)),
+    (metrics.NODE_MEM_UNACCOUNTED_BYTES, lambda reading: reading.unaccounted_bytes),
+    (metrics.NODE_MEM_SLOPE, lambda reading: reading.slope_bytes_per_s),
+    (metrics.NODE_MEM_FLOOR_SECONDS, lambda reading: reading.floor_in_s),
+    (metrics.NODE_SCANNED_PAGES, lambda reading: reading.scanned_per_s),
+    (metrics.NODE_SWAPPED_PAGES, lambda reading: reading.swapped_per_s),
+    (metrics.GPU_POWER_WATTS, lambda reading: reading.gpu_power_w),
+    (metrics.GPU_BUSY_RATIO, lambda reading: _ratio(reading.gpu_busy_percent)),
+    (metrics.GPU_CELSIUS, lambda reading: reading.gpu_celsius),
+    (metrics.NODE_MEMORY_LEVEL, lambda reading: LEVELS.index(reading.level)),
 )
-_OF_A_READING = (
-    metrics.NODE_MEM_TOTAL_BYTES,
-    metrics.NODE_MEM_AVAILABLE_BYTES,
-    metrics.NODE_MEM_FREE_BYTES,
-    metrics.NODE_MEM_CACHED_BYTES,
-    metrics.NODE_MEM_SWAP_USED_BYTES,
-    metrics.NODE_MEM_CMA_TOTAL_BYTES,
-    metrics.NODE_MEM_CMA_FREE_BYTES,
-    metrics.NODE_PSI_SOME_RATIO,
-    metrics.NODE_PSI_FULL_RATIO,
-    metrics.NODE_MEM_UNACCOUNTED_BYTES,
-    metrics.NODE_MEM_SLOPE,
-    metrics.NODE_MEM_FLOOR_SECONDS,
-    metrics.NODE_SCANNED_PAGES,
-    metrics.NODE_SWAPPED_PAGES,
-    metrics.NODE_MEMORY_LEVEL,
-    metrics.GPU_POWER_WATTS,
-    metrics.GPU_BUSY_RATIO,
-    metrics.GPU_CELSIUS,
-)
-_OF_A_NODE = (
-    *_OF_A_READING,
-    metrics.NODE_RESERVED_BYTES,
-    metrics.NODE_READING_AGE_SECONDS,
-    metrics.RELEASE_LEAKED_BYTES,
-    metrics.RELEASE_SECONDS,
-)
+# Of requests: those that still run count down after their model has gone.
+_OF_REQUESTS = (metrics.IN_FLIGHT, metrics.QUEUE_SECONDS, metrics.TIME_TO_FIRST_TOKEN_SECONDS)
 
 
 def _forget_model(model: str) -> None:
@@ -234,8 +194,13 @@ def _forget_model(model: str) -> None:
         _remove(metrics.MODEL_FAILURES, model, reason)
     for action in _GUARD_ACTIONS:
         _remove(metrics.GUARD_ACTIONS, action, model)
-    for metric in _OF_A_MODEL:
-        _remove(metric, model)
+    for metric in metrics.labelled("model"):
+        if metric not in _OF_REQUESTS:
+            _remove(metric, model)
+
+
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100
 
 
 def _remove(metric: Gauge | Counter | Histogram, *labels: str) -> None:

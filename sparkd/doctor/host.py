@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.fabric.checks import OK, Finding
+from workers.host.inspection import FILES, PATHS
 from workers.host.meminfo import count_of, parse_fields
 
 GIB = 1 << 30
@@ -28,12 +29,18 @@ class Host:
         self.gpu = words if len(words) == len(GPU_WORDS) and words[0] else []
 
     def text(self, path: str) -> str:
+        """Empty where the node has no such file. Raises LookupError for one that the walk does not read."""
+        if path not in FILES:
+            raise LookupError(f"{path} is not read: add it to FILES of workers.host.inspection.")
         return self._files.get(path, "")
 
     def number(self, path: str) -> int | None:
         return count_of(self.text(path).strip())
 
     def has(self, *paths: str) -> bool:
+        """Whether one of them is there. Raises LookupError for a path that the walk does not look for."""
+        if unread := [path for path in paths if path not in PATHS]:
+            raise LookupError(f"{unread[0]} is not looked for: add it to PATHS of workers.host.inspection.")
         return any(path in self.raw.get("paths", ()) for path in paths)
 
     def command(self, name: str) -> str:

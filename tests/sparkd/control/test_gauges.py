@@ -181,6 +181,20 @@ def test_what_is_gone_leaves_no_series() -> None:
     assert without_the_process() == before
 
 
+def test_every_series_of_a_node_or_a_model_alone_goes_with_it() -> None:
+    """Whatever metrics.py declares: a metric that is new there needs no line of its own in gauges.py to go."""
+    of_requests = (metrics.IN_FLIGHT, metrics.QUEUE_SECONDS, metrics.TIME_TO_FIRST_TOKEN_SECONDS)
+    declared = [each for each in vars(metrics).values() if getattr(each, "_labelnames", ()) in (("node",), ("model",))]
+    declared = [each for each in declared if each not in of_requests]
+    assert len(declared) > 35
+    gauges.show(snapshot(view("gone"), nodes=(replace(NODE, node_id="gone"),)))
+    for metric in declared:
+        metric.labels("gone")
+    gauges.show(snapshot())
+
+    assert b'"gone"' not in metrics.text()
+
+
 def test_what_a_node_says_no_longer_is_shown_no_longer() -> None:
     drawing = replace(READING, gpu_power_w=41.0, gpu_busy_percent=96.0, gpu_celsius=60.0, floor_in_s=3.0)
     gauges.show(snapshot(nodes=(replace(NODE, reading=drawing),)))
