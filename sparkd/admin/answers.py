@@ -31,7 +31,7 @@ def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **mo
     return create_model(name, __doc__=doc, **members)  # type: ignore[call-overload]
 
 
-ReadingBody = _body_of("Reading", Reading, "One look at a node's memory, bytes.", node=str)
+ReadingBody = _body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
 RankBody = _body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
 NodeBody = _body_of(
     "Node", NodeView, "One node of the cluster. `agent` is false while its agent does not answer.", reading=ReadingBody | None, node=str
@@ -90,7 +90,7 @@ class Status(BaseModel):
     models: dict[str, ModelState]
     nodes: list[NodeBody]  # type: ignore[valid-type]
     costs: Costs
-    question: OpenQuestion | None = Field(description="Asked in a quiet moment; a load, a removal of the entry or the daemon's end ends it")
+    question: OpenQuestion | None = Field(description="Asked while no model loads; a load, a removal of the entry or a shutdown cancels it")
 
 
 class Offered(BaseModel):

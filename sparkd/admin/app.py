@@ -359,14 +359,14 @@ async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     told = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
-    return await _refuse(request, BadRequest(f"The request does not fit: {told or 'unreadable'}."))
+    return await _refuse(request, BadRequest(f"The request is invalid: {told or 'unreadable'}."))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
     """What Starlette and FastAPI refuse by themselves: the path, the method, or a body that is no JSON."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     if status == 404:
-        return await _refuse(request, UnknownRoute(f"There is nothing at this path of the admin API. {PREFIX}/openapi.json lists it."))
+        return await _refuse(request, UnknownRoute(f"The admin API has no such path. {PREFIX}/openapi.json lists it."))
     if status == 405:
         return await _refuse(request, MethodNotAllowed(request.method, _allowed(request)))
     return await _refuse(request, BadRequest("The body cannot be read as JSON."))

@@ -136,7 +136,7 @@ class Measures:
                 f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
             )
         if len(asked) < 2:
-            raise BadRequest(f"A rate is between two nodes: name two or more of {', '.join(there)}, or `all` where there are more.")
+            raise BadRequest(f"A rate is measured between two nodes: name two or more of {', '.join(there)}, or `all`.")
         return asked
 
     async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
@@ -238,7 +238,7 @@ class Measures:
             fresh.write_text(json.dumps([asdict(one) for one in self._rates.values()]), encoding="utf-8")
             os.replace(fresh, self._path)
         except OSError as error:
-            log.warning("what was measured is not kept in %s: %s", self._path, error.strerror or error)
+            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
 
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""

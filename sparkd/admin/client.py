@@ -170,7 +170,7 @@ class Client:
         raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.", body)
 
     def _stranger(self, status: int) -> Unavailable:
-        return Unavailable(f"What answers at {self.base_url} (status {status}) is not sparkd: give its address by --url.")
+        return Unavailable(f"The server at {self.base_url} (status {status}) is not sparkd. Give sparkd's address by --url.")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -186,7 +186,7 @@ class Client:
         except httpx.TimeoutException:
             raise Unavailable(f"sparkd at {self.base_url} took too long to answer; try again, or see its log.") from None
         except httpx.TransportError:
-            raise Unavailable(f"sparkd at {self.base_url} broke the connection off: it ended or was restarted. Try again.") from None
+            raise Unavailable(f"sparkd at {self.base_url} closed the connection: it ended or was restarted. Try again.") from None
 
 
 def base_url(text: str) -> str:

@@ -190,7 +190,7 @@ class _Pull:
         except ClusterError as error:
             raise silent or error from None
         if silent is not None:
-            note = f"The hub was not contacted ({silent.why}); what {source} has is whole."
+            note = f"The hub was not contacted ({silent.why}); what {source} has is complete."
         targets = [node for node in nodes if node != source]
         size = sum(file["size"] for file in manifest["files"])
         where = f"{model} ({size / 1e9:.2f} GB)"
@@ -353,7 +353,7 @@ def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
     if removed := state.get("removed"):
         told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no longer: {_some(removed)}.")
     if left := state.get("left"):
-        cure = "remove or move it there, or an engine may load it too"
+        cure = "move or remove them there, or an engine may load them too"
         told.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")
     return " ".join(told)
 

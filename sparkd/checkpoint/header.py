@@ -323,7 +323,7 @@ def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_COUNT:
-            raise CheckpointError(f"its shape {shown(shape)} has a member that is no count", file=path, tensor=shown(name), cure=AGAIN)
+            raise CheckpointError(f"its shape {shown(shape)} has a member that is not a size", file=path, tensor=shown(name), cure=AGAIN)
         count *= size
     return count
 

@@ -126,7 +126,7 @@ def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
     )
     told = (
         f"{form.spelling} needs a multiple of {form.group} columns, and there are {columns} in {count} weights: loading them would fail, "
-        f"so keep them or give them {fitting(form.group or columns, columns)}."
+        f"so leave them unquantized or give them {fitting(form.group or columns, columns)}."
         for (form, columns), count in misfits.items()
     )
     source = checkpoint.quantization.method if checkpoint.quantization else None

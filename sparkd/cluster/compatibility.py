@@ -94,7 +94,7 @@ def _file(name: str, there: Mapping[str, Mapping[str, Sequence[Any]]]) -> str | 
     if len(set(sizes.values())) > 1:
         return f"{name} has {_each(sizes)}"
     digests = {node: names[name][1] for node, names in there.items()}
-    return f"{name} says something else (digest {_each(digests)})" if len(set(digests.values())) > 1 else None
+    return f"{name} differs (digest {_each(digests)})" if len(set(digests.values())) > 1 else None
 
 
 def _each(values: Mapping[str, str]) -> str:

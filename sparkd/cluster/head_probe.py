@@ -78,7 +78,7 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
             "`sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` brings it here."
         )
     if "refused" in told:
-        raise RayUnavailable(f"What listens at {head.address} is no Ray head that answers ({told['why']}): `sparkd token` there names it.")
+        raise RayUnavailable(f"No Ray head answers at {head.address} ({told['why']}). `sparkd token` on the head prints its address.")
     ours = {"ray": importlib.metadata.version("ray"), "python": platform.python_version()}
     for name, called, cure in (("ray", "Ray", _SAME), ("python", "Python", "make both environments with the same Python")):
         if told[name] and told[name] != ours[name]:
@@ -131,5 +131,5 @@ def _why_not(error: OSError, port: int) -> str:
             f"nothing listens there. The head needs cluster.node_ip and cluster.port ({port}): `sparkd token` there says what is missing."
         )
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        return f"there is no way to it ({error.strerror}). Check the addresses of both ends of the cable: `sparkd fabric`."
+        return f"there is no route to it ({error.strerror}). Check the addresses of both ends of the cable: `sparkd fabric`."
     return f"{error.strerror or error}. Check the cable and the addresses of both its ends: `sparkd fabric`."

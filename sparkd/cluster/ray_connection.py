@@ -124,7 +124,7 @@ class RayLink:
                 async with asyncio.timeout(DISCONNECT_TIMEOUT_S):
                     await _in_thread(self._ray().shutdown)
             except TimeoutError:
-                log.warning("Ray did not let go within %.0f s", DISCONNECT_TIMEOUT_S)
+                log.warning("leaving Ray took longer than %.0f s", DISCONNECT_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - whatever Ray says: it is joined anew
                 log.warning("Ray could not be left: %s", type(error).__name__)
 

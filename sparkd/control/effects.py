@@ -175,7 +175,7 @@ class Actions:
                     await self._cluster.siting.hold(record.spec, attempt.nodes, max(handle.memory_gib for handle in attempt.handles))
             except ClusterError as error:
                 if self._unheld.get(start) != error.message:
-                    log.error("what %s holds is not in the book: %s It is tried again.", record.name, error.message)
+                    log.error("the memory of %s is not reserved yet: %s sparkd tries again.", record.name, error.message)
                 self._unheld[start] = error.message
             else:
                 self._unheld.pop(start, None)
@@ -318,7 +318,7 @@ class Actions:
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
-            message += f" Waiting does not heal it: {_mended(record)}."
+            message += f" This will not recover on its own: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":

@@ -55,7 +55,7 @@ class Pending:
     def told(self) -> str:
         """A clause for who would load a model there, and need not know of another one."""
         if self.away:
-            return f"{self.node} is out of sight"
+            return f"{self.node} is unreachable"
         if self.restart:
             return f"{self.node} is to be restarted, because memory of an engine that ended has not come back"
         return f"{self.node} lacks memory of an engine that ended, which something else holds"
@@ -111,7 +111,7 @@ class Release:
             return tuple(
                 Condition(
                     MEMORY_NOT_RELEASED,
-                    f"What {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}.",
+                    f"The memory of {one.model} on {one.node} has not come back; {'that node is unreachable' if one.away else one.cure}.",
                     one.node,
                 )
                 for one in stuck
@@ -122,7 +122,7 @@ class Release:
         nodes = {one.node for one in returning}
         named = ", ".join(f"{one.model} on {one.node}" for one in returning)
         node = nodes.pop() if len(nodes) == 1 else None
-        return (Condition(MEMORY_RETURNS, f"Memory of engines that ended is on its way: {named}.", node),)
+        return (Condition(MEMORY_RETURNS, f"Memory of ended engines is being released: {named}.", node),)
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
         """The leftovers of a rank that has ended on its node besides memory: see workers.rank.lifecycle.stop. Told at once, and again with
@@ -131,12 +131,12 @@ class Release:
         self._stays.pop(where, None)
         if removed := [one for one in found if one["removed"]]:
             size = sum(one["bytes"] for one in removed)
-            told = f"It left {_named(removed)} on {node}, {_size(size)}: removed, since nothing that lives holds it."
+            told = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node} and no process holds."
             self._ledger.say("release", handle.model, told, node=node, removed_bytes=size)
         if stays := [one for one in found if not one["removed"]]:
             self._stays[where] = f"{_named(stays)}, {_size(sum(one['bytes'] for one in stays))}"
             for one in stays:
-                cure = f"no process holds it; if nobody needs it, `rm {one['path']}` on {node}"
+                cure = f"no process holds it; if it is not needed, `rm {one['path']}` on {node}"
                 told = f"It may have left {one['path']} ({_size(one['bytes'])}) on {node}. It stays, because {one['why']}: {cure}."
                 self._ledger.say("release", handle.model, told, node=node, left_bytes=one["bytes"])
 

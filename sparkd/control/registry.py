@@ -254,7 +254,7 @@ class Roster:
         try:
             forget()
         except StateError as error:
-            log.warning("the wish for %s, which is no model any more, is not forgotten: %s", name, error.message)
+            log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
 
 
 def _text(spec: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def turn(
                 waits[name] = Wait(RETURNS, returning, lack=facts.lack)
             return Turn(None if returning else name, {}, waits, refused, _line(waiting, refused))
         if not facts.claims:
-            unclaimed = Wait(UNCLAIMED, f"until that is free or somebody asks for {name}")
+            unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
         victims = _victims(facts, models, book, ties, rivals, now_s, budget)
@@ -82,7 +82,8 @@ def turn(
             continue
         leave, wait = _leaving(victims, now_s, budget)
         waits[name] = _waits_for(facts, rivals, wait)
-        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, f"It waits for its turn: {name} asked first and waits for room.", (name,)))
+        turn = f"It waits for its turn: {name} was requested first and waits for memory."
+        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, turn, (name,)))
         return Turn(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
     return Turn(None, {}, waits, refused, _line(waiting, refused))
 
@@ -99,7 +100,7 @@ def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
     if starts := sorted(name for name, facts in models.items() if facts.starts):
         return Wait(LOADS, f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time.", tuple(starts))
     if ends := sorted(name for name, facts in models.items() if facts.ends(now_s)):
-        return Wait(ENDS, f"It waits for {' and '.join(ends)} to end, whose memory is not free before.", tuple(ends))
+        return Wait(ENDS, f"It waits for {' and '.join(ends)} to end and release memory.", tuple(ends))
     return None
 
 
@@ -125,7 +126,7 @@ def _victims(
     names = {facts.name for facts in may_go} | passing
     if staying := sorted(set(rivals) - names):
         pinned = "that is pinned" if len(staying) == 1 else "those are pinned"
-        sentence = f"{asker.name} cannot run beside {' and '.join(staying)} (groups.exclude), and {pinned}. Unload what is pinned first."
+        sentence = f"{asker.name} cannot run beside {' and '.join(staying)} (groups.exclude), and {pinned}. Unload the pinned model first."
         return Wait(EXCLUDED, sentence, tuple(staying))
     if asker.lack is None:
         return _whole(chosen, models, ties)
@@ -134,13 +135,13 @@ def _victims(
         kept_by = " and ".join(keepers) or "no model that sparkd could unload"
         free = book.free_gib({asker.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
-        lacks = f"{asker.name} asks for {_size(asker)} of unified memory, which is not there even if every model goes that may ({there})"
+        lacks = f"{asker.name} needs {_size(asker)} of unified memory, more than is free even with every evictable model unloaded ({there})"
         if book.shut:
             cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
             sentence = f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
-            sentence = f"{lacks}: {holders}. Unload that, take its pin away, or ask for less (memory_gib, kv_cache)."
+            sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
         return Wait(NO_ROOM, sentence, tuple(keepers), asker.lack)
     spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s, budget))
     while not book.has_room(asker.name, asker.lack, passing | {facts.name for facts in chosen}) and spare:
@@ -183,7 +184,7 @@ def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[l
     models = tuple(facts.name for facts in victims)
     names, stay_s = " and ".join(models), _until_s(victims, budget) - now_s
     if not victims:
-        return [], Wait(PASS, "what is being started or ended comes first")
+        return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:
         leaving = [facts.name for facts in victims if _leaves(facts)]
         return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
@@ -197,7 +198,7 @@ def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
     if rivals:
         before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
     else:
-        before = f"It waits for room, {_size(facts)}"
+        before = f"It waits for memory, {_size(facts)}"
     return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.lack)
 
 

@@ -37,7 +37,7 @@ def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]
             return Wait(MEMORY, "It waits for memory of a node.")
         return Wait(bars[0].reason, " ".join(bar.message for bar in bars))
     if any(fact.alive for fact in strangers):
-        return Wait(LEFT_BEHIND, "It waits for what an earlier daemon left to end.")
+        return Wait(LEFT_BEHIND, "It waits for ranks of an earlier daemon to end.")
     return None
 
 
@@ -111,7 +111,8 @@ class Swap:
             owed = evicted.owed and record.desired.want is Want.STOPPED and record.desired.by == "swap"
             record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
             if has_ended and owed:
-                self._ledger.say("swap", record.name, f"It is loaded again: {evicted.to}, for which it was evicted, is not.", to=evicted.to)
+                message = f"It is loaded again: {evicted.to}, for which it was evicted, was not loaded."
+                self._ledger.say("swap", record.name, message, to=evicted.to)
                 self._wishes.want(record.name, Want.RUNNING, evicted.by)
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:

@@ -129,7 +129,7 @@ class Pulse:
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """One for each node where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
-        unknown = "What the GPU draws and holds is not known; see `sparkd doctor`."
+        unknown = "The GPU's power and kernels are not known; see `sparkd doctor`."
         return tuple(
             Condition("GpuSilent", f"{node}: {one.device_trouble}. {unknown}", node)
             for node, one in self._readings.items()

@@ -36,7 +36,7 @@ class Wishes:
         if renews:
             record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
             self._journal.keep_wish(record.desired)
-            self._journal.say("want", record.name, f"{want} wished by {by}.", by=by)
+            self._journal.say("want", record.name, f"{want} requested by {by}.", by=by)
         if want is Want.STOPPED:
             record.queue.withdraw()
             record.cancel("place", "ask")

@@ -92,7 +92,8 @@ async def _serve(config: Config, options: Options) -> None:
     systemd = Systemd.take()
     check_bind(config, environ)
     if (head := membership.read(config)) is not None:
-        raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
+        problem = f"This node has joined {head.address}, whose daemon serves the cluster."
+        raise ConfigError(f"{problem} Use that daemon, or run `sparkd leave` first.")
     with _lock(config.state_dir):
         _private_folder(config.runtime_path)
         try:

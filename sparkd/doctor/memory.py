@@ -43,7 +43,7 @@ def _swap(host: Host) -> Iterator[Finding]:
         cure = f"Make {GOOD_SWAP_GIB} GiB: `{MAKE_SWAP}`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
         yield host.find("swap", WARN, "swap", told, cure)
     elif total > MOST_SWAP_BYTES:
-        cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with so much the kernel pages for hours and kills nothing."
+        cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with more, the kernel swaps for hours and kills nothing."
         yield host.find("swap", WARN, "swap", told, cure)
     else:
         yield host.fine("swap", "swap", told)
@@ -66,8 +66,8 @@ def _settings(host: Host) -> Iterator[Finding]:
     swappiness = host.number("proc/sys/vm/swappiness")
     if swappiness is not None and swappiness > MOST_SWAPPINESS:
         cure = (
-            "`sudo sysctl vm.swappiness=10`, and a file in /etc/sysctl.d (`sparkd doctor --fix`): an engine's host side must not be "
-            "paged out."
+            "`sudo sysctl vm.swappiness=10`, and a file in /etc/sysctl.d (`sparkd doctor --fix`): an engine's host memory must not "
+            "be swapped out."
         )
         yield host.find("swappiness", WARN, "vm.swappiness", str(swappiness), cure)
     elif swappiness is not None:
@@ -76,14 +76,14 @@ def _settings(host: Host) -> Iterator[Finding]:
     min_free_kib = host.number("proc/sys/vm/min_free_kbytes")
     if min_free_kib is not None and min_free_kib > MOST_MIN_FREE_KIB:
         boost = host.number("proc/sys/vm/watermark_boost_factor")
-        cure = "`sudo sysctl vm.min_free_kbytes=45167`: what the kernel keeps is missing in MemAvailable, and vLLM then refuses to start."
+        cure = "`sudo sysctl vm.min_free_kbytes=45167`: the kernel takes this reserve out of MemAvailable, and vLLM then refuses to start."
         told = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
         yield host.find("min-free", WARN, "vm.min_free_kbytes", told, cure)
     elif min_free_kib is not None:
         yield host.fine("min-free", "vm.min_free_kbytes", str(min_free_kib))
     if host.number("proc/sys/vm/overcommit_memory") == 2:
-        cure = "`sudo sysctl vm.overcommit_memory=0`: CUDA reserves address space far beyond the memory, and is refused."
-        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses what is not backed", cure)
+        cure = "`sudo sysctl vm.overcommit_memory=0`: CUDA reserves more address space than there is memory, which the kernel then refuses."
+        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses address space that no memory backs", cure)
     if pages := host.meminfo.get("HugePages_Total", 0):
         size = pages * host.meminfo.get("Hugepagesize", 0)
         cure = "`sudo sysctl vm.nr_hugepages=0`: CUDA on a shared memory then counts huge pages alone as free (NVIDIA's porting guide)."
@@ -98,7 +98,7 @@ def _dirty(host: Host) -> Iterator[Finding]:
         return
     told = f"up to {gib(most)} may wait to be written"
     if most > MOST_DIRTY_BYTES:
-        cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (`sparkd doctor --fix`): what waits to be written no engine can have."
+        cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (or --fix): engines cannot use memory that waits to be written."
         yield host.find("dirty", WARN, "vm.dirty_bytes", told, cure)
     else:
         yield host.fine("dirty", "vm.dirty_bytes", told)
@@ -141,12 +141,12 @@ def _holders(host: Host) -> Iterator[Finding]:
     foreign = [one for one in engines if not one["ours"]]
     if foreign:
         told = ", ".join(f"{one['name']} (process {one['pid']})" for one in foreign[:5])
-        cure = "Stop them, or give sparkd less by memory.os_reserve_gib: it does not count what others take later."
+        cure = "Stop them, or raise memory.os_reserve_gib: sparkd cannot foresee what other programs take later."
         yield host.find("others", WARN, "other engines", told, cure)
     gap = unaccounted_bytes(host.meminfo)
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
-            cure = "An engine that died may have left it in the driver: `sudo fuser -v /dev/nvidia*` names who holds it; else restart."
+            cure = "A dead engine may have left it in the driver: `sudo fuser -v /dev/nvidia*` names its holders. Without any, restart."
             yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure)
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")
@@ -158,7 +158,7 @@ def _holders(host: Host) -> Iterator[Finding]:
     size = sum(one["bytes"] for one in old)
     if old and not engines and size > SHARED_BYTES:
         names = " ".join(f"/dev/shm/{one['name']}" for one in sorted(old, key=lambda one: -one["bytes"])[:3])
-        cure = f"No engine runs: `sudo rm {names}`{' and the others' if len(old) > 3 else ''}. It is memory until it is removed."
+        cure = f"No engine runs: `sudo rm {names}`{' and the others' if len(old) > 3 else ''}. They use memory until they are removed."
         yield host.find("shared-memory", WARN, "/dev/shm", f"{len(old)} files of ended engines, {gib(size)}", cure)
 
 

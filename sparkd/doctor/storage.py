@@ -51,7 +51,7 @@ def _devices(host: Host) -> Iterator[Finding]:
     if cards and not (host.raw.get("verbs") and host.has("dev/infiniband/rdma_cm")):
         inside = host.has(".dockerenv")
         cure = "Start the container with --device=/dev/infiniband." if inside else "`sudo modprobe ib_uverbs rdma_ucm`."
-        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices and nothing that opens them", cure)
+        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices, and no device file to open them by", cure)
     elif unusable := host.raw.get("unusable"):
         cure = "`sudo chmod 666 /dev/infiniband/*`, or a udev rule: NCCL falls back to sockets without them."
         yield host.find("infiniband", FAIL, "/dev/infiniband", f"{' '.join(unusable[:NAMES])} closed to {host.raw.get('user')}", cure)
@@ -70,10 +70,10 @@ def _hub(host: Host) -> Iterator[Finding]:
             cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: a container that ran as root fetched them."
             yield host.find("hub-cache", WARN, path, f"{_named(one['foreign'])} belong to another user", cure)
         if one["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
-            cure = f"Fetch it again, which goes on, or remove what broke off: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
-            yield host.find("hub-cache", WARN, path, f"{gib(one['incomplete_bytes'])} of downloads that broke off", cure)
+            cure = f"Download it again (it resumes), or remove the parts: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
+            yield host.find("hub-cache", WARN, path, f"{gib(one['incomplete_bytes'])} of interrupted downloads", cure)
         if one["nameless"]:
-            cure = "Fetch it once with a network, or name the commit by `revision`: without refs/main nothing finds it offline."
+            cure = "Download it once with a network, or set `revision` to its commit: without refs/main it is not found offline."
             yield host.find("hub-cache", FAIL if one["offline"] else WARN, path, f"{_named(one['nameless'])} without refs/main", cure)
         if not (one["foreign"] or one["nameless"]):
             login = "logged in" if one["token"] else "not logged in, so gated models are refused"
@@ -85,12 +85,12 @@ def _caches(host: Host) -> Iterator[Finding]:
     for one in host.raw.get("caches") or []:
         path = str(one["path"])
         if one["foreign"]:
-            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: what cannot be written is compiled again with each start."
+            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: code that cannot be stored is compiled again at each start."
             yield host.find("compiled", WARN, path, "parts of it belong to another user", cure)
         elif installed_at_s and one["newest_at_s"] < installed_at_s:
             cure = (
-                f"`rm -rf {shlex.quote(path)}`: code compiled for another release has given garbage and crashes; the next start "
-                f"compiles anew."
+                f"`rm -rf {shlex.quote(path)}`: code of another release has caused garbage and crashes; the next start "
+                f"compiles it again."
             )
             yield host.find("compiled", WARN, path, "older than the vLLM that would use it", cure)
         else:
@@ -116,7 +116,7 @@ def _rate(host: Host) -> Iterator[Finding]:
     per_s = rate["bytes"] / max(rate["seconds"], 1e-6)
     told = f"{per_s / 1e9:.2f} GB/s over {gib(rate['bytes'])}{'' if rate['direct'] else ', through the page cache'}"
     slow = per_s < SLOW_BYTES_PER_S and rate["bytes"] > GIB // 4
-    cure = "A Spark's own disk gives 2 to 6 GB/s: look whether the models lie on another one, or what else reads." if slow else ""
+    cure = "A Spark's own disk gives 2 to 6 GB/s: check whether the models are on another disk, and what else reads." if slow else ""
     yield host.find("disk-rate", WARN if slow else OK, str(rate["path"]), told, cure)
 
 
@@ -124,9 +124,7 @@ def _times(host: Host) -> Iterator[Finding]:
     settings = host.raw.get("settings") or {}
     for name, seconds in sorted((settings.get("start_s") or {}).items()):
         if host.is_spark and seconds < LEAST_START_S:
-            cure = (
-                f"Raise it to {LEAST_START_S} or more: a first start compiles for 10 minutes and longer, and would begin again each time."
-            )
+            cure = f"Raise it to {LEAST_START_S} or more: a first start compiles for 10 minutes and longer, and this limit ends it."
             yield host.find("time-outs", WARN, name, f"health_check_timeout_s is {seconds:g}", cure)
     for name, value in sorted((settings.get("environment") or {}).items()):
         if value.isdigit() and int(value) < _TIMES[name]:

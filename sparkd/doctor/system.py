@@ -114,7 +114,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
         yield host.find("nvidia-smi", FAIL, "GPU", host.trouble("nvidia-smi"), cure)
         return
     if host.trouble("nvidia-smi"):
-        verdict, cure = (FAIL, "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must fit each other.")
+        verdict, cure = (FAIL, "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must match.")
         if host.is_spark or not host.missing("nvidia-smi"):
             yield host.find("nvidia-smi", verdict, "GPU", host.trouble("nvidia-smi"), cure)
         return
@@ -123,7 +123,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
     if not host.gpu:
         answer = host.command("nvidia-smi").strip().partition("\n")[0][:80] or "nothing"
         cure = "Look at `sudo dmesg | grep NVRM`; in a container, start it with --gpus all."
-        yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU, it says: {answer}", cure)
+        yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure)
         return
     busy, watts, mhz, most = (host.gpu_number(index) for index in (2, 3, 4, 5))
     told = f"{host.gpu[0]}, {_or(watts, 'W')}, {_or(busy, '%')} busy, {_or(mhz, 'MHz')} of {_or(most, 'MHz')}"
@@ -131,10 +131,10 @@ def _gpu(host: Host) -> Iterator[Finding]:
         cure = "It is latched in its low-power state and serves at half speed: shut down, pull the power plug for a minute, start again."
         yield host.find("low-power", FAIL, "GPU", told, cure)
     elif host.is_spark and busy is not None and busy >= BUSY_PERCENT and watts is not None and watts < DEADLOCK_W:
-        cure = "Busy at so little power is a kernel that waits for ever, where tokens stand still: unload the model and load it again."
+        cure = "A busy GPU that draws so little may run a kernel that never ends. If no tokens come, unload the model and load it again."
         yield host.find("low-power", WARN, "GPU", told, cure)
     elif host.is_spark and most is not None and most < FULL_MHZ:
-        yield host.fine("clock", "GPU", told, "Its clock is capped; `sudo nvidia-smi -rgc` takes the cap away, which costs heat.")
+        yield host.fine("clock", "GPU", told, "Its clock is capped; `sudo nvidia-smi -rgc` removes the cap; the GPU then runs hotter.")
     else:
         yield host.fine("low-power", "GPU", told)
 

@@ -32,7 +32,7 @@ _ONE_READ_BYTES = 256 * 1024
 _CRLF = b"\r\n"
 
 _GONE = "The engine does not take connections; it may be restarting. Try again soon."
-_BROKEN_OFF = "The engine broke its answer off. Its log may say why."
+_BROKEN_OFF = "The engine ended its answer early. Its log may say why."
 
 # A chunk of n bytes, framing included, begins with _CHUNK_HEADS[n]. The lookup takes half the time of parsing. Some n are impossible, such
 # as 21; their entry is longer than any read that is compared with it.

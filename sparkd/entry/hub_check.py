@@ -113,7 +113,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         message = f"{error.message}{_meant(spec.model, near)}"
         return ModelUnusable(message, client_message=message)
     if not holds_model(listing.sizes):
-        message = f"{spec.model} has no config.json on its hub, so it is no model that vLLM serves: check `model` of its entry."
+        message = f"{spec.model} has no config.json on its hub, so vLLM cannot serve it. Check `model` in its entry."
         return ModelUnusable(message, client_message=message)
     return Remote(listing.sizes.keys(), lambda name: hub.whole(listing.commit, name, MAX_JSON_BYTES), listing.commit)
 

@@ -166,17 +166,17 @@ def _pinned(spec: ModelConfig, config: Config) -> ModelConfig:
     commit = _commit(model, spec, config)
     if commit is None:
         raise CommitUnknown(
-            f"{spec.name} cannot be loaded: trust_remote_code is for one commit, and this node does not know that of {spec.model}. "
-            f"Run `sparkd pull {spec.name}`, or set `revision` to a commit."
+            f"{spec.name} cannot be loaded: trust_remote_code applies to one commit, and this node does not know the commit of "
+            f"{spec.model}. Run `sparkd pull {spec.name}`, or set `revision` to a commit."
         )
     decided, flags = _at(spec, commit), list[str]()
     for name in (_CODE, _TOKENIZER_REVISION):
         if (values := _flags(spec, name)) and not _COMMIT.fullmatch(values[-1]):
-            raise _Refused(f"it is for one commit, and --{name} {values[-1]} is none. Give the commit in its place.")
+            raise _Refused(f"it applies to one commit, and --{name} {values[-1]} is not a commit. Give the commit instead.")
     if not _flags(spec, _CODE):
         if other := next(_others(_Repository(spec.model, commit), spec, env), None):
             raise _Refused(
-                f"it is for {spec.model} at one commit, and its code lies in {other}. Read that, then add `--code-revision` with the "
+                f"it applies to {spec.model} at one commit, and its code lies in {other}. Read it, then add `--code-revision` with the "
                 f"commit of {other} to extra_args."
             )
         flags += [f"--{_CODE}", commit]
@@ -184,7 +184,7 @@ def _pinned(spec: ModelConfig, config: Config) -> ModelConfig:
         tokenizer = _flags(spec, _TOKENIZER)
         if tokenizer and not tokenizer[-1].startswith("/") and tokenizer[-1] != spec.model:
             raise _Refused(
-                f"it is for one commit, and --tokenizer {tokenizer[-1]} names none. Add `--tokenizer-revision` with its commit to "
+                f"it applies to one commit, and --tokenizer {tokenizer[-1]} names no commit. Add `--tokenizer-revision` with its commit to "
                 "extra_args."
             )
         flags += [f"--{_TOKENIZER_REVISION}", commit]
@@ -196,8 +196,8 @@ def _with_draft(decided: ModelConfig, spec: ModelConfig, commit: str, config: Co
     """decided: the entry with its model at `commit`; vLLM gives a draft the model's trust, and neither its revision nor its code's."""
     if loose := next(_loose_drafts(spec.extra_args), None):
         raise _Refused(
-            f"it is for one commit, and {loose} may name a draft at none. Write all of it as one {SPECULATIVE} with a JSON mapping in "
-            "extra_args."
+            f"it applies to one commit, and {loose} may name a draft without a commit. Write it as one {SPECULATIVE} with a JSON mapping "
+            "in extra_args."
         )
     draft = _draft_of(spec)
     if draft is None:
@@ -206,21 +206,21 @@ def _with_draft(decided: ModelConfig, spec: ModelConfig, commit: str, config: Co
     its_commit = commit if draft == _model_of(spec) else _commit(draft, spec, config)
     if its_commit is None:
         raise _Refused(
-            f"it is for one commit, and this node does not know that of the draft {draft.hub_id}. Set `revision` in {SPECULATIVE} to its "
-            f"commit, or run `sparkd pull {draft.hub_id}`."
+            f"it applies to one commit, and this node does not know the commit of the draft {draft.hub_id}. Set `revision` in "
+            f"{SPECULATIVE} to its commit, or run `sparkd pull {draft.hub_id}`."
         )
     if not _COMMIT.fullmatch(str(speculation.get("code_revision") or its_commit)):
         raise _Refused(
-            f"it is for one commit, and code_revision {speculation['code_revision']} in {SPECULATIVE} is none. Give the commit in its "
-            "place."
+            f"it applies to one commit, and code_revision {speculation['code_revision']} in {SPECULATIVE} is not a commit. Give the "
+            "commit instead."
         )
     if speculation.get("code_revision") is None and draft.hub_id == spec.model:
         speculation["code_revision"] = _flags(decided, _CODE)[-1]
     elif speculation.get("code_revision") is None:
         if other := next(_others(_Repository(draft.hub_id, its_commit), spec, spec.environment(config.engine)), None):
             raise _Refused(
-                f"it is for one commit of the draft {draft.hub_id}, and its code lies in {other}. Read that, then set `code_revision` in "
-                f"{SPECULATIVE} to the commit of {other}."
+                f"it applies to one commit of the draft {draft.hub_id}, and its code lies in {other}. Read that code, then set "
+                f"`code_revision` in {SPECULATIVE} to the commit of {other}."
             )
         speculation["code_revision"] = its_commit
     args = list(decided.extra_args)
@@ -330,7 +330,7 @@ def _table(state_dir: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, type(error).__name__) from None
     if not isinstance(table, dict) or not all(isinstance(commit, str) and _COMMIT.fullmatch(commit) for commit in table.values()):
-        raise _damaged(path, "it is no table of commits")
+        raise _damaged(path, "it is not a table of commits")
     return table
 
 

@@ -191,7 +191,7 @@ def _lan(fabric: Fabric) -> Iterator[Finding]:
         return
     wifi = next((one for one in fabric.wifis if one.linked and one.addresses), None)
     if wifi:
-        cure = "Plug the RJ45 cable in: what goes over the LAN (a ring's first contact, downloads, clients) is unsteady over Wi-Fi."
+        cure = "Plug the RJ45 cable in: LAN traffic (a ring's first contact, downloads, clients) is unsteady over Wi-Fi."
         yield Finding("lan", WARN, fabric.node, wifi.name, f"Wi-Fi only, {_addresses(wifi)}", cure)
     elif fabric.lans:
         told = ", ".join(f"{one.name} {_carrier(one)}, {_addresses(one)}" for one in fabric.lans)

@@ -181,7 +181,7 @@ def _rdma(node: Fabric, cables: Sequence[Link], shape: str) -> Iterator[Setting]
         yield Setting("NCCL_NET", None, "this node has no RDMA device, so NCCL takes sockets")
         return
     # Even where no rail is sound: then NCCL says what is wrong instead of serving at a tenth of the rate.
-    yield Setting("NCCL_NET", "IB", "without RDMA fail, rather than fall back to sockets and say nothing")
+    yield Setting("NCCL_NET", "IB", "without RDMA, fail rather than fall back to sockets silently")
     if not used:
         yield Setting("NCCL_IB_HCA", None, "no rail is sound for RDMA; `sparkd fabric` says why")
         return

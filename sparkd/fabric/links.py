@@ -239,10 +239,10 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Find
         for cage in (cage for cage in node.cages if cage.linked and (node.node, id(cage)) not in used):
             names = {twin.name for twin in cage.twins}
             met = sorted({f"{address} {mac}" for name, address, mac in node.neighbours if name in names})
-            told = f"it has a link, and has met {', '.join(met[:4]) if met else 'nobody'}"
+            told = f"it has a link, and its neighbours are {', '.join(met[:4]) if met else 'unknown'}"
             cure = (
-                "If that is a Spark to work with, run `sparkd join` there (`sparkd token` here prints the command); if it should be one of "
-                "these nodes, check that both ends' addresses are in one subnet, and ping it."
+                "To use the Spark at the other end, run `sparkd join` there (`sparkd token` here prints the command). If it should be "
+                "one of these nodes, check that the addresses of both ends are in one subnet, and ping it."
             )
             yield Finding("peer", WARN, node.node, cage.label, told, cure)
 

@@ -91,11 +91,11 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
         told = (
             f"{rate.gb_s:.2f} GB/s measured over other links"
             if rate.links
-            else f"{rate.gb_s:.2f} GB/s measured, and over which links is not known"
+            else f"{rate.gb_s:.2f} GB/s measured over unknown links"
         )
         return Finding("rate", OK, where, called, told, f"Measure again: `sparkd fabric --measure {where.replace(' - ', ',')}`.")
     if rate.normal is None:
-        return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal")
+        return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal rate")
     if rate.rails and rate.network == SOCKET:
         told = f"{rate.gb_s:.1f} GB/s by sockets, {rate.normal} over {_rails(rate.rails)} is normal: {_lost(rate):.0%} is lost"
         cure = "NCCL fell back although RDMA should carry it: see /dev/infiniband, memlock, and the names in `sparkd fabric --env`."

@@ -26,7 +26,7 @@ _CHAT = "/v1/chat/completions"
 # The states of a model that is waited for, in words for people.
 _STATES = {
     "STOPPED": "waits for its turn",
-    "PLANNED": "is given its room",
+    "PLANNED": "is being placed",
     "LOADING": "is loading",
     "WARMING": "is warming up",
     "SIZING": "is warming up",

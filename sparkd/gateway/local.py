@@ -31,11 +31,11 @@ def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bo
         return
     origin = headers.get(b"origin")
     if origin is not None and origin.lower() not in (b"http://" + host.lower(), b"https://" + host.lower()):
-        raise Forbidden("Without API keys no other web site's page may ask, nor one of another port; configure keys.")
+        raise Forbidden("Without API keys sparkd refuses pages of other web sites and ports; configure keys.")
     if does_nothing:
         return
     if headers.get(b"sec-fetch-site", _OWN_SITE[0]) not in _OWN_SITE:
-        raise Forbidden("Without API keys no other web site's page may ask, nor one of another port; configure keys.")
+        raise Forbidden("Without API keys sparkd refuses pages of other web sites and ports; configure keys.")
     # Other methods are never sent to another origin without asking first.
     if method == "POST" and not _is_json(headers) and not any(name in headers for name in _NOT_OF_A_PAGE):
         raise Forbidden(

@@ -109,9 +109,9 @@ def checked(text: str, node: str) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise EngineError(f"The agent of node {node} gave an answer about a model that is none: {where[:200]}: {first['msg']}.") from None
+        raise EngineError(f"The agent of node {node} gave an invalid answer about a model: {where[:200]}: {first['msg']}.") from None
     stages = answer.cache.stages if answer.cache is not None else answer.stages
     if len(stages) != len(answer.stages):
-        raise EngineError(f"The agent of node {node} gave an answer about a model that is none: cache.stages are not its stages.")
+        raise EngineError(f"The agent of node {node} gave an invalid answer about a model: cache.stages are not its stages.")
     whole: Mapping[str, Any] = json.loads(text)
     return dict(whole)

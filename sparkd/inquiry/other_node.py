@@ -85,14 +85,14 @@ class NodeInquiry:
         return spoken | ({"question": number} if number >= 0 else {})
 
     def _unreadable(self) -> EngineError:
-        return EngineError(f"The agent of node {self._node} said of a model what nobody can read: update sparkd there.")
+        return EngineError(f"The agent of node {self._node} gave an unreadable answer about a model: update sparkd there.")
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if self._loop.is_closed():
-            raise AgentLost(f"The agent of node {self._node} was not asked: the daemon ends.")
+            raise AgentLost(f"The agent of node {self._node} was not asked: the daemon is ending.")
         call = asyncio.run_coroutine_threadsafe(self._agents.ask(self._node, method, *arguments, timeout_s=CALL_S), self._loop)
         try:
             return call.result(2 * CALL_S)
         except (TimeoutError, CancelledError):
             call.cancel()
-            raise AgentLost(f"The agent of node {self._node} did not answer, or the daemon ends.") from None
+            raise AgentLost(f"The agent of node {self._node} did not answer, or the daemon is ending.") from None

@@ -139,7 +139,7 @@ class Recipe(Section):
         cited = {figure.source for each in every for figure in each.expected}
         cited |= {draft.source for draft in drafts if draft and draft.source}
         if unknown := sorted(cited - self.sources.keys()):
-            raise ValueError(f"'{unknown[0]}' is cited and does not stand below sources")
+            raise ValueError(f"'{unknown[0]}' is cited, but not listed under sources")
         return self
 
 
@@ -213,7 +213,7 @@ def refuse_as_model(text: str) -> None:
         return
     with path.open("rb") as file:
         foreign = is_foreign(yaml_file.parse(file.read(yaml_file.MAX_BYTES + 1), text, {}).table)
-    told = "the file of a recipe, and no model: put it into your recipes_dir, and give its name"
+    told = "a recipe's file, not a model: put it into your recipes_dir, and give its name"
     if foreign:
         told = f"a recipe of another launcher: `sparkd recipes import {quote(text)} --to FILE` makes one of sparkd's, for your recipes_dir"
     raise ConfigError(f"{text} is {told}.")
@@ -224,7 +224,7 @@ def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | No
     try:
         raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
     except OSError as error:
-        cure = "Give the path of a recipe's file; without one all that have names are checked"
+        cure = "Give the path of a recipe's file, or none to check all recipes"
         return None, [ConfigProblem(str(path), None, f"The recipe cannot be read: {error.strerror}. {cure}.")]
     return parse_recipe(path.stem, raw, str(path), environ)
 
@@ -272,7 +272,7 @@ def _canonical_settings(table: Table, problems: list[ConfigProblem]) -> None:
         if not isinstance(settings, Table):
             continue
         for name in [name for name in settings if name in _THE_OPERATORS]:
-            message = f"{'.'.join((*path, name))} is not for a recipe: it is set on the model that uses it. Remove it."
+            message = f"{'.'.join((*path, name))} is not allowed in a recipe. Set it on the model that uses the recipe."
             problems.append(settings.places[name].problem(message))
             del settings[name]
         holder[key] = made = canonical(settings, ModelConfig, problems, path)

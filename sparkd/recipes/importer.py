@@ -196,12 +196,12 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table
     parsers = list(unknown_parsers(given, env, None))
     if not brought and not is_fork(table.get("container")):
         for reason in (*misfits(args, env, known), *parsers):
-            raise ConfigError(f"vLLM would end its start over an argument of this recipe. {reason}")
+            raise ConfigError(f"vLLM would refuse an argument of this recipe. {reason}")
     for reason in parsers:
-        yield f"{reason} Or {whose} it: then have an image that knows it."
+        yield f"{reason} If {whose} it, use an image that has it."
     for flag in filter(None, dict.fromkeys(map(flag_name, args))):
         if not known.named(flag.rstrip("+")):
-            yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or have an image that knows it."
+            yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or use an image that has it."
 
 
 def is_fork(image: Any) -> bool:
@@ -213,7 +213,7 @@ def is_fork(image: Any) -> bool:
 def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
     for key in table:
         if key in _HOOKS and table[key]:
-            yield f"{key} is refused: it runs shell commands or changes the image, which sparkd never does. Have an image that needs none."
+            yield f"{key} is refused: it runs shell commands or changes the image, which sparkd never does. Use an image that needs none."
         elif key in ("include", "overrides"):
             raise ConfigError(f"{key}: a recipe that is put together from others has to be imported as sparkrun prints it.")
         elif key not in _TAKEN and key not in _HOOKS:
@@ -233,7 +233,7 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         notes += command.notes
         return command
     if version == "1":
-        raise ConfigError("command is missing, and eugr's recipes are nothing without it.")
+        raise ConfigError("command is missing, which a recipe of eugr's needs.")
     command, words = Command(), list[str]()
     for key, value in values.items():
         if key == "model":

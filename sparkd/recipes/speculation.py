@@ -63,8 +63,8 @@ def speculating(method: Method, offered: Speculation | None, model: str, max_num
         return Speculating(_args({"method": "suffix", "num_speculative_tokens": 8}, max_num_seqs), drops=_ASYNC)
     draft = getattr(offered, method) if offered is not None else Draft() if method == "mtp" else None
     if draft is None:
-        what = "heads that predict several tokens" if method == "mtp" else "a DFlash drafter"
-        raise ValueError(f"is {method}, and nothing is known of {what} for this model: choose off, ngram or suffix, or another recipe")
+        what = "heads that predict several tokens" if method == "mtp" else "DFlash drafter"
+        raise ValueError(f"is {method}, and sparkd knows no {what} for this model: choose off, ngram or suffix, or another recipe")
     config = {"method": method, "num_speculative_tokens": draft.num_speculative_tokens or 1}
     if draft.model is not None:
         if "{model}" in draft.model and not model.startswith("/"):
@@ -77,7 +77,7 @@ def speculating(method: Method, offered: Speculation | None, model: str, max_num
         config["moe_backend"] = draft.moe_backend
     if method == "mtp":
         fixed = {key: (value,) for key, value in draft.needs.items()}
-        why, own = "the draft works with nothing else", frozenset(draft.needs)
+        why, own = "the draft works with no other value", frozenset(draft.needs)
         return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why=why, own=own)
     # The drafter's attention is left to vLLM. DeepGEMM is incompatible with the draft's path, and other attention crashes on SM121 (14.7).
     attention = {} if any(flag_name(arg) == "attention-backend" for arg in draft.args) else {"attention-backend": "TRITON_ATTN"}

@@ -123,7 +123,7 @@ def read_arguments(words: Sequence[str], command: Command, table: Table = no_tab
             if command.model is None:
                 command.model = word
             else:
-                command.notes.append(f"{word[:48]!r} is left out: nothing says what it is for.")
+                command.notes.append(f"{word[:48]!r} is left out: it belongs to no flag.")
             continue
         spelled, equals, value = word.partition("=")
         beginning, _, inner = spelled.partition(".")
@@ -158,7 +158,7 @@ def read_arguments(words: Sequence[str], command: Command, table: Table = no_tab
         command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(dict.fromkeys(owned))}.")
     for kept, gone in (("memory_gib", "gpu_memory_utilization"), ("kv_cache", "gpu_memory_utilization")):
         if kept in command.settings and command.settings.pop(gone, None) is not None:
-            command.notes.append(f"{gone} is left out: where the command says {kept} too, vLLM goes by that.")
+            command.notes.append(f"{gone} is left out: the command has {kept} too, which vLLM uses instead.")
     command.args = _one_speculation(command.args)
 
 
@@ -186,7 +186,7 @@ def _one_speculation(args: list[str]) -> list[str]:
         for key in path:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"{written} is inside of what is no map: give {SPECULATIVE} as one.")
+                raise ConfigError(f"{written} sets a key of a value that is not a map: give {SPECULATIVE} as one.")
         inner[last] = _as_json(value if equals else args[index + 1])
     if not parts:
         return args

@@ -130,7 +130,7 @@ def _views() -> list[dict[str, Any]]:
         "a": ready,
         "b": {"state": "LOADING", "memory_gib": 4.0, "progress": loading},
         "c": {"state": "READY", "memory_gib": 4.0, "progress": unkept},
-        "d": {"state": "STOPPED", "turn": 1, "queued": 3, "message": "It waits for room, 60 GiB: a may stay for another 20 s."},
+        "d": {"state": "STOPPED", "turn": 1, "queued": 3, "message": "It waits for memory, 60 GiB: a may stay for another 20 s."},
         "e": {"state": "FAILED", "reason": "WrongModel", "message": "It is too large.", "retry_in_s": 12.0},
         "f": {"state": "READY", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
     }

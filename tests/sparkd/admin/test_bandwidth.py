@@ -266,7 +266,7 @@ async def test_what_an_earlier_release_kept_proves_nothing_and_says_so(tmp_path:
         again = made.again()
         assert (len(again.rates()), again.passed(fabrics_of(made.nodes.readings))) == (1, frozenset())
         found = report(made.nodes.readings, rates=again.rates())
-        assert "21.50 GB/s measured, and over which links is not known" in [one["evidence"] for one in found["findings"]]
+        assert "21.50 GB/s measured over unknown links" in [one["evidence"] for one in found["findings"]]
         console = Console(file=io.StringIO(), width=200)
         show_fabric.fabric(found, console)
         assert "measure again" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -363,7 +363,7 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
         (replace(GOOD, gb_s=1.6), FAIL, "1.6 GB/s over 2 rails, 20 to 24 is normal: 92% is lost"),
         (replace(GOOD, gb_s=2.0, rails=0, network="Socket"), OK, "2.0 GB/s over sockets over the ConnectX-7, 2.1 is normal"),
         (replace(GOOD, gb_s=0.4, rails=0, lan=True, backend="gloo"), FAIL, "0.4 GB/s over sockets over 10GbE, 1 is normal"),
-        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, "0.40 GB/s over virtual links, which have no normal"),
+        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, "0.40 GB/s over virtual links, which have no normal rate"),
     ],
 )
 def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: str) -> None:

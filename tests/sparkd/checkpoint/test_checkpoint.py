@@ -107,7 +107,7 @@ def _dangling(folder: Path) -> None:
     ("break_it", "told"),
     [
         (_remove("config.json"), "there is no config.json in it"),
-        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "it is an adapter, and no model"),
+        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "an adapter"),
         (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "a model's place in the hub's cache"),
         (_remove(*SHARDS, INDEX), "there are no weights in it"),
         (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "only *.bin, *.gguf"),

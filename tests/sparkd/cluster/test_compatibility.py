@@ -38,7 +38,7 @@ def without(name: str) -> dict[str, Any]:
         ({"files": None}, f"the model is not on {B}: `sparkd pull MODEL` copies it from {A}."),
         ({"files": without("model-2.safetensors")}, f"model-2.safetensors is not on {B}: `sparkd pull MODEL` brings"),
         ({"files": FILES | {"model-1.safetensors": [3999, ""]}}, f"model-1.safetensors has 4,000 bytes on {A} and {C}, 3,999 bytes on"),
-        ({"files": FILES | {"config.json": [700, "c1"]}}, f"config.json says something else (digest c0 on {A} and {C}, c1 on {B}): "),
+        ({"files": FILES | {"config.json": [700, "c1"]}}, f"config.json differs (digest c0 on {A} and {C}, c1 on {B}): "),
         ({"files": {}}, f"config.json is not on {B}, and 2 more files: `sparkd pull MODEL` brings the same files"),
     ],
 )  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_copy_of_a_model_is_the_same_and_another_header_is_not(tmp_path: Path)
     assert (a["vllm"], a["platform"]) == ("0.32.0 of python", "cpu")
     assert (a["plugin"], len(a["plugin"]), len(a["files"]["old.bin"][1])) == (plugin(), 12, 12)
     (second / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"F32", b"I32") + b"abcd")
-    assert "model.safetensors says something else" in (difference({A: a, B: identity("python", str(second), None, {})}) or "")
+    assert "model.safetensors differs" in (difference({A: a, B: identity("python", str(second), None, {})}) or "")
 
 
 @pytest.mark.usefixtures("_runtime")
@@ -148,7 +148,7 @@ def test_another_training_of_the_same_shapes_is_another_model(name: str, tmp_pat
         (tmp_path / node / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
         found[node] = identity("python", str(tmp_path / node), None, {})
 
-    assert f"{name} says something else" in (difference(found) or "")
+    assert f"{name} differs" in (difference(found) or "")
 
 
 @pytest.mark.usefixtures("_runtime")

@@ -193,7 +193,7 @@ def test_the_rate_between_them_is_measured_by_both_agents_and_kept(stage: Stage)
 
     assert ({rate["a"], rate["b"]}, rate["backend"], rate["real"]) == ({stage.here.address, stage.there.address}, "gloo", False)
     assert rate["gb_s"] > 0 and 0 < rate["sent_bytes"] <= 512 << 20
-    assert rate["told"].endswith("GB/s over virtual links, which have no normal")
+    assert rate["told"].endswith("GB/s over virtual links, which have no normal rate")
     assert "sparkd_fabric_rate_bytes_per_second{a=" in stage.daemon.client.get("/metrics").text
     assert [pid for pid in (*stage.here.pids(), *stage.there.pids()) if b"nccl_rate" in _read(f"/proc/{pid}/cmdline")] == []
 

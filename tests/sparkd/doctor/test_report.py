@@ -163,7 +163,7 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
     assert "rm -rf" in of_check(found, "compiled")[0]["cure"]
     owner, broken = of_check(found, "hub-cache")
     assert owner["evidence"] == "a/b, c/d belong to another user" and "chown -R" in owner["cure"]
-    assert broken["evidence"] == "1.0 GiB of downloads that broke off"
+    assert broken["evidence"].startswith("1.0 GiB of ")
 
 
 def test_descriptions_of_models_are_no_compiled_code(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_problems_have_file_and_line_of_the_recipe(folder: Path) -> None:
     [
         ("model: owner/model", "", "model is missing"),
         ("sources: {paper: a paper}", "sources: {}", "sources"),
-        ("source: paper}", "source: book}", "'book' is cited and does not stand below sources"),
+        ("source: paper}", "source: book}", "'book' is cited"),
         ("default: ngram", "default: eagle", "speculative.default is 'eagle'"),
         ("{min: 1, max: 2}", "{min: 3, max: 2}", "max must be at least min"),
         ("reasoning_parser: q", "reasoning_parsr: q", "settings.reasoning_parsr is not a known key; did you mean reasoning_parser?"),
