@@ -115,9 +115,9 @@ def exit_code(argv: list[str]) -> int:
         return 1
     except Exception as error:
         # The last resort: a bug becomes one sentence that is enough to report it; the daemon's log has all of it.
-        known = _known(error)
-        if known is not None:
-            return _fail(known, as_json=as_json)
+        fault = _known(error)
+        if fault is not None:
+            return _fail(fault, as_json=as_json)
         import logging
 
         if logging.getLogger().handlers:
@@ -142,11 +142,11 @@ def command_line(verb: str = "") -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     app.callback(invoke_without_command=True)(options)
-    asked = [row for row in _REGISTRARS if verb in row[2]]
-    for module, function, _ in asked or _REGISTRARS:
+    named = [row for row in _REGISTRARS if verb in row[2]]
+    for module, function, _ in named or _REGISTRARS:
         register: Callable[[typer.Typer], None] = getattr(import_module(f"sparkd.{module}"), function)
         register(app)
-    if asked:
+    if named:
         app.registered_commands = [each for each in app.registered_commands if each.name == verb]
     return app
 
@@ -207,9 +207,9 @@ def _place(error: BaseException) -> str:
 def _usage(error: Exception) -> str:
     """typer's complaint in one line, and where to read on."""
     context = getattr(error, "ctx", None)
-    told = error.format_message() if hasattr(error, "format_message") else str(error)
-    end = "" if told.rstrip().endswith("?") else "."
-    return f"{' '.join(told.split()).rstrip('.').replace('?.', '?')}{end} See `{context.command_path if context else 'sparkd'} -h`."
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    end = "" if message.rstrip().endswith("?") else "."
+    return f"{' '.join(message.split()).rstrip('.').replace('?.', '?')}{end} See `{context.command_path if context else 'sparkd'} -h`."
 
 
 def _known(error: BaseException) -> SparkdError | None:
@@ -217,7 +217,7 @@ def _known(error: BaseException) -> SparkdError | None:
     if isinstance(error, SparkdError):
         return error
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((known for known in map(_known, inner) if known is not None), None)
+    return next((fault for fault in map(_known, inner) if fault is not None), None)
 
 
 if __name__ == "__main__":

@@ -231,9 +231,9 @@ ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
 def refused_by(error: OSError, who: str) -> NodeRefused:
     """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
     of = f" ({error.filename})" if error.filename else ""
-    why = error.strerror or str(error) or type(error).__name__
-    told = f"{who} refused the call: {why}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
-    return NodeRefused(told)
+    reason = error.strerror or str(error) or type(error).__name__
+    message = f"{who} refused the call: {reason}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
+    return NodeRefused(message)
 
 
 class RequestError(SparkdError):

@@ -52,20 +52,20 @@ def hardware_of(text: str) -> Hardware:
     path = Path(text)
     if not path.is_file():
         raise ConfigError(f"--hardware {text}: neither {' nor '.join(KNOWN)} nor a file; name one of them.", param="hardware")
-    given = _read(path)
+    stated = _read(path)
     names = {field.name: field.type for field in fields(Hardware)}
-    if unknown := sorted(set(map(str, given)) - names.keys()):
+    if unknown := sorted(set(map(str, stated)) - names.keys()):
         raise ConfigError(f"{path}: the key {unknown[0]!r} is not known; {', '.join(names)} are.", param="hardware")
     values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}
-    values |= UNKNOWN_RATES if given.get("platform") == "cpu" else {}
-    for name, value in given.items():
+    values |= UNKNOWN_RATES if stated.get("platform") == "cpu" else {}
+    for name, value in stated.items():
         kind = type(getattr(SPARK, name))
         if not _is_a(kind, value) or (name == "platform" and value not in ("cuda", "cpu")):
             raise ConfigError(f"{path}: {name} must be {_WORDS[kind]}, not {value!r}.", param="hardware")
         values[name] = kind(value)
     if values["system_bytes"] >= values["memory_bytes"]:
-        told = f"system_bytes {values['system_bytes']} leaves nothing of memory_bytes {values['memory_bytes']}; correct them"
-        raise ConfigError(f"{path}: {told}.", param="hardware")
+        problem = f"system_bytes {values['system_bytes']} leaves nothing of memory_bytes {values['memory_bytes']}; correct them"
+        raise ConfigError(f"{path}: {problem}.", param="hardware")
     return Hardware(**values)
 
 
@@ -81,15 +81,15 @@ def _read(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"{path}: {reason}; name a readable YAML file.", param="hardware") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'problem', None) or 'it is no YAML'}; a map is expected.", param="hardware") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"{path}: a map with memory_bytes and the like is expected.", param="hardware")
-    return found
+    return values
 
 
 _WORDS = {int: "a whole number", float: "a number above 0", bool: "true or false", str: "a word (platform: cuda or cpu)"}

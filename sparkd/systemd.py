@@ -51,8 +51,8 @@ class Systemd:
 
         Listening sockets can be taken once per process. Raises ConfigError for variables or descriptors that cannot be what systemd passes.
         """
-        found = os.environ if environ is None else environ
-        taken = {name: found.pop(name) for name in _VARIABLES if name in found}
+        environment = os.environ if environ is None else environ
+        taken = {name: environment.pop(name) for name in _VARIABLES if name in environment}
         credentials = taken.get("CREDENTIALS_DIRECTORY")
         return cls(
             notify_socket=_notify_socket(taken),
@@ -164,14 +164,14 @@ def _listener(fd: int) -> socket.socket:
     """The descriptor as a socket object: non-blocking, and closed in children."""
     try:
         os.set_inheritable(fd, False)
-        found = socket.socket(fileno=fd)
+        listener = socket.socket(fileno=fd)
     except OSError as error:
         raise ConfigError(f"LISTEN_FDS promises descriptor {fd}, which is no socket: {error.strerror}. Check the socket unit.") from error
-    if found.type != socket.SOCK_STREAM or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        found.detach()
+    if listener.type != socket.SOCK_STREAM or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.detach()
         raise ConfigError(f"Descriptor {fd} is not a listening stream socket. Use ListenStream= and Accept=no in the socket unit.")
-    found.setblocking(False)
-    return found
+    listener.setblocking(False)
+    return listener
 
 
 def _number(taken: dict[str, str], name: str) -> int:

@@ -38,13 +38,13 @@ def readable(text: str) -> int | None:
 def whole(option: str, least: int, most: int | None = None, *, tokens: bool = False) -> Callable[[object], int]:
     """A reader of whole numbers for `option`, which raises ConfigError. tokens: `32k` and `32K` will do, `1.5K` not, which vLLM refuses."""
 
-    def read(given: object) -> int:
-        text = str(given).strip()
-        found = int(text) if _WHOLE.fullmatch(text) else readable(text) if tokens and not _DECIMAL_CAPITAL.search(text) else None
-        if found is None:
+    def read(argument: object) -> int:
+        text = str(argument).strip()
+        value = int(text) if _WHOLE.fullmatch(text) else readable(text) if tokens and not _DECIMAL_CAPITAL.search(text) else None
+        if value is None:
             letters = ", such as 32768, 32k (32,000) or 32K (32,768)" if tokens else ""
             raise ConfigError(f"{option} {text}: that is no whole number; give one {_bounds(least, most)}{letters}.")
-        return int(_within(option, text, found, least, most))
+        return int(_within(option, text, value, least, most))
 
     return read
 
@@ -52,25 +52,25 @@ def whole(option: str, least: int, most: int | None = None, *, tokens: bool = Fa
 def real(option: str, least: float, most: float | None, unit: str) -> Callable[[object], float]:
     """A reader of numbers for `option`, which raises ConfigError. unit: in the plural."""
 
-    def read(given: object) -> float:
-        text = str(given).strip()
+    def read(argument: object) -> float:
+        text = str(argument).strip()
         try:
-            found = float(text)
+            value = float(text)
         except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
+            value = math.nan
+        if not math.isfinite(value):
             raise ConfigError(f"{option} {text}: that is no number; give {unit} {_bounds(least, most)}.")
-        return _within(option, text, found, least, most)
+        return _within(option, text, value, least, most)
 
     return read
 
 
-def _within(option: str, text: str, found: float, least: float, most: float | None) -> float:
-    if found < least:
+def _within(option: str, text: str, value: float, least: float, most: float | None) -> float:
+    if value < least:
         raise ConfigError(f"{option} {text}: that is less than {least:,}; give a number {_bounds(least, most)}.")
-    if most is not None and found > most:
+    if most is not None and value > most:
         raise ConfigError(f"{option} {text}: that is more than {most:,}; give a number {_bounds(least, most)}.")
-    return found
+    return value
 
 
 def _bounds(least: float, most: float | None) -> str:

@@ -144,11 +144,11 @@ def _router(
     )
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        one = await asyncio.to_thread(hardware_here, "node", registry.config)
-        head = {"head": snapshot.cluster.get("address"), "hardware": asdict(one)}
+        hardware = await asyncio.to_thread(hardware_here, "node", registry.config)
+        head = {"head": snapshot.cluster.get("address"), "hardware": asdict(hardware)}
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.address for node in snapshot.nodes}
-        others = [one for one in await offers.now() if not any(address in listed for _, address, _ in one["seen"])]
+        others = [machine for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
         return {"nodes": [node_body(node) for node in snapshot.nodes], "offered": others} | head
 
     @api.get(
@@ -191,8 +191,8 @@ def _router(
 
     @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Load a model, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
-        known = operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
-        return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
+        model = operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
+        return _accepted(supervisor.want(model, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Unload a model; requests in flight may finish")
     async def unload(name: str) -> dict[str, Any]:
@@ -243,10 +243,10 @@ def _router(
 
     @api.get("/operations/{operation_id}", **answers(Operation), summary="One long action; wait_s waits for its end")
     async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:
-        found = operator.operation(operation_id)
-        if wait_s and found.state is OperationState.RUNNING:
-            found = await _wait(operator, journal, operation_id, wait_s)
-        return asdict(found)
+        current = operator.operation(operation_id)
+        if wait_s and current.state is OperationState.RUNNING:
+            current = await _wait(operator, journal, operation_id, wait_s)
+        return asdict(current)
 
     @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
@@ -358,8 +358,8 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    told = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
-    return await _refuse(request, BadRequest(f"The request is invalid: {told or 'unreadable'}."))
+    faults = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
+    return await _refuse(request, BadRequest(f"The request is invalid: {faults or 'unreadable'}."))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:

@@ -101,8 +101,8 @@ class Measures:
         if self._running is not None:
             raise Conflict(f"Another measurement is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
         if not force and (models := self._using(chosen)):
-            told = f"{', '.join(models)} would be slowed, and would distort the measurement"
-            raise Conflict(f"{told}: run `sparkd unload` first, or measure anyway with --force.")
+            problem = f"{', '.join(models)} would be slowed, and would distort the measurement"
+            raise Conflict(f"{problem}: run `sparkd unload` first, or measure anyway with --force.")
         if self._tasks is None:
             raise ClusterError("The daemon is still starting: try again in a moment.")
         operation = self._ledger.operations.open(KIND, " - ".join(chosen), by)
@@ -121,44 +121,44 @@ class Measures:
 
     def _using(self, nodes: Collection[str]) -> list[str]:
         """Models that are on one of these nodes, or may come to be."""
-        found = []
+        names = []
         for view in self._snapshot().models.values():
             on = {rank.node_id for rank in view.ranks}
             if (view.state in RESIDENT and on & set(nodes)) or (view.state in STARTING and not on):
-                found.append(view.name)
-        return found
+                names.append(view.name)
+        return names
 
     def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
         there = self._nodes.in_sight()
-        asked = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
-        if unknown := [node for node in asked if node not in there]:
+        chosen = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
+        if unknown := [node for node in chosen if node not in there]:
             raise BadRequest(
                 f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
             )
-        if len(asked) < 2:
+        if len(chosen) < 2:
             raise BadRequest(f"A rate is measured between two nodes: name two or more of {', '.join(there)}, or `all`.")
-        return asked
+        return chosen
 
     async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
-        state, told = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, failed=told.append):
+        state, messages = OperationState.FAILED, list[str]()
+        with self._boundary.around(KIND, failed=messages.append):
             try:
-                told.append("; ".join(await self._each(operation_id, list(combinations(nodes, 2)))))
+                messages.append("; ".join(await self._each(operation_id, list(combinations(nodes, 2)))))
                 state = OperationState.SUCCEEDED
             except ClusterError as error:
-                told.append(error.message)
-        self._ledger.operations.close(operation_id, state, told[0])
+                messages.append(error.message)
+        self._ledger.operations.close(operation_id, state, messages[0])
 
     async def _each(self, operation_id: str, pairs: Sequence[Pair]) -> list[str]:
         """Measure every pair; return one line for each."""
-        found: list[str] = []
+        slow: list[str] = []
         for number, pair in enumerate(pairs):
             rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
             judged = finding(rate)
-            found.append(f"{judged.node}: {judged.evidence}")
+            slow.append(f"{judged.node}: {judged.evidence}")
             self._keep(rate)
             self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
-        return found
+        return slow
 
     async def _pair(self, pair: Pair, tell: Callable[[str, int, int], None]) -> Rate:
         """Raises ClusterError with the nodes, the reason and what helps."""
@@ -167,13 +167,13 @@ class Measures:
         interpreter = str(engine.runtime or sys.executable)
         tell(f"preparing {a} - {b}", 0, MOST_BYTES)
         probed = [await self._nodes.ask(node, "runtime", interpreter, timeout_s=PROBE_TIMEOUT_S) for node in pair]
-        platforms = {one["platform"] if engine.platform == "auto" else engine.platform for one in probed}
+        platforms = {probe["platform"] if engine.platform == "auto" else engine.platform for probe in probed}
         backend = NCCL if platforms == {"cuda"} else GLOO
-        said = {name: value.get_secret_value() for name, value in engine.env.items()}
+        configured = {name: value.get_secret_value() for name, value in engine.env.items()}
         before = await self._fabrics(pair)
-        rdma = wants_rdma("cuda" if backend == NCCL else "cpu", said)
-        env = {node: environment(settings(before[node], [before[_other(node, pair)]], rdma=rdma, configured=said)) for node in pair}
-        passed_on = {name: value for name, value in said.items() if name.startswith(_PASSED_ON)}
+        rdma = wants_rdma("cuda" if backend == NCCL else "cpu", configured)
+        env = {node: environment(settings(before[node], [before[_other(node, pair)]], rdma=rdma, configured=configured)) for node in pair}
+        passed_on = {name: value for name, value in configured.items() if name.startswith(_PASSED_ON)}
         port = await self._nodes.ask(a, "free_port", timeout_s=ASK_TIMEOUT_S)
         order = {"world": 2, "host": a, "port": port, "backend": backend, "limit_s": LIMIT_S, "total_bytes": MOST_BYTES}
         jobs: list[tuple[str, str]] = []
@@ -188,7 +188,7 @@ class Measures:
         transport = parse(ended["nccl"])
         expected = _devices(env[a]) if rdma else ()
         idle = _idle(traffic(before[a], (await self._fabrics(pair))[a]), expected)
-        meeting = next((one for one in before[a].interfaces if one.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
+        meeting = next((interface for interface in before[a].interfaces if interface.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None
         lan, real = meeting is not None and meeting.kind == LAN, meeting is not None and meeting.physical
         # As they were when the rails were chosen: what has changed meanwhile makes the rate one of other links.
@@ -212,9 +212,9 @@ class Measures:
             states = [await self._nodes.ask(node, "rating", job, timeout_s=ASK_TIMEOUT_S) for node, job in jobs]
             for (node, _), state in zip(jobs, states, strict=True):
                 if "error" in state:
-                    wrong = [one for one in judge(parse(state.get("nccl", ())), (), node) if one.verdict == FAIL]
-                    why = f"; {wrong[0].evidence}: {wrong[0].cure}" if wrong else ""
-                    raise RankError(f"The rate between {between} is not known: {node}: {state['error']}{why}")
+                    wrong = [verdict for verdict in judge(parse(state.get("nccl", ())), (), node) if verdict.verdict == FAIL]
+                    cause = f"; {wrong[0].evidence}: {wrong[0].cure}" if wrong else ""
+                    raise RankError(f"The rate between {between} is not known: {node}: {state['error']}{cause}")
             tell(between, int(states[0].get("done_bytes", 0)), MOST_BYTES)
             if all(state.get("ended") for state in states):
                 return dict(states[0])
@@ -235,7 +235,7 @@ class Measures:
         _show(rate)
         try:
             fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps([asdict(one) for one in self._rates.values()]), encoding="utf-8")
+            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
             os.replace(fresh, self._path)
         except OSError as error:
             log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
@@ -249,8 +249,8 @@ class Measures:
 def _read(path: Path) -> list[Rate]:
     """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return [Rate(**one | {name: tuple(one.get(name, ())) for name in ("idle", "links", "sockets")}) for one in kept]
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [Rate(**row | {name: tuple(row.get(name, ())) for name in ("idle", "links", "sockets")}) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

@@ -100,18 +100,18 @@ class Client:
         return self._ask("DELETE", path, {})
 
     def models(self) -> list[dict[str, Any]]:
-        found = self.get("/models").get("models")
-        if not isinstance(found, list):
+        models = self.get("/models").get("models")
+        if not isinstance(models, list):
             raise self._stranger(200)
-        return found
+        return models
 
     def model(self, name: str) -> dict[str, Any]:
         return self.get(model_path(name))
 
     def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
         """The lines that are written to a model's log from `cursor` on, until the daemon ends."""
-        asked = {"follow": "true", "cursor": cursor, "rank": str(rank)}
-        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=asked) as response:
+        params = {"follow": "true", "cursor": cursor, "rank": str(rank)}
+        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=params) as response:
             yield from response.iter_text()
 
     def follow_events(self, after: int) -> Iterator[dict[str, Any]]:
@@ -180,9 +180,9 @@ class Client:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why = f" ({error})" if self.base_url.startswith("https:") else ""
+            detail = f" ({error})" if self.base_url.startswith("https:") else ""
             cure = "Start it with `sparkd serve`, or give its address by --url or SPARKD_URL."
-            raise Unavailable(f"No sparkd answers at {self.base_url}{why}. {cure}") from None
+            raise Unavailable(f"No sparkd answers at {self.base_url}{detail}. {cure}") from None
         except httpx.TimeoutException:
             raise Unavailable(f"sparkd at {self.base_url} took too long to answer; try again, or see its log.") from None
         except httpx.TransportError:
@@ -235,11 +235,11 @@ def refusal(code: object, message: str, body: Mapping[str, Any] | None = None) -
     """The daemon's refusal as the class whose `code` it carries, so that it has that class's exit code; with what else its body says."""
     kind = _BY_CODE.get(str(code), SparkdError)
     error = kind.__new__(kind)
-    told = body or {}
-    param = told.get("error", {}).get("param")
+    details = body or {}
+    param = details.get("error", {}).get("param")
     SparkdError.__init__(error, message, param=None if param is None else str(param))
     # The attributes that a class's own constructor sets, which cannot be called with a body.
-    vars(error).update(loading=told.get("loading") or {}, held_by=told.get("held_by") or [])
+    vars(error).update(loading=details.get("loading") or {}, held_by=details.get("held_by") or [])
     return error
 
 

@@ -38,9 +38,9 @@ class Operator:
 
         Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
         """
-        known, change = self._registry.lay_recipe(name, recipe)
-        self._tell(known, change)
-        return known
+        model, change = self._registry.lay_recipe(name, recipe)
+        self._tell(model, change)
+        return model
 
     def remove(self, name: str) -> Operation:
         """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""

@@ -93,8 +93,8 @@ class Pulls:
         for operation_id, (other, its, under) in self._asked.items():
             if other == called:
                 if not set(chosen) <= set(its) or under != revision:
-                    told = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
-                    raise Conflict(f"{told} {operation_id}`.")
+                    problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
+                    raise Conflict(f"{problem} {operation_id}`.")
                 return self._ledger.operations.find(operation_id)
         if self._tasks is None:
             raise ClusterError("The daemon is still starting: try again in a moment.")
@@ -127,15 +127,15 @@ class Pulls:
         return await pull.run(model, revision, environ, nodes, branch)
 
     async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
-        state, told = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, name, told.append):
+        state, messages = OperationState.FAILED, list[str]()
+        with self._boundary.around(KIND, name, messages.append):
             try:
-                told.append(await work())
+                messages.append(await work())
                 state = OperationState.SUCCEEDED
             except ClusterError as error:
-                told.append(error.message)
-        self._ledger.operations.close(operation_id, state, told[0])
-        self._ledger.say(KIND, name, told[0])
+                messages.append(error.message)
+        self._ledger.operations.close(operation_id, state, messages[0])
+        self._ledger.say(KIND, name, messages[0])
 
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
@@ -150,12 +150,12 @@ class Pulls:
         there = self._nodes.in_sight()
         if nodes == ALL:
             return there
-        asked = [nodes] if isinstance(nodes, str) else list(nodes)
-        if unknown := [node for node in asked if node not in there]:
+        chosen = [nodes] if isinstance(nodes, str) else list(nodes)
+        if unknown := [node for node in chosen if node not in there]:
             raise BadRequest(
                 f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
             )
-        return list(dict.fromkeys(asked))
+        return list(dict.fromkeys(chosen))
 
 
 class _Unasked(RankError):
@@ -224,17 +224,17 @@ class _Pull:
         try:
             process.stdin.write(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n")
             async for line in process.stdout:
-                told = json.loads(line)
-                if "unasked" in told:
-                    raise _Unasked(str(told["error"]), str(told["unasked"]))
-                if "error" in told:
-                    raise RankError(str(told["error"]))
-                if "ended" in told:
-                    commit, note, head = str(told["commit"]), str(told["note"]), told.get("head")
+                event = json.loads(line)
+                if "unasked" in event:
+                    raise _Unasked(str(event["error"]), str(event["unasked"]))
+                if "error" in event:
+                    raise RankError(str(event["error"]))
+                if "ended" in event:
+                    commit, note, head = str(event["commit"]), str(event["note"]), event.get("head")
                     if branch is not None and head not in (None, commit):
                         note = f"{note} {moved(model, branch, commit, head)}".strip()
                     return commit, note
-                self._tell("fetching from the hub", int(told["done_bytes"]), int(told["total_bytes"]))
+                self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
             raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
         finally:
             with suppress(ProcessLookupError):
@@ -250,16 +250,16 @@ class _Pull:
 
         commit: what was fetched to this node; an earlier one on another may be larger.
         """
-        asked = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
-        asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in asked)
-        answers = dict(zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True))
-        there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
+        candidates = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
+        asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in candidates)
+        answers = dict(zip(candidates, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+        there = {node: dict(files) for node, files in answers.items() if isinstance(files, Mapping) and files["files"]}
         own = self._nodes.node_ip
-        if fetched := {node: found for node, found in there.items() if commit and found["commit"] == commit}:
-            there = {node: found | {"partial": node != own and found.get("partial")} for node, found in fetched.items()}
-        whole = {node: found for node, found in there.items() if not found.get("partial")}
+        if fetched := {node: files for node, files in there.items() if commit and files["commit"] == commit}:
+            there = {node: files | {"partial": node != own and files.get("partial")} for node, files in fetched.items()}
+        whole = {node: files for node, files in there.items() if not files.get("partial")}
         if ours := whole.get(own):
-            whole = {node: found for node, found in whole.items() if not _differ(found, ours)}
+            whole = {node: files for node, files in whole.items() if not _differ(files, ours)}
         if whole:
             source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))
             return source, whole[source]
@@ -267,16 +267,16 @@ class _Pull:
             if isinstance(failed, BaseException):
                 raise failed
         if there:
-            told = f"{model} is only on {', '.join(there)}, where a copy of it was interrupted"
-            raise RankError(f"{told}: bring back the node that it came from, or use a hub id (owner/name).")
-        raise RankError(f"{model} is on none of {', '.join(asked)}: check the path, or use a hub id (owner/name).")
+            problem = f"{model} is only on {', '.join(there)}, where a copy of it was interrupted"
+            raise RankError(f"{problem}: bring back the node that it came from, or use a hub id (owner/name).")
+        raise RankError(f"{model} is on none of {', '.join(candidates)}: check the path, or use a hub id (owner/name).")
 
     async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
         from workers.transfer.manifest import refuse_without_room
 
-        told = await self._nodes.ask(node, "lacking", dict(manifest), dict(places), timeout_s=ASK_TIMEOUT_S)
+        answer = await self._nodes.ask(node, "lacking", dict(manifest), dict(places), timeout_s=ASK_TIMEOUT_S)
         try:
-            refuse_without_room(model, told)
+            refuse_without_room(model, answer)
         except RankError as error:
             raise RankError(f"{node}: {error.message}") from None
 
@@ -286,7 +286,7 @@ class _Pull:
         """By target, what its program said at the end. Everything that was started is ended, whatever happens."""
         key = secrets.token_hex(32)
         ways = {node: await self._ways(source, node) for node in targets}
-        binds = sorted({there for found in ways.values() for there, _ in found})
+        binds = sorted({there for node_ways in ways.values() for there, _ in node_ways})
         started: list[tuple[str, str]] = []
         try:
             serving = await self._start(source, "source", {"manifest": dict(manifest), "binds": binds, "key": key}, places)
@@ -325,15 +325,15 @@ class _Pull:
     async def _ways(self, source: str, target: str) -> list[tuple[str, str]]:
         """(address there, address here) of every sound rail between them; the nodes' own addresses where there is none."""
         readings = {node: raw for node, raw in (await self._nodes.fabric()).items() if raw is not None and not raw["trouble"]}
-        found = []
+        pairs = []
         if source in readings and target in readings:
             a, b = fabrics_of({source: readings[source], target: readings[target]}).values()
             for cable in cables_of([a, b]):
                 for rail in cable.sound(rdma=False):
-                    ends = [next((str(one.ip) for one in end.addresses if one.network == rail.network), None) for end in (rail.a, rail.b)]
+                    ends = [next((str(own.ip) for own in end.addresses if own.network == rail.network), None) for end in (rail.a, rail.b)]
                     if ends[0] and ends[1]:
-                        found.append((ends[0], ends[1]))
-        return found or [(source, target)]
+                        pairs.append((ends[0], ends[1]))
+        return pairs or [(source, target)]
 
     def _tell(self, what: str, done: int, total: int) -> None:
         now_s = self._clock()
@@ -349,27 +349,27 @@ class _Pull:
 
 def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
     """A copy's remark on weights on a node that the source lacks."""
-    told = []
+    sentences = []
     if removed := state.get("removed"):
-        told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no longer: {_some(removed)}.")
+        sentences.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no longer: {_some(removed)}.")
     if left := state.get("left"):
         cure = "move or remove them there, or an engine may load them too"
-        told.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")
-    return " ".join(told)
+        sentences.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")
+    return " ".join(sentences)
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether `one` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
+def _differ(copy: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether `copy` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
     other's whole set. Files that are left over from an earlier copy are no more of the model."""
     from workers.transfer.manifest import is_loaded
 
     sizes = {file["name"]: file["size"] for file in other["files"]}
     own = {name for name in sizes if is_loaded(name)}
-    more = any(is_loaded(file["name"]) and file["name"] not in own for file in one["files"])
+    more = any(is_loaded(file["name"]) and file["name"] not in own for file in copy["files"])
     if more and own and not other.get("lacks") and other["commit"] is None:
         return True
-    return any(sizes.get(file["name"], file["size"]) != file["size"] for file in one["files"])
+    return any(sizes.get(file["name"], file["size"]) != file["size"] for file in copy["files"])

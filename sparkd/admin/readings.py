@@ -15,7 +15,7 @@ from workers.host.network import VARIABLES
 async def fabric_of(registry: Roster, cluster: Cluster, rates: Sequence[Rate] = ()) -> dict[str, Any]:
     """See sparkd.fabric.report."""
     readings, env = await cluster.fabric(), registry.config.engine.env
-    proved = [one for record in registry.records.values() for one in record.attempt.transport]
+    proved = [transport for record in registry.records.values() for transport in record.attempt.transport]
     return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved, rates)
 
 

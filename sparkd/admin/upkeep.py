@@ -45,9 +45,9 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
 
     @api.get("/incidents", **answers(Incidents), summary="What the memory guards of the nodes did, newest first")
     async def incidents() -> dict[str, Any]:
-        found = await cluster.everywhere("incidents")
-        rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
-        return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
+        by_node = await cluster.everywhere("incidents")
+        rows = sorted((row for listed in by_node.values() for row in listed or ()), key=lambda row: str(row["id"]), reverse=True)
+        return {"incidents": rows, "silent": [node for node, listed in by_node.items() if listed is None]}
 
     @api.get(
         "/incidents/{incident_id}",
@@ -55,8 +55,8 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
         summary="One incident: two minutes of readings, the engine's log, the requester, the predicted size",
     )
     async def incident(incident_id: str) -> dict[str, Any]:
-        found = await cluster.everywhere("incident", incident_id)
-        known = next((told for told in found.values() if told), None)
-        if known is None:
+        by_node = await cluster.everywhere("incident", incident_id)
+        bundle = next(filter(None, by_node.values()), None)
+        if bundle is None:
             raise UnknownIncident(incident_id)
-        return dict(known)
+        return dict(bundle)

@@ -87,8 +87,8 @@ def _names(tree: Table) -> frozenset[str]:
     for name, entry in models.items() if isinstance(models, Table) else ():
         names.add(name)
         for key in ("aliases", "served_model_name"):
-            given = entry.get(key) if isinstance(entry, Table) else None
-            aliases = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+            value = entry.get(key) if isinstance(entry, Table) else None
+            aliases = [value] if isinstance(value, str) else value if isinstance(value, list) else []
             names.update(alias for alias in aliases if isinstance(alias, str))
     return frozenset(names)
 
@@ -315,8 +315,8 @@ class _Entry:
         except ConfigError:
             return  # of a flag's value, which is said where it stands
         if (broken := fault(args)) is not None:
-            known = not isinstance(broken, CheckpointUncounted)
-            yield self._at("model", broken.message, "error" if known else "warning")
+            counted = not isinstance(broken, CheckpointUncounted)
+            yield self._at("model", broken.message, "error" if counted else "warning")
         reasons = {
             "max_model_len": too_long(args, release_in(self._runtime)),
             "quantize": uneven(args),

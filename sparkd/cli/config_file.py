@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from sparkd.config.config import Config
 
 
-def config_of(given: Path | None, environ: Mapping[str, str]) -> Config:
+def config_of(path: Path | None, environ: Mapping[str, str]) -> Config:
     """--config, else SPARKD_CONFIG, else the system's file where it is there, else the defaults. Raises ConfigError."""
     from sparkd.config.config import load_config
 
     named = Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else None
-    return load_config(given or named or (CONFIG_PATH if CONFIG_PATH.exists() else None), environ=environ)
+    return load_config(path or named or (CONFIG_PATH if CONFIG_PATH.exists() else None), environ=environ)

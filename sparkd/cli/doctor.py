@@ -36,17 +36,17 @@ def doctor(
         raise ConfigError(f"--root {root}: there is no folder proc in it, so it cannot stand for a node's /.")
     raw: dict[str, Any] = {}
     alone = root is not None or fix or disk
-    found = None if alone else session.of_cluster("/doctor")
-    if found is None:
-        raw, found = _of_this_node(root or HERE, disk=disk)
-    mended = _mend(session, found, raw, root or HERE) if fix else []
+    report = None if alone else session.of_cluster("/doctor")
+    if report is None:
+        raw, report = _of_this_node(root or HERE, disk=disk)
+    mended = _mend(session, report, raw, root or HERE) if fix else []
     if session.json:
-        show.say_json(found | ({"fixed": mended} if fix else {}))
+        show.say_json(report | ({"fixed": mended} if fix else {}))
     elif not fix:
         from sparkd.render import fabric
 
-        fabric.findings(found["findings"], session.out)
-    if found["verdict"] == "fail" and not fix:
+        fabric.findings(report["findings"], session.out)
+    if report["verdict"] == "fail" and not fix:
         raise typer.Exit(SparkdError.exit_code)
 
 
@@ -64,7 +64,7 @@ def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, 
 def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:
     from workers.host.disk_rate import largest, rate
 
-    path = largest([Path(one["path"]) for one in raw["hubs"]] + [Path("/models"), Path("/var/lib/sparkd/quantized")])
+    path = largest([Path(hub["path"]) for hub in raw["hubs"]] + [Path("/models"), Path("/var/lib/sparkd/quantized")])
     if path is None:
         return {"trouble": "no file of weights of 64 MiB or more in the hub's cache, /models or /var/lib/sparkd/quantized"}
     try:
@@ -74,20 +74,20 @@ def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:
     return {"path": str(path), "bytes": done, "seconds": seconds, "direct": direct}
 
 
-def _mend(session: Session, found: dict[str, Any], raw: dict[str, Any], root: Path) -> list[dict[str, Any]]:
+def _mend(session: Session, report: dict[str, Any], raw: dict[str, Any], root: Path) -> list[dict[str, Any]]:
     from sparkd.doctor.fixes import apply, fixes_of, may_change
 
-    fixes = fixes_of(found["findings"], raw)
+    fixes = fixes_of(report["findings"], raw)
     if not fixes and not session.json:
         session.out.print("--fix can change nothing here; `sparkd doctor` lists the fixes to make by hand.")
     if fixes and root == HERE and not may_change():
         raise ConfigError("--fix changes settings of the system: run it as root, sudo sparkd doctor --fix.")
     mended = []
-    for one in fixes:
-        if not typer.confirm(f"{one.check}: {one.what}?", default=False, err=True):
+    for fix in fixes:
+        if not typer.confirm(f"{fix.check}: {fix.what}?", default=False, err=True):
             continue
-        apply(one, root)
-        mended.append(asdict(one))
+        apply(fix, root)
+        mended.append(asdict(fix))
         if not session.json:
-            session.out.print(f"{one.check}: done. To undo it: {one.undo}", markup=False)
+            session.out.print(f"{fix.check}: done. To undo it: {fix.undo}", markup=False)
     return mended

@@ -64,8 +64,8 @@ def export(
     if session.json:
         show.say_json({"folder": os.path.abspath(folder), "bytes": ended["bytes"], "from": ended["from"]})
     else:
-        told = "copied from the cache" if ended["from"] == "cache" else "quantized"
-        session.out.print(f"{folder}: {show.size(ended['bytes'])} of weights, {told}.", markup=False, soft_wrap=True)
+        how = "copied from the cache" if ended["from"] == "cache" else "quantized"
+        session.out.print(f"{folder}: {show.size(ended['bytes'])} of weights, {how}.", markup=False, soft_wrap=True)
 
 
 def _check_groups(wanted: Chosen) -> None:
@@ -78,10 +78,10 @@ def _check_groups(wanted: Chosen) -> None:
 
     try:
         checkpoint = read_checkpoint(wanted.folder)
-        known = inventory(checkpoint, shape_of(checkpoint.config))
+        weights = inventory(checkpoint, shape_of(checkpoint.config))
     except CheckpointError:
         return
-    model = known.formatted(wanted.recipe)
+    model = weights.formatted(wanted.recipe)
     if uneven := next(uneven_groups(model), None):
         raise CheckpointError(uneven, file=checkpoint.folder)
 

@@ -35,14 +35,14 @@ def fabric(
     """
     if measure is not None:
         _measure(session, measure, force, timeout)
-    found = _of_folders(root) if root else session.of_cluster("/fabric") or _of_this_node()
+    report = _of_folders(root) if root else session.of_cluster("/fabric") or _of_this_node()
     if session.json:
-        show.say_json(found)
+        show.say_json(report)
     else:
         from sparkd.render import fabric as show_fabric
 
-        (show_fabric.environment if env else show_fabric.fabric)(found, session.out)
-    if found["verdict"] == "fail":
+        (show_fabric.environment if env else show_fabric.fabric)(report, session.out)
+    if report["verdict"] == "fail":
         raise typer.Exit(SparkdError.exit_code)
 
 
@@ -53,19 +53,19 @@ def nodes(session: Session) -> None:
     """
     from sparkd.render import fabric as show_fabric
 
-    found = session.client.get("/nodes")
+    listing = session.client.get("/nodes")
     if session.json:
-        show.say_json(found)
+        show.say_json(listing)
     else:
-        show_fabric.nodes(found, session.out)
+        show_fabric.nodes(listing, session.out)
 
 
 def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None) -> None:
     """To its end; Ctrl-C and the time-out cancel it. Raises RankError where it failed, Conflict where it was cancelled, Unavailable."""
     client, began_s = session.client, time.monotonic()
-    asked = [name.strip() for name in nodes.split(",") if name.strip()]
+    names = [name.strip() for name in nodes.split(",") if name.strip()]
     addresses = {node["node"]: node["address"] or node["node"] for node in client.get("/fabric")["nodes"]}
-    between = "all" if asked == ["all"] else [addresses.get(name, name) for name in asked]
+    between = "all" if names == ["all"] else [addresses.get(name, name) for name in names]
     if between != "all" and len(between) < 2:
         raise ConfigError("--measure names two or more nodes, separated by commas, or all.")
     operation = client.post("/fabric/measure", {"nodes": between, "force": force})
@@ -106,8 +106,8 @@ def _of_this_node() -> dict[str, Any]:
 
     answers = knock()
     raw = sample() | {"answers": answers}
-    found = report({str(raw["host"]): raw})
-    return {**found, "offered": []} if _has_joined() else found
+    answer = report({str(raw["host"]): raw})
+    return {**answer, "offered": []} if _has_joined() else answer
 
 
 def _has_joined() -> bool:

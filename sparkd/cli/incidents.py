@@ -44,22 +44,22 @@ def ls(session: Session) -> None:
     Covers all nodes, or this node if no daemon answers.
     """
     try:
-        found = session.client.get("/incidents")
+        answer = session.client.get("/incidents")
     except Unavailable:
-        found = {"incidents": _here(session)[::-1], "silent": []}
+        answer = {"incidents": _here(session)[::-1], "silent": []}
     if session.json:
-        show.say_json(found)
+        show.say_json(answer)
         return
     table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in ("INCIDENT", "MODEL", "NODE", "PHASE", "WHY"):
         table.add_column(title, overflow="fold", no_wrap=title == "INCIDENT")
-    for one in found["incidents"]:
-        table.add_row(*(show.printable(str(one.get(name) or "")) for name in ("id", "model", "node", "phase", "why")))
-    if found["incidents"]:
+    for incident in answer["incidents"]:
+        table.add_row(*(show.printable(str(incident.get(name) or "")) for name in ("id", "model", "node", "phase", "why")))
+    if answer["incidents"]:
         session.out.print(table)
     else:
         session.out.print("The guard has killed no engine.")
-    for node in found["silent"]:
+    for node in answer["silent"]:
         session.err.print(f"{node} does not answer.", markup=False)
 
 
@@ -88,18 +88,18 @@ def show_one(
 
 
 def _draw(bundle: Mapping[str, Any], console: Console) -> None:
-    limits, told = bundle["limits"], bundle.get("told") or {}
+    limits, request = bundle["limits"], bundle.get("told") or {}
     lines = [
         ("Killed", f"{bundle['model']} ({bundle['rank_id']}) on {bundle['node']}, {_date(bundle['at_s'])}, phase {bundle['phase']}"),
         ("Why", bundle["why"]),
         ("Limits", ", ".join(f"{name} {limits[f'{name}_bytes'] / GIB:.2f}" for name in ("soft", "hard", "floor")) + " GiB"),
         ("Came back", f"{bundle['freed_bytes'] / GIB:.2f} GiB"),
-        ("Asked for by", told.get("by") or "not known"),
-        ("Predicted", f"{told['predicted_gib']:g} GiB" if told.get("predicted_gib") else "not known"),
+        ("Asked for by", request.get("by") or "not known"),
+        ("Predicted", f"{request['predicted_gib']:g} GiB" if request.get("predicted_gib") else "not known"),
     ]
-    for one in bundle["engines"]:
-        device = "not known" if one["device_bytes"] is None else f"{one['device_bytes'] / GIB:.2f} GiB"
-        lines.append(("Engine", f"{one['model']}, {one['phase']}: host {one['host_bytes'] / GIB:.2f} GiB, device {device}"))
+    for engine in bundle["engines"]:
+        device = "not known" if engine["device_bytes"] is None else f"{engine['device_bytes'] / GIB:.2f} GiB"
+        lines.append(("Engine", f"{engine['model']}, {engine['phase']}: host {engine['host_bytes'] / GIB:.2f} GiB, device {device}"))
     if bundle.get("survivors"):
         lines.append(("Survived", f"processes {', '.join(map(str, bundle['survivors']))}: they hang in the kernel"))
     for title, text in lines:

@@ -72,8 +72,8 @@ def join(
     from sparkd.render import models as show
 
     loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
-    found = find_head(head)
-    if loaded.cluster.address not in (None, found.address):
+    target = find_head(head)
+    if loaded.cluster.address not in (None, target.address):
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
     if daemon := as_owner(loaded.state_dir, lambda: _daemon(loaded)):
         raise Conflict(
@@ -86,16 +86,16 @@ def join(
     units = not foreground and _has_units(loaded)
     if not units:
         refuse_another_users(loaded.state_dir)
-    kept = membership.token_path(loaded) if before is not None and before.address == found.address else None
-    secret = _token(token, kept)
-    way = way_to(found.host, found.routed, _fabric(), node_ip)
+    token_file = membership.token_path(loaded) if before is not None and before.address == target.address else None
+    secret = _token(token, token_file)
+    way = way_to(target.host, target.routed, _fabric(), node_ip)
     with tempfile.TemporaryDirectory(prefix="sparkd-join-") as folder:
         trial = Path(folder) / "token"
         trial.touch(mode=0o600)
         trial.write_text(secret)
-        clocks = clock_doubt(ask_head(found, trial, way.node_ip))
+        clocks = clock_doubt(ask_head(target, trial, way.node_ip))
     as_json = json or (ctx.find_root().obj or CommonOptions()).json
-    told = {"address": found.address, "node": way.node_ip, "why": way.why, "warnings": [*way.doubts, *filter(None, [clocks])]}
+    answer = {"address": target.address, "node": way.node_ip, "why": way.why, "warnings": [*way.doubts, *filter(None, [clocks])]}
     err.print(way.why, markup=False)
     for doubt in (*way.doubts, *filter(None, [clocks])):
         err.print(f"warn: {doubt}", style="yellow", markup=False)
@@ -104,21 +104,22 @@ def join(
         earlier = before if before is not None and before.unit else None
         enabled = earlier.enabled if earlier else _systemctl("is-enabled", UNIT)
         active = earlier.active if earlier else _systemctl("is-active", UNIT)
-        record = membership.Joined(found.address, way.node_ip, True, enabled, active)
+        record = membership.Joined(target.address, way.node_ip, True, enabled, active)
         as_owner(loaded.state_dir, lambda: membership.keep(loaded, record))
         if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
             raise RayUnavailable(f"The unit {UNIT} did not start and is tried again; `journalctl -u {UNIT}` shows the reason.")
-        err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it joined. `sparkd leave` undoes it.", markup=False)
+        how = f"{UNIT} keeps it joined. `sparkd leave` undoes it."
+        err.print(f"This node has joined {target.address} as {way.node_ip}; {how}", markup=False)
         if as_json:
-            say_json({**told, "unit": UNIT})
+            say_json({**answer, "unit": UNIT})
         return
-    record = membership.Joined(found.address, way.node_ip)
+    record = membership.Joined(target.address, way.node_ip)
     if me := processes.identity(os.getpid()):
         record = replace(record, pid=me.pid, start_ticks=me.start_ticks, boot_id=me.boot_id)
     membership.keep(loaded, record)
-    err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
+    err.print(f"This node joins {target.address} as {way.node_ip}, until Ctrl-C.", markup=False)
     if as_json:
-        say_json({**told, "unit": None})
+        say_json({**answer, "unit": None})
     _stay(loaded, way.node_ip)
 
 
@@ -133,24 +134,24 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
     from sparkd.render import models as show
 
     loaded, out = _loaded(config, state_dir), show.terminal()
-    found = _joined(loaded)
-    if found is None:
+    joined = _joined(loaded)
+    if joined is None:
         raise ConfigError(f"This node has joined no cluster: there is no {loaded.state_dir / membership.RECORD}.")
-    as_owner(loaded.state_dir, lambda: _interrupt(found))
+    as_owner(loaded.state_dir, lambda: _interrupt(joined))
     # The record is the word of who can write there: only that of the system's folder speaks of the system's unit.
-    unit = found.unit and _has_units(loaded)
+    unit = joined.unit and _has_units(loaded)
     if unit:
         _systemctl("stop", UNIT)
-    as_owner(loaded.state_dir, lambda: _end(loaded, found.node_ip))
+    as_owner(loaded.state_dir, lambda: _end(loaded, joined.node_ip))
     if unit:
-        if not found.enabled:
+        if not joined.enabled:
             _systemctl("disable", UNIT)
-        if found.active:
+        if joined.active:
             _systemctl("start", UNIT)
     if json or (ctx.find_root().obj or CommonOptions()).json:
-        say_json({"address": found.address, "node": found.node_ip})
+        say_json({"address": joined.address, "node": joined.node_ip})
     else:
-        out.print(f"This node has left {found.address}.", markup=False)
+        out.print(f"This node has left {joined.address}.", markup=False)
 
 
 def token(
@@ -189,24 +190,24 @@ def _loaded(config: Path | None, state_dir: Path | None) -> Config:
     return load_config(config_path(config, os.environ, alone=state_dir is None), flags={"state_dir": state_dir}, environ=os.environ)
 
 
-def _token(given: str | None, kept: Path | None) -> str:
+def _token(token: str | None, token_file: Path | None) -> str:
     """From stdin, a file, the command line, what an earlier join left, or a question. Raises ConfigError, never with it."""
-    if given == "-":
+    if token == "-":
         text = sys.stdin.readline(MAX_TOKEN_CHARS + 1)
-    elif given is not None and _is_file(given):
-        with Path(given).open() as file:
+    elif token is not None and _is_file(token):
+        with Path(token).open() as file:
             text = file.readline(MAX_TOKEN_CHARS + 1)
-    elif given is not None:
-        if "/" in given:
+    elif token is not None:
+        if "/" in token:
             raise ConfigError("--token names a file that is not there.")
         from sparkd.render import models as show
 
         show.terminal(stderr=True).print(
             "warn: every user of this node can read command lines: use --token - or a file instead.", style="yellow"
         )
-        text = given
-    elif kept is not None and kept.is_file():
-        text = kept.read_text()
+        text = token
+    elif token_file is not None and token_file.is_file():
+        text = token_file.read_text()
     elif sys.stdin.isatty():
         text = str(typer.prompt("Token of the head (`sparkd token` there)", hide_input=True, err=True))
     else:
@@ -273,8 +274,8 @@ def _offered_address(config: Config, path: Path | None) -> str:
     """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
     from sparkd.config.config import is_loopback
 
-    if (found := _joined(config)) is not None:
-        raise ConfigError(f"This node has joined {found.address}: run `sparkd token` there.")
+    if (joined := _joined(config)) is not None:
+        raise ConfigError(f"This node has joined {joined.address}: run `sparkd token` there.")
     if config.cluster.address is not None:
         from sparkd.cluster.ray_head import is_here
 
@@ -355,31 +356,31 @@ def _joined(config: Config) -> Joined | None:
     from sparkd.cluster import membership
 
     def read() -> dict[str, Any] | None:
-        found = membership.read(config)
-        return None if found is None else asdict(found)
+        joined = membership.read(config)
+        return None if joined is None else asdict(joined)
 
     raw = as_owner(config.state_dir, read)
     return None if raw is None else membership.Joined(**raw)
 
 
-def _interrupt(found: Joined) -> None:
+def _interrupt(joined: Joined) -> None:
     """End the `sparkd join` that keeps this node, if it lives. Raises RayUnavailable where it does not end."""
-    keeper = _keeper(found)
+    keeper = _keeper(joined)
     if keeper is None:
         return
     # Another user's process is not signalled, and not waited for.
     if not processes.wait_gone([keeper], timeout_s=LEAVE_TIMEOUT_S if processes.send(keeper, signal.SIGINT) else 0.0):
-        raise RayUnavailable(f"The `sparkd join` of this node, process {found.pid}, does not end: kill it, then run `sparkd leave` again.")
+        raise RayUnavailable(f"The `sparkd join` of this node, process {joined.pid}, does not end: kill it, then run `sparkd leave` again.")
 
 
-def _keeper(found: Joined) -> Identity | None:
+def _keeper(joined: Joined) -> Identity | None:
     """That very process, if it lives and is a `sparkd join`: numbers are used again, and the record may name any. A record of an earlier
     release has the number alone."""
-    keeper = Identity(found.pid, found.start_ticks, found.boot_id) if found.boot_id else processes.identity(found.pid)
+    keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id) if joined.boot_id else processes.identity(joined.pid)
     if keeper is None or not processes.is_alive(keeper):
         return None
     try:
-        words = Path(f"/proc/{found.pid}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{joined.pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return None
     return keeper if b"join" in words and any(b"sparkd" in word for word in words) else None

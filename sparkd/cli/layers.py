@@ -108,7 +108,7 @@ def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
     """A checkpoint's layers and what `recipe` makes of them, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
     towers = towers_of(checkpoint.config)
-    found: dict[tuple[str, tuple[int, ...], str, str | None, bool], list[int]] = {}
+    sums_of: dict[tuple[str, tuple[int, ...], str, str | None, bool], list[int]] = {}
     misfits: dict[Misfit, int] = {}
     for name, tensor in checkpoint.tensors.items():
         spelling, result = _result(tensor, formats, checkpoint.config)
@@ -116,21 +116,21 @@ def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
         if misfit is not None and result:
             misfits[misfit] = misfits.get(misfit, 0) + 1
         key = _NUMBER.sub("*", name), tensor.shape, tensor.dtype, spelling, misfit is not None
-        sums = found.setdefault(key, [0, 0, 0])
+        sums = sums_of.setdefault(key, [0, 0, 0])
         sums[0] += 1
         sums[1] += tensor.nbytes
         sums[2] += result
     layers = tuple(
         LayerRow(name, tensor_class(name.replace("*", "0"), shape, towers), count, shape, dtype, stored, *_outcome(spelling, result, fails))
-        for (name, shape, dtype, spelling, fails), (count, stored, result) in found.items()
+        for (name, shape, dtype, spelling, fails), (count, stored, result) in sums_of.items()
     )
-    told = (
+    warnings = (
         f"{form.spelling} needs a multiple of {form.group} columns, and there are {columns} in {count} weights: loading them would fail, "
         f"so leave them unquantized or give them {fitting(form.group or columns, columns)}."
         for (form, columns), count in misfits.items()
     )
     source = checkpoint.quantization.method if checkpoint.quantization else None
-    return LayerListing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *told))
+    return LayerListing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *warnings))
 
 
 def listing_of(
@@ -151,33 +151,33 @@ def listing_of(
     source, revision, configured, env = meant(model, config_file, environ, ask)
     recipe = QuantizationRecipe.parse(value_of(quantize), env) if quantize is not None else QuantizationRecipe.parse(configured, env)
     checkpoint = checkpoint_of(source, revision, env, progress)
-    found = listing(checkpoint, recipe)
+    layers = listing(checkpoint, recipe)
     try:
-        return replace(found, held=held(checkpoint, recipe, consult))
+        return replace(layers, held=held(checkpoint, recipe, consult))
     except CheckpointIncomplete as error:
-        return replace(found, notes=(*found.notes, error.message))
+        return replace(layers, notes=(*layers.notes, error.message))
 
 
 def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None) -> RankShare | None:
     """By vLLM's own answer where there is one. None where nothing can be said of the weights. Raises CheckpointIncomplete for a checkpoint
     with fewer layers than its config.json says."""
     try:
-        known = inventory(checkpoint, shape_of(checkpoint.config))
-        refuse_incomplete(known)
-        weights = known.formatted(recipe).weights()
+        contents = inventory(checkpoint, shape_of(checkpoint.config))
+        refuse_incomplete(contents)
+        weights = contents.formatted(recipe).weights()
     except CheckpointIncomplete:
         raise
     except CheckpointError:
         return None
     exact = Exact()
     if consult is not None:
-        consultation = consult(known.checkpoint)
+        consultation = consult(contents.checkpoint)
         consultation.ask([(recipe, 1, 1)])
-        known = consultation.completed(known)
+        contents = consultation.completed(contents)
         exact = consultation.exact(recipe, Serving(1))
-    size = weights.bytes + known.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
-    sureness = of_weights(known.shape, known.checkpoint.quantization, exact)
-    return RankShare(size, sureness, known.unloaded, exact.refusal)
+    size = weights.bytes + contents.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
+    sureness = of_weights(contents.shape, contents.checkpoint.quantization, exact)
+    return RankShare(size, sureness, contents.unloaded, exact.refusal)
 
 
 def meant(
@@ -212,10 +212,10 @@ def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) 
     return parse_model(name, {"recipe": model}, over_admin=False, book=book), config, f"the recipe {model}"
 
 
-def _config_path(given: Path | None, environ: Mapping[str, str]) -> Path | None:
+def _config_path(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The system's file has keys in it and may be sparkd's alone: who may not read it asks the daemon."""
-    if given is not None or environ.get("SPARKD_CONFIG"):
-        return given or Path(environ["SPARKD_CONFIG"])
+    if path is not None or environ.get("SPARKD_CONFIG"):
+        return path or Path(environ["SPARKD_CONFIG"])
     return CONFIG_PATH if os.access(CONFIG_PATH, os.R_OK) else None
 
 
@@ -229,12 +229,12 @@ def _named(
         from sparkd.entry.trusted_commits import at_trusted_commit
 
         config = load_config(path, environ=environ)
-        found = next((each for each in config.models.values() if model in each.served_names()), None)
-        if found is not None:
+        entry = next((each for each in config.models.values() if model in each.served_names()), None)
+        if entry is not None:
             # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
-            recipe = "bf16" if found.quantize in (None, AUTO) else found.quantize
-            revision = at_trusted_commit(found, config).revision
-            return found.model, revision, recipe, {**environ, **found.environment(config.engine)}
+            recipe = "bf16" if entry.quantize in (None, AUTO) else entry.quantize
+            revision = at_trusted_commit(entry, config).revision
+            return entry.model, revision, recipe, {**environ, **entry.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"

@@ -40,10 +40,10 @@ _LOG_TELLS = frozenset(("EngineFrozen", "InternalError", "MemoryGuard", "NodeLos
 class Session:
     """The tools of a verb: the client, whether JSON is wanted, and the two streams."""
 
-    def __init__(self, asked: CommonOptions) -> None:
-        url = base_url(asked.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
-        self.client = Client(url, admin_key(asked.key_file, os.environ))
-        self.json = asked.json
+    def __init__(self, options: CommonOptions) -> None:
+        url = base_url(options.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
+        self.client = Client(url, admin_key(options.key_file, os.environ))
+        self.json = options.json
         self.out: Console = show.terminal()
         self.err: Console = show.terminal(stderr=True)
 
@@ -79,9 +79,9 @@ class Session:
                     if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
                         bar = self._bar(view)
                         message = bar.message if bar is not None else view["message"]
-                        told = show.stage(view["state"], view["progress"], self.err, message)
+                        progress = show.stage(view["state"], view["progress"], self.err, message)
                         step = show.step(view["state"], bar.reason if bar is not None else view["reason"], view.get("wait"))
-                        line(f"{model}: {told}  ({waited_s:.0f} s)", step)
+                        line(f"{model}: {progress}  ({waited_s:.0f} s)", step)
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} continues. {_how_on(operation)}", markup=False)
@@ -118,8 +118,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
         before = ctx.find_root().obj or CommonOptions()
-        asked = replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
-        session = Session(asked)
+        options = replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
+        session = Session(options)
         try:
             function(session, **arguments)
         finally:
@@ -295,15 +295,15 @@ def events(
     ] = 50,
 ) -> None:
     """Show the history: states, loads, failures, restarts."""
-    found = session.client.get("/events", limit=lines)["events"]
+    past = session.client.get("/events", limit=lines)["events"]
     if session.json and not follow:
-        show.say_json({"events": found})
+        show.say_json({"events": past})
         return
-    for event in found:
+    for event in past:
         _write_event(session, event)
     if not follow:
         return
-    for event in session.client.follow_events(found[-1]["seq"] if found else 0):
+    for event in session.client.follow_events(past[-1]["seq"] if past else 0):
         _write_event(session, event)
     raise Unavailable(f"sparkd at {session.client.base_url} ended, so its events end here.")
 
@@ -316,12 +316,12 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
     unheard: list[str] = []
     with headers_of(model) as progress:
         vllm = consult(model, config, quick=quick, unheard=unheard)
-        found = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
-    found["notes"] += unheard
+        answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
+    answer["notes"] += unheard
     if session.json:
-        show.say_json(found)
+        show.say_json(answer)
     else:
-        show.layers(found, session.out)
+        show.layers(answer, session.out)
 
 
 def _list_cached(session: Session, config: Path | None) -> None:
@@ -330,11 +330,11 @@ def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    found = as_owner(loaded.quantized_path, lambda: listing(loaded))
+    rows = as_owner(loaded.quantized_path, lambda: listing(loaded))
     if session.json:
-        show.say_json(found)
+        show.say_json(rows)
     else:
-        show.cached(found, session.out)
+        show.cached(rows, session.out)
 
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:

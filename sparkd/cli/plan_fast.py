@@ -29,7 +29,7 @@ def _matching(pattern: re.Pattern[str], kind: Callable[[str], Any]) -> Callable[
 
 
 def _up_to(most: float, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: None if (found := read(text)) is None or found > most else found
+    return lambda text: None if (number := read(text)) is None or number > most else number
 
 
 _count, _word = _matching(_COUNT, int), _matching(_WORD, str)
@@ -54,8 +54,8 @@ SWITCHES: Mapping[str, str] = {
 
 def run(words: Sequence[str]) -> int | None:
     """The exit code of `sparkd plan WORDS`; None where they are not plain, and nothing was done. Raises ConfigError and CheckpointError."""
-    asked = read(words)
-    if asked is None:
+    options = read(words)
+    if options is None:
         return None
     if any(os.environ.get(name) for name in ("SPARKD_URL", "SPARKD_ADMIN_KEY")):
         # Refused as any verb refuses them, whether a daemon is asked or not.
@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int | None:
     from sparkd.cli import plan_run
 
     try:
-        return plan_run.run(_client, **asked)
+        return plan_run.run(_client, **options)
     finally:
         if _client.cache_info().currsize:
             _client().close()
@@ -79,7 +79,7 @@ def _client() -> Client:
 
 def read(words: Sequence[str]) -> dict[str, Any] | None:
     """The parameters of sparkd.cli.plan_run.run; None for a command line that has anything unusual, such as an option twice."""
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     key: str
     value: Any
     rest = iter(words)
@@ -91,7 +91,7 @@ def read(words: Sequence[str]) -> dict[str, Any] | None:
             value = read_value(next(rest, ""))
         else:
             key, value = "model", _word(word)
-        if value is None or key in asked:
+        if value is None or key in options:
             return None
-        asked[key] = value
-    return {"json": False} | asked if "model" in asked else None
+        options[key] = value
+    return {"json": False} | options if "model" in options else None

@@ -71,8 +71,8 @@ def run(
     if speculative is not None and speculative not in METHODS:
         raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
     if not 1 <= len(model) <= MODEL_CHARACTERS:
-        told = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
-        raise ConfigError(f"{told}: give a configured name, a folder, or a hub id (owner/name).")
+        problem = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
+        raise ConfigError(f"{problem}: give a configured name, a folder, or a hub id (owner/name).")
     if model.endswith((".yaml", ".yml")):
         from sparkd.recipes.file import refuse_as_model
 
@@ -81,7 +81,7 @@ def run(
         raise ConfigError("--json cannot be combined with --docker or --compose.")
     if image is not None and not (docker or compose):
         raise ConfigError("--image needs --docker or --compose.")
-    asked = PlanRequest(
+    request = PlanRequest(
         model=model,
         nodes=nodes,
         max_model_len=context,
@@ -93,7 +93,7 @@ def run(
         speculative=speculative,
         enforce_eager=True if eager else None,
     )
-    plan, unheard = found(asked, hardware, config, daemon, quick=quick)
+    plan, unheard = found(request, hardware, config, daemon, quick=quick)
     if json:
         plan["notes"] += unheard
     else:
@@ -129,16 +129,16 @@ def found(
             except (Unavailable, Unauthorized) as error:
                 unheard.append(f"Whether the daemon has an entry for {name} is not known: {error.message}")
                 silent = error
-        known = next((view for view in views if name in (view["name"], *view["aliases"])), None)
-        if known is not None:
-            return _of_daemon(daemon(), question, str(known["name"]), hardware), unheard
+        configured = next((view for view in views if name in (view["name"], *view["aliases"])), None)
+        if configured is not None:
+            return _of_daemon(daemon(), question, str(configured["name"]), hardware), unheard
         own = of_recipe(name, config, os.environ)
         if silent is not None and unheard and own is None and "/" not in name:
             raise silent
     elif own is not None and hardware is None:
-        there, why = _nodes_of(daemon())
-        if why is not None:
-            unheard.append(f"This is for a Spark, since the daemon did not say what its nodes are: {why}")
+        there, problem = _nodes_of(daemon())
+        if problem is not None:
+            unheard.append(f"This is for a Spark, since the daemon did not say what its nodes are: {problem}")
         if there is not None:
             machine, nodes = there
             if question.nodes is None and own[0].tensor_parallel == AUTO:
@@ -244,10 +244,10 @@ def _of_daemon(client: Client, question: PlanRequest, name: str, hardware: str |
     if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
         raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which knows no such file: {cure}.")
-    asked = {key: value for key, value in asdict(question).items() if value is not None}
-    plan = client.post("/plan", {**asked, "model": name, "hardware": hardware or "node"}, DAEMON_S)
-    told = {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
-    return _on_nodes(told, client) if hardware is None else told
+    options = {key: value for key, value in asdict(question).items() if value is not None}
+    plan = client.post("/plan", {**options, "model": name, "hardware": hardware or "node"}, DAEMON_S)
+    named = {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
+    return _on_nodes(named, client) if hardware is None else named
 
 
 def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
@@ -255,11 +255,11 @@ def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
     if not client.listens():
         return None, None
     try:
-        told = client.get("/nodes")
-        one = Hardware(**told["hardware"])
+        listing = client.get("/nodes")
+        hardware = Hardware(**listing["hardware"])
         # Measurements of this machine tell nothing of another's.
-        one = one if client.is_here else replace(one, name=client.base_url.partition("://")[2])
-        return (one, max(1, sum(bool(node["agent"]) for node in told["nodes"]))), None
+        hardware = hardware if client.is_here else replace(hardware, name=client.base_url.partition("://")[2])
+        return (hardware, max(1, sum(bool(node["agent"]) for node in listing["nodes"]))), None
     except SparkdError as error:
         return None, error.message
     except (KeyError, TypeError):
@@ -282,8 +282,8 @@ def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
 def _container(model: str) -> dict[str, Any] | None:
     """The image that the recipe for this very model names; its settings are taken by who names the recipe."""
     recipe, variant = recipe_for(model)
-    found = recipe.container(variant) if recipe is not None else None
-    return None if found is None or recipe is None else {**found.model_dump(), "recipe": recipe.name}
+    container = recipe.container(variant) if recipe is not None else None
+    return None if container is None or recipe is None else {**container.model_dump(), "recipe": recipe.name}
 
 
 def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) -> None:
@@ -295,14 +295,14 @@ def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) 
     choice = plan["choice"]
     if choice is not None and image is None and not choice.get("configured"):
         plan = {**plan, "choice": {**choice, "container": _container(str(choice["model"]))}}
-    made = containers(plan, image)
+    launches = containers(plan, image)
     named = (plan["choice"] or {}).get("container")
-    if made and named and not image:
+    if launches and named and not image:
         sys.stdout.write(f"# the image is that of the recipe {named['recipe']}\n")
         if named.get("note"):
             sys.stdout.write(f"# {printable(' '.join(named['note'].split()))}\n")
-    for number, one in enumerate(made):
-        if len(made) > 1:
+    for number, launch in enumerate(launches):
+        if len(launches) > 1:
             sys.stdout.write(f"# node {number}; {show_plan.OWN_WORDS}\n")
-        text = yaml.safe_dump({"services": {one.name: one.compose()}}, sort_keys=False) if compose else shell(one) + "\n"
+        text = yaml.safe_dump({"services": {launch.name: launch.compose()}}, sort_keys=False) if compose else shell(launch) + "\n"
         sys.stdout.write(text)

@@ -57,18 +57,18 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     Returns what it removed, and the bytes of the latter. Raises ConfigError where there is nothing, Conflict where an engine reads one;
     the others are removed all the same.
     """
-    found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
+    entries = [entry for entry in _entries(config) if _is_of(entry, model, config)]
     try:
         swept_bytes = store.swept(str(config.quantized_path))
     except OSError as error:
         raise ConfigError(f"{error.filename or config.quantized_path}: {error.strerror}. {_AS_ITS_USER}") from None
-    if not found:
+    if not entries:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
         freed = f" Leftovers of killed loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
         raise ConfigError(f"Nothing of {model} is in {config.quantized_path}. `sparkd ls --cached` lists what is there{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
-    for entry in found:
+    for entry in entries:
         row = {"name": entry.name, "folder": entry.folder, "size_bytes": entry.size_bytes}
         try:
             (removed if store.remove(entry.folder) else in_use).append(row)
@@ -97,8 +97,8 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     env = {**environ, **(configured.environment(config.engine) if configured else {})}
     if not source.startswith("/"):
         if configured is None and "/" not in source:
-            known = "a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config"
-            raise ConfigError(f"No model is called {model}: give {known}.")
+            sources = "a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config"
+            raise ConfigError(f"No model is called {model}: give {sources}.")
         snapshot = snapshot_of(source, configured.revision if configured else None, env)
         if snapshot is None:
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")

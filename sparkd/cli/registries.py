@@ -56,8 +56,8 @@ def add_registry(
 
     def add(registries: Registries) -> dict[str, Any]:
         if chosen in registries:
-            known = registries.get(chosen).url
-            raise Conflict(f"The registry {chosen} is there, of {known}: `sparkd recipes update {chosen}`, or give another --name.")
+            url_there = registries.get(chosen).url
+            raise Conflict(f"The registry {chosen} is there, of {url_there}: `sparkd recipes update {chosen}`, or give another --name.")
         registry = fetched(chosen, where, registries.folder)
         registries.put(registry)
         return registry.summary()
@@ -86,16 +86,16 @@ def update(
     def bring(registries: Registries) -> list[dict[str, Any]]:
         rows = list[dict[str, Any]]()
         for each in [registries.get(name).name] if name is not None else registries.names():
-            kept = _summary(registries, each)
-            if kept["error"]:
-                rows.append(kept)
+            row = _summary(registries, each)
+            if row["error"]:
+                rows.append(row)
                 continue
             old = registries.get(each)
             try:
                 new = fetched(each, source_of(old.url), registries.folder)
                 registries.put(new)
             except SparkdError as error:
-                rows.append(kept | {"error": error.message})
+                rows.append(row | {"error": error.message})
                 continue
             change = Change.between(old, new)
             names = {key: list(getattr(change, key)) for key in ("added", "changed", "removed")}

@@ -234,12 +234,12 @@ class _Repository:
         command = ["git", "-P", f"--git-dir={self._folder}", *arguments]
         env = {name: os.environ[name] for name in _INHERITED if name in os.environ} | _ENVIRONMENT | _settings()
         env["GIT_ALLOW_PROTOCOL"] = protocol
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaint:
-            given.write(stdin)
-            given.seek(0)
+        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as complaint:
+            input_file.write(stdin)
+            input_file.seek(0)
             try:
                 child = subprocess.Popen(
-                    command, stdin=given, stdout=subprocess.PIPE, stderr=complaint, cwd=self._folder, env=env, start_new_session=True
+                    command, stdin=input_file, stdout=subprocess.PIPE, stderr=complaint, cwd=self._folder, env=env, start_new_session=True
                 )
             except FileNotFoundError:
                 raise SparkdError("git is not on this machine, and registries are fetched by it: install it (`apt install git`).") from None

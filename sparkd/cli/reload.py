@@ -25,14 +25,14 @@ def reload(session: Session) -> None:
     An invalid file is refused with its problems, and the old configuration stays. Engines whose settings did not change keep running, and
     so do all streams.
     """
-    found = session.client.post("/reload")
+    changes = session.client.post("/reload")
     if session.json:
-        show.say_json(found)
+        show.say_json(changes)
         return
-    lines = [f"Models {how}: {', '.join(found[key])}." for key, how in _TOLD if found[key]]
-    if now := [key for key in found["changed"] if key not in found["later"]]:
+    lines = [f"Models {how}: {', '.join(changes[key])}." for key, how in _TOLD if changes[key]]
+    if now := [key for key in changes["changed"] if key not in changes["later"]]:
         lines.append(f"In force now: {', '.join(now)}.")
-    if found["later"]:
-        lines.append(f"In force from the next start of sparkd: {', '.join(found['later'])}.")
+    if changes["later"]:
+        lines.append(f"In force from the next start of sparkd: {', '.join(changes['later'])}.")
     for line in lines or ["The configuration was read again. Nothing changed."]:
         session.out.print(line, markup=False)

@@ -49,10 +49,10 @@ def run(
     # The daemon would refuse them too, as extra_args of an entry, which nobody wrote here.
     check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
-    asked = {key: value for key, value in chosen.items() if value}
-    known = _known(session.client, model, name, bool(asked))
-    operation = session.client.post(f"{model_path(known)}/load") if known else _bring_in(session.client, model, name, asked)
-    operation = session.wait(operation, brought_in=known is None)
+    settings = {key: value for key, value in chosen.items() if value}
+    existing = _known(session.client, model, name, bool(settings))
+    operation = session.client.post(f"{model_path(existing)}/load") if existing else _bring_in(session.client, model, name, settings)
+    operation = session.wait(operation, brought_in=existing is None)
     canonical = str(operation["model"])
     question = prompt
     if question is None and not sys.stdin.isatty():
@@ -72,23 +72,23 @@ def print_how_to_call(session: Session, model: str) -> None:
     session.out.print(show.curl(session.client.base_url, model, GREETING, session.client.has_key), markup=False, soft_wrap=True)
 
 
-def _known(client: Client, model: str, name: str | None, asked: bool) -> str | None:
+def _known(client: Client, model: str, name: str | None, has_settings: bool) -> str | None:
     """The known model that is meant, or None for one to bring in. Raises where it is neither, and for settings that come too late."""
     views, source = client.models(), source_of(model)
     names = {alias: view for view in views for alias in (view["name"], *view["aliases"])}
-    found = names.get(name or model)
-    if found is None and name is None:
-        found = next((view for view in views if view["source"] == source), None) or names.get(name_of(source))
-    if found is None:
+    match = names.get(name or model)
+    if match is None and name is None:
+        match = next((view for view in views if view["source"] == source), None) or names.get(name_of(source))
+    if match is None:
         if name is None and "/" not in source and not _is_recipe(client, source):
             raise _unknown(model, list(names))
         return None
-    if model not in names and found["source"] != source and not _is_recipe(client, source):
-        raise Conflict(f"A model called {found['name']} exists already, with the source {found['source']}. Choose another --name.")
-    if asked:
-        cure = f"Run `sparkd rm {found['name']}` first if `sparkd run` added it, change its entry in sparkd.yaml, or choose another --name"
-        raise Conflict(f"{found['name']} exists already, with other settings. {cure}.")
-    return str(found["name"])
+    if model not in names and match["source"] != source and not _is_recipe(client, source):
+        raise Conflict(f"A model called {match['name']} exists already, with the source {match['source']}. Choose another --name.")
+    if has_settings:
+        cure = f"Run `sparkd rm {match['name']}` first if `sparkd run` added it, change its entry in sparkd.yaml, or choose another --name"
+        raise Conflict(f"{match['name']} exists already, with other settings. {cure}.")
+    return str(match["name"])
 
 
 def _unknown(model: str, names: list[str]) -> SparkdError:
@@ -111,11 +111,11 @@ def _is_recipe(client: Client, source: str) -> bool:
     return True
 
 
-def _bring_in(client: Client, model: str, name: str | None, asked: dict[str, Any]) -> dict[str, Any]:
+def _bring_in(client: Client, model: str, name: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     source = source_of(model)
     if client.is_here:
         check_there(source, model)
-    spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **asked}
+    spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **settings}
     return client.post("/models", {"name": name or name_of(source), "spec": spec})
 
 
@@ -134,7 +134,7 @@ def _chat(session: Session, model: str) -> None:
     import readline  # noqa: F401 - line editing for input()
 
     session.out.print(f"[bold]{model}[/]  [dim]/bye or Ctrl-D leaves, Ctrl-C stops an answer, /clear forgets the conversation[/]")
-    said: list[Message] = []
+    messages: list[Message] = []
     while True:
         try:
             line = input(PROMPT).strip()
@@ -147,26 +147,26 @@ def _chat(session: Session, model: str) -> None:
         if line == "/bye":
             return
         if line == "/clear":
-            said.clear()
+            messages.clear()
         elif line.startswith("/"):
             session.out.print("[dim]/bye leaves, /clear forgets the conversation[/]")
         elif line:
-            _turn(session, model, said, line)
+            _turn(session, model, messages, line)
 
 
-def _turn(session: Session, model: str, said: list[Message], line: str) -> None:
+def _turn(session: Session, model: str, messages: list[Message], line: str) -> None:
     """One question and its answer; a question without an answer is forgotten."""
-    said.append({"role": "user", "content": line})
+    messages.append({"role": "user", "content": line})
     try:
-        answer = _stream(session, model, said)
+        answer = _stream(session, model, messages)
     except KeyboardInterrupt:
         session.out.print("\n[dim](stopped)[/]")
-        said.pop()
+        messages.pop()
     except SparkdError as error:
         session.err.print(f"error: {error.message}", style="red", markup=False)
-        said.pop()
+        messages.pop()
     else:
-        said.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _stream(session: Session, model: str, messages: list[Message]) -> str:

@@ -159,8 +159,8 @@ def check(
     wrong = [problem for problem in problems if problem.severity == "error"]
     parsers = _parsers(config) if not wrong else {}
     if json or (ctx.find_root().obj or CommonOptions()).json:
-        found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
-        say_json({"ok": not wrong, "problems": found, "parsers": parsers})
+        listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
+        say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
     else:
         from sparkd.entry.parser_choice import in_words
 
@@ -199,10 +199,10 @@ def version(ctx: typer.Context, json: Json = False) -> None:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
 
 
-def config_path(given: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
+def config_path(path: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
     """--config, else SPARKD_CONFIG, else the system's file where it is there and nothing else was said."""
-    if given is not None:
-        return given
+    if path is not None:
+        return path
     if environ.get("SPARKD_CONFIG"):
         return Path(environ["SPARKD_CONFIG"])
     return CONFIG_PATH if alone and CONFIG_PATH.exists() else None

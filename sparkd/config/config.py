@@ -391,7 +391,7 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: EngineSettings) -> Ite
                         (model.name, key),
                         f"models.{model.name}.{key}: {alias!r} is a name of the model {owner[alias]!r}. Choose another.",
                     )
-        if why := quantize.unreachable(model, model.environment(engine)):
-            yield (model.name, "quantize"), f"models.{model.name}.quantize: {why}"
-        if why := kv_cache.unreadable(model, model.environment(engine)):
-            yield (model.name, "env"), f"models.{model.name}.env: {why}"
+        if problem := quantize.unreachable(model, model.environment(engine)):
+            yield (model.name, "quantize"), f"models.{model.name}.quantize: {problem}"
+        if problem := kv_cache.unreadable(model, model.environment(engine)):
+            yield (model.name, "env"), f"models.{model.name}.env: {problem}"

@@ -33,15 +33,16 @@ class GroupSettings(Section):
     def ties(self, names: Mapping[str, str]) -> Ties:
         """names: every name that a request may use -> the model's canonical one; what is not among them ties nothing."""
         rivals: dict[str, set[str]] = {}
-        for one, other in _pairs(self.exclude, names):
-            rivals.setdefault(one, set()).add(other)
-            rivals.setdefault(other, set()).add(one)
+        for model, other in _pairs(self.exclude, names):
+            rivals.setdefault(model, set()).add(other)
+            rivals.setdefault(other, set()).add(model)
         sets: list[set[str]] = []
         for group in self.accompany:
             joined = {names[name] for name in group if name in names}
-            sets = [*(one for one in sets if not one & joined), joined.union(*(one for one in sets if one & joined))]
-        companions = {name: frozenset(one - {name}) for one in sets for name in one}
-        return Ties({name: frozenset(found) for name, found in rivals.items()}, companions)
+            met = [friends for friends in sets if friends & joined]
+            sets = [*(friends for friends in sets if friends not in met), joined.union(*met)]
+        companions = {name: frozenset(friends - {name}) for friends in sets for name in friends}
+        return Ties({name: frozenset(others) for name, others in rivals.items()}, companions)
 
     def problems(self, names: Mapping[str, str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """(place, sentence) of each name that no model has, and of models that exclude and accompany each other."""
@@ -57,10 +58,10 @@ class GroupSettings(Section):
                     yield ("groups", key, index), message
         ties = self.ties(names)
         for index, group in enumerate(self.exclude):
-            for one, other in _pairs((group,), names):
-                if other in ties.companions_of(one):
-                    told = f"{one} and {other} exclude each other here and accompany each other in groups.accompany"
-                    yield ("groups", "exclude", index), f"groups.exclude: {told}. Remove one of the two."
+            for model, other in _pairs((group,), names):
+                if other in ties.companions_of(model):
+                    contradiction = f"{model} and {other} exclude each other here and accompany each other in groups.accompany"
+                    yield ("groups", "exclude", index), f"groups.exclude: {contradiction}. Remove one of the two."
 
 
 def known_or_nearest(name: str, names: Collection[str]) -> str:

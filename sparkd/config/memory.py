@@ -31,8 +31,8 @@ class MemorySettings(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> MemorySettings:
-        given = [limit for limit in (self.floor_gib, self.hard_gib, self.soft_gib) if limit != "auto"]
-        if given != sorted(given):
+        limits = [limit for limit in (self.floor_gib, self.hard_gib, self.soft_gib) if limit != "auto"]
+        if limits != sorted(limits):
             raise ValueError("floor_gib must be at most hard_gib, and that at most soft_gib")
         return self
 
@@ -45,8 +45,8 @@ class MemorySettings(Section):
         """The guard's, on a node with so much memory."""
         from workers.guard.policy import MemoryLimits
 
-        given = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
-        return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
+        limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
+        return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in limits.items()})
 
     def os_reserve_bytes(self, mem_total_bytes: int) -> int:
         """The bytes that stay free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70

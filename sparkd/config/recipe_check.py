@@ -97,16 +97,16 @@ def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tup
         file, problems = recipe_of(path.stem, document, str(path), environ)
         return file, [*problems, *(misnamed(file) if file is not None else ())]
     try:
-        found = imported(raw, str(path), table=table)
+        recipe = imported(raw, str(path), table=table)
     except ConfigError as error:
         return None, [ConfigProblem(str(path), error.line, error.explanation)]
-    file_, problems = parse_recipe(path.stem, found.text.encode(), f"{path} (imported)", environ)
-    return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
+    file_, problems = parse_recipe(path.stem, recipe.text.encode(), f"{path} (imported)", environ)
+    return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*recipe.missing, *recipe.notes)), *problems]
 
 
 def misnamed(file: RecipeFile) -> list[ConfigProblem]:
     """The parsers that it names and the vLLM beside sparkd does not have; a warning where its image is a fork's, which may have them."""
-    told: dict[ConfigProblem, None] = {}
+    problems: dict[ConfigProblem, None] = {}
     for variant in (None, *file.recipe.variants):
         container = file.container(variant)
         severity = "warning" if container is not None and is_fork(container.image) else "error"
@@ -114,13 +114,13 @@ def misnamed(file: RecipeFile) -> list[ConfigProblem]:
             env = settings.get("env")
             for note in unknown_parsers(parser_flags(settings), env if isinstance(env, Mapping) else {}, None):
                 place = settings.places.get(note.name.replace("-", "_"), settings.places.get("extra_args", file.place()))
-                told[place.problem(note, severity)] = None
-    return list(told)
+                problems[place.problem(note, severity)] = None
+    return list(problems)
 
 
-def unusable(found: Imported, name: str, shown: str, release: Release | None) -> list[ConfigProblem]:
+def unusable(recipe: Imported, name: str, shown: str, release: Release | None) -> list[ConfigProblem]:
     """Why what was imported cannot be used: its file is refused, or a way to use it is. Empty where it can."""
-    file, problems = parse_recipe(name, found.text.encode(), shown, AsWritten())
+    file, problems = parse_recipe(name, recipe.text.encode(), shown, AsWritten())
     if file is None:
         return problems
     book = RecipeLibrary(None, AsWritten())
@@ -128,15 +128,15 @@ def unusable(found: Imported, name: str, shown: str, release: Release | None) ->
     return [problem for problem in checked(file, book, release).problems if problem.severity == "error"]
 
 
-def with_risks(found: Imported, name: str) -> Imported:
+def with_risks(recipe: Imported, name: str) -> Imported:
     """The same with its risks, which its text begins with. name: of the recipe."""
-    file, _ = parse_recipe(name, found.text.encode(), name, AsWritten())
+    file, _ = parse_recipe(name, recipe.text.encode(), name, AsWritten())
     if file is None:
-        return found
+        return recipe
     risks = [_TRUSTS.format(file.recipe.model)] if file.trusting() else []
     risks += [_FOLDER_RISK.format(path) for path in dict.fromkeys(file.repositories()) if not is_of_hub(path)]
     head = "".join(f"# {line}\n" for line in ("RISKS:", *risks, "")) if risks else ""
-    return replace(found, text=head + found.text, risks=tuple(risks))
+    return replace(recipe, text=head + recipe.text, risks=tuple(risks))
 
 
 def choices(file: RecipeFile) -> Iterator[RecipeUse]:
@@ -156,29 +156,29 @@ def resolve(choice: RecipeUse, book: RecipeLibrary, release: Release | None = RE
         if "{model}" in (getattr(draft, "model", None) or ""):
             entry["model"] = _FOLDER
     model = parse_model(file.name.replace(VARIANT, ":"), entry, over_admin=False, book=book)
-    said = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()}, release)
-    return Resolved(choice, model, said.args, said.env, said.notes, said.refused, file.path)
+    flags = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()}, release)
+    return Resolved(choice, model, flags.args, flags.env, flags.notes, flags.refused, file.path)
 
 
 def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
     """Resolve every choice. A sentence that holds for several is told once, with the first of them."""
-    result, told = Checked(), set[str]()
+    result, reported = Checked(), set[str]()
 
     def tell(choice: RecipeUse, message: str, severity: str) -> None:
-        if message not in told:
-            told.add(message)
+        if message not in reported:
+            reported.add(message)
             result.problems.append(ConfigProblem(file.path, None, f"{choice}: {message}", severity))
 
     for choice in choices(file):
         try:
-            found = resolve(choice, book, release)
+            resolved = resolve(choice, book, release)
         except ConfigError as error:
             tell(choice, error.message, "error")
             continue
-        result.resolved.append(found)
-        for message in found.refused:
+        result.resolved.append(resolved)
+        for message in resolved.refused:
             tell(choice, message, "error")
-        for message in found.notes:
+        for message in resolved.notes:
             tell(choice, message, "warning")
     if release is not None and file.recipe.needs_vllm and release < _release(file.recipe.needs_vllm):
         message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
@@ -186,13 +186,13 @@ def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = REA
     return result
 
 
-def parsed(found: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
+def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
     """The choices that the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be
     asked."""
     try:
         done = subprocess.run(
             module_command(runtime, "workers.engine.parse_args"),
-            input=json.dumps([each.line for each in found]),
+            input=json.dumps([each.line for each in resolved]),
             capture_output=True,
             text=True,
             timeout=PARSE_TIMEOUT_S,
@@ -205,7 +205,7 @@ def parsed(found: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
     try:
-        answers = list(zip(found, json.loads(done.stdout), strict=True))
+        answers = list(zip(resolved, json.loads(done.stdout), strict=True))
     except (ValueError, TypeError):
         raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None
     ways: dict[tuple[str | None, str], list[RecipeUse]] = {}
@@ -236,28 +236,28 @@ def summary(file: RecipeFile) -> dict[str, Any]:
     }
 
 
-def described(file: RecipeFile, found: Resolved) -> dict[str, Any]:
+def described(file: RecipeFile, resolved: Resolved) -> dict[str, Any]:
     """The whole recipe, and what the choice comes to."""
     recipe = file.recipe
-    variant = recipe.variants.get(found.choice.variant or "")
+    variant = recipe.variants.get(resolved.choice.variant or "")
     figures = [*(variant.expected if variant else ()), *recipe.expected]
     container = (variant.container if variant else None) or recipe.container
-    config = speculative_config(found.args)
+    config = speculative_config(resolved.args)
     method = "off" if config is None else draft_method(config)
-    draft = getattr(file.speculation(found.choice.variant), method, None) if method in ("mtp", "dflash") else None
-    spec = found.model.model_dump(mode="json", exclude_defaults=True, exclude={"name", "env"})
+    draft = getattr(file.speculation(resolved.choice.variant), method, None) if method in ("mtp", "dflash") else None
+    spec = resolved.model.model_dump(mode="json", exclude_defaults=True, exclude={"name", "env"})
     return {
         **summary(file),
-        "model": file.model(found.choice.variant),
-        "choice": found.choice.entry(),
+        "model": file.model(resolved.choice.variant),
+        "choice": resolved.choice.entry(),
         "container": container.model_dump(mode="json", exclude_none=True) if container else None,
         # A Spark has one GPU: each rank is on a node of its own.
         "nodes": recipe.nodes.model_dump(mode="json") | {"min": max(recipe.nodes.min, spec.get("tensor_parallel", 1))},
         "needs_vllm": recipe.needs_vllm,
-        "spec": spec | ({"env": dict(found.env)} if found.env else {}),
-        "flags": list(found.args),
-        "env": dict(found.env),
-        "translated": [*found.notes, *(f"refused: {reason}" for reason in found.refused)],
+        "spec": spec | ({"env": dict(resolved.env)} if resolved.env else {}),
+        "flags": list(resolved.args),
+        "env": dict(resolved.env),
+        "translated": [*resolved.notes, *(f"refused: {reason}" for reason in resolved.refused)],
         "speculation": {
             "method": method,
             "note": " ".join(filter(None, (NOTES.get(method, ""), _sentence(draft.note if draft else None)))),

@@ -57,7 +57,7 @@ class Console:
         elif question is not None and names:
             self._say("[red]No model is ready, so no question was asked. `sparkd ps` and `sparkd logs MODEL` show why.[/]")
         if question is not None or self._terminal.is_terminal:
-            self._say_how_to_go_on(ready, question or GREETING, known=bool(names))
+            self._say_how_to_go_on(ready, question or GREETING, any_models=bool(names))
         while self._terminal.is_terminal:
             self._say_changes(self._supervisor.snapshot().models.values())
             await asyncio.sleep(WATCH_EVERY_S)
@@ -86,8 +86,8 @@ class Console:
                 if not moving:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
-                told = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
-                line(told + spent, "\n".join(_step(view, snapshot) for view in moving))
+                progress = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
+                line(progress + spent, "\n".join(_step(view, snapshot) for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -122,13 +122,13 @@ class Console:
         self._terminal.print(Text.assemble(("It answered", "bold"), f"  {show.printable(answer.strip())}"))
         self._say(f"[dim]             {took_s:.0f} s after the start[/]")
 
-    def _say_how_to_go_on(self, model: str | None, question: str, *, known: bool) -> None:
+    def _say_how_to_go_on(self, model: str | None, question: str, *, any_models: bool) -> None:
         self._say(f"\n[bold]Base URL[/]     {self._base_url}/v1")
         if model:
             self._say(f"[bold]Model[/]        {escape(model)}\n")
             # Not folded, so that it can be copied as it stands.
             self._terminal.print(show.curl(self._base_url, model, question, self._needs_key), markup=False, soft_wrap=True)
-        elif not known:
+        elif not any_models:
             there = ", ".join(sorted(self._supervisor.snapshot().models))
             how = f"the first request for one loads it: {escape(there)}" if there else "`sparkd run FOLDER_OR_HUB_ID` adds one"
             self._say(f"No model is loaded at start; {how}.")

@@ -148,8 +148,8 @@ class Daemon:
             self._supervisor.want(name, Want.RUNNING, "config")
         nodes, ledger, now = self._cluster, self._journal, lambda: self._registry.config
         self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
-        kept = config.state_dir / "rates.json"
-        self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
+        rates_file = config.state_dir / "rates.json"
+        self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, rates_file, boundary=self._boundary)
         self._foresight = Foresight(now, self._supervisor.snapshot, nodes)
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)

@@ -103,7 +103,7 @@ def _text(answer: dict[str, Any]) -> str | None:
     try:
         message = answer["choices"][0]["message"]
         # vLLM's reasoning parsers leave content null until the thinking has ended; older releases say reasoning_content.
-        found = message.get("content") or message.get("reasoning") or message.get("reasoning_content")
+        text = message.get("content") or message.get("reasoning") or message.get("reasoning_content")
     except (LookupError, TypeError, AttributeError):
         return None
-    return found if isinstance(found, str) else None
+    return text if isinstance(text, str) else None

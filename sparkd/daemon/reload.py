@@ -94,8 +94,8 @@ class Reloader:
             raise
         except Exception as error:
             log.exception("the configuration could not be read")
-            why = f"sparkd made an error while it read the configuration ({type(error).__name__}); its log has more. Please report it."
-            raise ConfigError(why) from error
+            problem = f"sparkd made an error while it read the configuration ({type(error).__name__}); its log has more. Please report it."
+            raise ConfigError(problem) from error
 
 
 def _waits(name: str, config: Config, started_with: Config) -> bool:

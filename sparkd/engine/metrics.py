@@ -109,8 +109,8 @@ def merge(pages: dict[tuple[str, str], str]) -> str:
             home = _home(name, family)
             samples.setdefault(home, []).append(f"{name}{{{own}{',' if labels else ''}{labels}}} {match['rest']}")
     lines: list[str] = []
-    for family, found in samples.items():
-        lines += [*heads.get(family, {}).values(), *found]
+    for family, family_lines in samples.items():
+        lines += [*heads.get(family, {}).values(), *family_lines]
     return "\n".join(lines) + "\n" if lines else ""
 
 
@@ -157,12 +157,12 @@ def fault_of(page: str) -> str | None:
 
 def samples(page: str) -> dict[str, float]:
     """The engine's own values by name, added up over their labels."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for line in page.split("\n"):
         match = _SAMPLE.fullmatch(line) if line.startswith(_ENGINES_OWN) else None
         if match is not None:
-            found[match["name"]] = found.get(match["name"], 0.0) + float(match["rest"].split()[0])
-    return found
+            values[match["name"]] = values.get(match["name"], 0.0) + float(match["rest"].split()[0])
+    return values
 
 
 async def page_of(upstream: Upstream) -> str | None:

@@ -62,24 +62,24 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
     nothing.
     """
     key, now_s = _key(spec, env), time.monotonic()
-    kept = _answers.get(key)
-    if kept is None or now_s - kept[0] > KEPT_S:
+    answer = _answers.get(key)
+    if answer is None or now_s - answer[0] > KEPT_S:
         # Other threads add to it meanwhile.
         for old in [old for old, (at_s, _) in list(_answers.items()) if now_s - at_s > KEPT_S]:
             _answers.pop(old, None)
-        kept = _answers[key] = (time.monotonic(), _asked(spec, env, near))
-        if isinstance(kept[1], Remote) and kept[1].commit is not None:
+        answer = _answers[key] = (time.monotonic(), _asked(spec, env, near))
+        if isinstance(answer[1], Remote) and answer[1].commit is not None:
             # An entry that trusts its code is started at the commit (sparkd.entry.trusted_commits).
-            _answers[_key(spec.model_copy(update={"revision": kept[1].commit}), env)] = kept
-    if isinstance(kept[1], Remote):
-        return kept[1]
-    raise kept[1]
+            _answers[_key(spec.model_copy(update={"revision": answer[1].commit}), env)] = answer
+    if isinstance(answer[1], Remote):
+        return answer[1]
+    raise answer[1]
 
 
 def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
     """The last result of `look`; None if it was not called. Sends no request."""
-    kept = _answers.get(_key(spec, env))
-    return kept[1] if kept is not None and isinstance(kept[1], Remote) else None
+    answer = _answers.get(_key(spec, env))
+    return answer[1] if answer is not None and isinstance(answer[1], Remote) else None
 
 
 def commit_of(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
@@ -119,5 +119,5 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
 
 
 def _meant(hub_id: str, near: Iterable[str]) -> str:
-    found = difflib.get_close_matches(hub_id, sorted(set(near) - {hub_id}), 1, _NEAR)
-    return f" Did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(hub_id, sorted(set(near) - {hub_id}), 1, _NEAR)
+    return f" Did you mean {matches[0]}?" if matches else ""

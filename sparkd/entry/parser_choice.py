@@ -146,8 +146,8 @@ def _config(spec: ModelConfig, files: Files) -> Mapping[str, Any]:
 
 def _template(spec: ModelConfig, files: Files) -> str | None:
     """The template by which vLLM renders a chat with tools."""
-    if given := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
-        return _given(given[-1][2])
+    if values := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
+        return _given(values[-1][2])
     if TEMPLATE_FILE in files.names:
         return _text(files, TEMPLATE_FILE)
     for name in (PROCESSOR, TOKENIZER):

@@ -145,7 +145,7 @@ def commits_of(started: ModelConfig) -> Commits | None:
         commits.setdefault(draft.hub_id, []).extend([draft.revision, codes[-1]])
     own = {repository.revision for repository in _repositories(started)}
     others = [commit for commit in dict.fromkeys(codes) if commit not in own]
-    return Commits({hub_id: list(dict.fromkeys(known)) for hub_id, known in commits.items()}, others)
+    return Commits({hub_id: list(dict.fromkeys(hashes)) for hub_id, hashes in commits.items()}, others)
 
 
 def moved(hub_id: str, revision: str, commit: str, current: str | None) -> str:

@@ -73,8 +73,8 @@ def create_below(root: Path, relative: str, text: str) -> None:
             below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             os.close(at)
             at = below
-        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
-        with open(made, "w", encoding="ascii") as file:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
+        with open(descriptor, "w", encoding="ascii") as file:
             file.write(text)
     finally:
         os.close(at)

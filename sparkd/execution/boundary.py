@@ -50,12 +50,12 @@ class Boundary:
         """Take note of an error. where: one word, the same for all models. context: more for the log, free of anybody's data."""
         metrics.INTERNAL_ERRORS.labels(where).inc()
         now_s, kind = self._clock(), (where, model, type(error).__name__)
-        known = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
-        if now_s - known.at_s > KEPT_S:
-            known.times = 0
-        known.times, known.at_s = known.times + 1, now_s
-        if now_s - known.logged_s >= LOG_EVERY_S:
-            known.logged_s = now_s
+        caught = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
+        if now_s - caught.at_s > KEPT_S:
+            caught.times = 0
+        caught.times, caught.at_s = caught.times + 1, now_s
+        if now_s - caught.logged_s >= LOG_EVERY_S:
+            caught.logged_s = now_s
             place = f"{where}{f' of {model}' if model else ''}{f': {context}' if context else ''}"
             log.error("sparkd made an error in %s", place, exc_info=error)
 

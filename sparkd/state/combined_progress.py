@@ -20,33 +20,33 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
 
     Rank 0 alone serves. The smallest rank tells of the KV cache, since it decides for all; sizes in GiB stay those of one rank.
     """
-    told = [fact.progress for fact in sorted(ranks, key=lambda fact: fact.handle.rank)]
-    if not told:
+    progresses = [fact.progress for fact in sorted(ranks, key=lambda fact: fact.handle.rank)]
+    if not progresses:
         return None
-    first, *others = told
+    first, *others = progresses
     if not others:
         return first
-    kv = over_nodes([one.kv for one in told if one.kv])
-    etas = [one.eta_s for one in told]
-    fractions = [one.fraction for one in told if one.fraction is not None]
+    kv = over_nodes([progress.kv for progress in progresses if progress.kv])
+    etas = [progress.eta_s for progress in progresses]
+    fractions = [progress.fraction for progress in progresses if progress.fraction is not None]
     return replace(
         first,
-        phase=first.phase if first.server_up else min((one.phase for one in told), key=_order),
-        fraction=min(fractions) if len(fractions) == len(told) else None,
-        bytes_done=_sum([one.bytes_done for one in told]),
-        bytes_total=_sum([one.bytes_total for one in told]),
+        phase=first.phase if first.server_up else min((progress.phase for progress in progresses), key=_order),
+        fraction=min(fractions) if len(fractions) == len(progresses) else None,
+        bytes_done=_sum([progress.bytes_done for progress in progresses]),
+        bytes_total=_sum([progress.bytes_total for progress in progresses]),
         eta_s=None if None in etas else max(eta for eta in etas if eta is not None),
-        units_done=_sum([one.units_done for one in told]),
-        units_total=_sum([one.units_total for one in told]),
-        bytes_per_s=_sum([one.bytes_per_s for one in told]),
-        read_bytes=_sum([one.read_bytes for one in told]),
-        weights_s=max((one.weights_s for one in told if one.weights_s is not None), default=None),
-        last_error=next((one.last_error for one in told if one.last_error), None),
-        failure=next((one.failure for one in told if one.failure), None),
-        failure_lasts=any(one.failure_lasts for one in told),
+        units_done=_sum([progress.units_done for progress in progresses]),
+        units_total=_sum([progress.units_total for progress in progresses]),
+        bytes_per_s=_sum([progress.bytes_per_s for progress in progresses]),
+        read_bytes=_sum([progress.read_bytes for progress in progresses]),
+        weights_s=max((progress.weights_s for progress in progresses if progress.weights_s is not None), default=None),
+        last_error=next((progress.last_error for progress in progresses if progress.last_error), None),
+        failure=next((progress.failure for progress in progresses if progress.failure), None),
+        failure_lasts=any(progress.failure_lasts for progress in progresses),
         kv=kv or None,
         kv_gib=kv["pool_bytes"] / GIB if kv.get("pool_bytes") is not None else first.kv_gib,
-        line_at_s=max((one.line_at_s for one in told if one.line_at_s is not None), default=None),
+        line_at_s=max((progress.line_at_s for progress in progresses if progress.line_at_s is not None), default=None),
     )
 
 
@@ -56,5 +56,5 @@ def _order(phase: str) -> int:
 
 def _sum(values: Sequence[N | None]) -> N | None:
     """None unless each has said it: a part would look like the whole."""
-    known = [one for one in values if one is not None]
-    return sum(known[1:], known[0]) if known and len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return sum(present[1:], present[0]) if present and len(present) == len(values) else None

@@ -74,21 +74,21 @@ class Store:
         self.write(damage.table, f"DELETE FROM {damage.table} WHERE rowid=?", (damage.row,))
         self.damages = [other for other in self.damages if other is not damage]
 
-    def read(self, table: str, rest: str = "", values: tuple[Any, ...] = (), found: list[Damage] | None = None) -> Iterator[Any]:
-        """The values of a table's rows. found: takes the damage of each row that is left out."""
+    def read(self, table: str, rest: str = "", values: tuple[Any, ...] = (), damages: list[Damage] | None = None) -> Iterator[Any]:
+        """The values of a table's rows. damages: takes the damage of each row that is left out."""
         columns, make = _TABLES[table]
         with self.translated(table):
             try:
                 cursor = self._db.execute(f"SELECT rowid, {columns} FROM {table} {rest}", values)
                 # All at once: a row that is written between two of them could change what is read.
-                for rowid, *row in list(self._fetched(cursor, table, found)):
+                for rowid, *row in list(self._fetched(cursor, table, damages)):
                     try:
                         yield self._event(*row) if table == "events" else make(*row)
                     except ValueError as error:
-                        if found is not None:
-                            found.append(Damage(table, rowid, row[0], str(error)))
+                        if damages is not None:
+                            damages.append(Damage(table, rowid, row[0], str(error)))
             except sqlite3.DatabaseError as error:
-                self._pass_over(error, table, found)
+                self._pass_over(error, table, damages)
 
     def write(self, table: str, sql: str, values: tuple[Any, ...]) -> None:
         with self.translated(table):
@@ -107,9 +107,9 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError, UnicodeError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             place = f"{self.path}, table {table}," if table else f"{self.path}"
-            raise StateError(f"The state database {place} cannot be used: {why}. {_cure(error, self.path)}") from error
+            raise StateError(f"The state database {place} cannot be used: {reason}. {_cure(error, self.path)}") from error
 
     def forget_examined(self, last_seq: int) -> None:
         """Events up to last_seq were removed."""
@@ -156,7 +156,7 @@ class Store:
     def _examine(self) -> None:
         """Read every row once, so that the rows that are left out are known when the daemon starts, not at a later look."""
         for table in _TABLES:
-            for _ in self.read(table, found=self.damages):
+            for _ in self.read(table, damages=self.damages):
                 pass
 
     def _event(self, seq: int, *columns: Any) -> Event:
@@ -167,18 +167,18 @@ class Store:
         self._examined.add(seq)
         return event
 
-    def _fetched(self, cursor: sqlite3.Cursor, table: str, found: list[Damage] | None) -> Iterator[tuple[Any, ...]]:
+    def _fetched(self, cursor: sqlite3.Cursor, table: str, damages: list[Damage] | None) -> Iterator[tuple[Any, ...]]:
         try:
             yield from cursor
         except sqlite3.DatabaseError as error:
-            self._pass_over(error, table, found)
+            self._pass_over(error, table, damages)
 
-    def _pass_over(self, error: sqlite3.DatabaseError, table: str, found: list[Damage] | None) -> None:
+    def _pass_over(self, error: sqlite3.DatabaseError, table: str, damages: list[Damage] | None) -> None:
         """Damaged pages of what can be observed again or is history are left out; raises the error for all else."""
         if table in _WISHES or _code(error) != sqlite3.SQLITE_CORRUPT:
             raise error
-        if found is not None:
-            found.append(Damage(table, None, None, str(error)))
+        if damages is not None:
+            damages.append(Damage(table, None, None, str(error)))
 
 
 class StoredWishes:
@@ -276,8 +276,8 @@ class History:
     def events(self, after_seq: int = 0, limit: int = 200, *, kind: str = "%") -> list[Event]:
         """Oldest first, at most `limit`, the newest ones when after_seq is 0; of one kind, or of all."""
         order = "" if after_seq else " DESC"
-        found = list(self._store.read("events", f"WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?", (after_seq, kind, limit)))
-        return found if after_seq else found[::-1]
+        events = list(self._store.read("events", f"WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?", (after_seq, kind, limit)))
+        return events if after_seq else events[::-1]
 
     def events_behind(self, seq: int, limit: int) -> tuple[list[Event], int]:
         """The next `limit` rows behind `seq`, oldest first, without those that are left out; and the seq of the last row, or `seq`."""
