@@ -38,21 +38,21 @@ class Fix:
 def fixes_of(findings: Iterable[Mapping[str, Any]], raw: Mapping[str, Any]) -> list[Fix]:
     """The fixes of this node's findings that are safe: what was read before, in `raw`, is what undoing goes back to."""
     files = raw.get("files") or {}
-    checks = {one["check"] for one in findings if one["verdict"] != "ok" or one["cure"]}
-    made = []
+    checks = {finding["check"] for finding in findings if finding["verdict"] != "ok" or finding["cure"]}
+    fixes = []
     for check, key, value in (("swappiness", "swappiness", "10"), ("dirty", "dirty_bytes", str(256 << 20))):
         if check in checks:
-            made.append(_sysctl(check, key, value, files))
+            fixes.append(_sysctl(check, key, value, files))
     if "page-cache" in checks and any(path.endswith("sparkd-dropcache.socket") for path in raw.get("paths", ())):
         start = (("systemctl", "enable", "--now", "sparkd-dropcache.socket"),)
         undo = "systemctl disable --now sparkd-dropcache.socket"
-        made.append(Fix("page-cache", "start the helper that drops the page cache", "", "", start, undo))
+        fixes.append(Fix("page-cache", "start the helper that drops the page cache", "", "", start, undo))
     if "operator" in checks:
         path = "etc/systemd/system/user.slice.d/60-sparkd.conf"
         text = "[Slice]\nMemoryMin=4G\nMemoryLow=6G\n"
         again = (("systemctl", "daemon-reload"),)
-        made.append(Fix("operator", "keep 4 GiB for user sessions", path, text, again, f"rm /{path} && systemctl daemon-reload"))
-    return made
+        fixes.append(Fix("operator", "keep 4 GiB for user sessions", path, text, again, f"rm /{path} && systemctl daemon-reload"))
+    return fixes
 
 
 def apply(fix: Fix, root: Path) -> None:
@@ -62,8 +62,8 @@ def apply(fix: Fix, root: Path) -> None:
         if fix.path:
             create_below(root, fix.path, fix.text)
     except OSError as error:
-        why = "it exists already, made by another program" if isinstance(error, FileExistsError) else error.strerror
-        raise StateError(f"{path} cannot be made: {why}. Run it as root: sudo sparkd doctor --fix.") from error
+        reason = "it exists already, made by another program" if isinstance(error, FileExistsError) else error.strerror
+        raise StateError(f"{path} cannot be made: {reason}. Run it as root: sudo sparkd doctor --fix.") from error
     if root != Path("/"):
         return
     for command in fix.commands:
@@ -73,9 +73,9 @@ def apply(fix: Fix, root: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             if fix.path:
                 path.unlink(missing_ok=True)
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            complaint = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             raise StateError(
-                f"`{' '.join(command)}` failed: {said[-1][:200] if said else 'it said nothing'}. Nothing was changed."
+                f"`{' '.join(command)}` failed: {complaint[-1][:200] if complaint else 'it complaint nothing'}. Nothing was changed."
             ) from error
 
 

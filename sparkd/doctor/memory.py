@@ -38,15 +38,15 @@ def _swap(host: Host) -> Iterator[Finding]:
     total, free = host.meminfo.get("SwapTotal"), host.meminfo.get("SwapFree", 0)
     if total is None:
         return
-    told = f"{gib(total)}, {gib(total - free)} used"
+    evidence = f"{gib(total)}, {gib(total - free)} used"
     if total == 0:
         cure = f"Make {GOOD_SWAP_GIB} GiB: `{MAKE_SWAP}`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
-        yield host.find("swap", WARN, "swap", told, cure)
+        yield host.find("swap", WARN, "swap", evidence, cure)
     elif total > MOST_SWAP_BYTES:
         cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with more, the kernel swaps for hours and kills nothing."
-        yield host.find("swap", WARN, "swap", told, cure)
+        yield host.find("swap", WARN, "swap", evidence, cure)
     else:
-        yield host.fine("swap", "swap", told)
+        yield host.fine("swap", "swap", evidence)
 
 
 def _less_swap(host: Host) -> str:
@@ -54,11 +54,11 @@ def _less_swap(host: Host) -> str:
     rows = [line.split() for line in host.text("proc/swaps").splitlines()[1:]]
     sizes = {row[0]: size_kib * 1024 for row in rows if len(row) > 2 and (size_kib := count_of(row[2])) is not None}
     fit = [name for name, size in sizes.items() if (GOOD_SWAP_GIB - 1) * GIB <= size <= MOST_SWAP_BYTES]
-    kept = min(fit, key=sizes.__getitem__, default=None)
-    others = " ".join(name for name in sizes if name != kept) or "AREA"
+    best = min(fit, key=sizes.__getitem__, default=None)
+    others = " ".join(name for name in sizes if name != best) or "AREA"
     steps = f"first unload every model, then `sudo swapoff {others}`, then take {others} out of /etc/fstab"
-    if kept:
-        return f"Keep {kept}, {gib(sizes[kept])}: {steps}."
+    if best:
+        return f"Keep {best}, {gib(sizes[best])}: {steps}."
     return f"Put a smaller area in place of what is there: {steps}, then `sudo rm -f /swap.img && {MAKE_SWAP}`, with a line in /etc/fstab."
 
 
@@ -77,8 +77,8 @@ def _settings(host: Host) -> Iterator[Finding]:
     if min_free_kib is not None and min_free_kib > MOST_MIN_FREE_KIB:
         boost = host.number("proc/sys/vm/watermark_boost_factor")
         cure = "`sudo sysctl vm.min_free_kbytes=45167`: the kernel takes this reserve out of MemAvailable, and vLLM then refuses to start."
-        told = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
-        yield host.find("min-free", WARN, "vm.min_free_kbytes", told, cure)
+        evidence = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
+        yield host.find("min-free", WARN, "vm.min_free_kbytes", evidence, cure)
     elif min_free_kib is not None:
         yield host.fine("min-free", "vm.min_free_kbytes", str(min_free_kib))
     if host.number("proc/sys/vm/overcommit_memory") == 2:
@@ -96,12 +96,12 @@ def _dirty(host: Host) -> Iterator[Finding]:
     most = host.number("proc/sys/vm/dirty_bytes") or host.total_bytes * ratio // 100
     if not most:
         return
-    told = f"up to {gib(most)} may wait to be written"
+    evidence = f"up to {gib(most)} may wait to be written"
     if most > MOST_DIRTY_BYTES:
         cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (or --fix): engines cannot use memory that waits to be written."
-        yield host.find("dirty", WARN, "vm.dirty_bytes", told, cure)
+        yield host.find("dirty", WARN, "vm.dirty_bytes", evidence, cure)
     else:
-        yield host.fine("dirty", "vm.dirty_bytes", told)
+        yield host.fine("dirty", "vm.dirty_bytes", evidence)
 
 
 def _page_cache(host: Host) -> Iterator[Finding]:
@@ -116,8 +116,8 @@ def _page_cache(host: Host) -> Iterator[Finding]:
         cure = "`sudo systemctl enable --now sparkd-dropcache.socket`"
         if not host.has(*units):
             cure = f"`sudo make -C deploy install`, then {cure}"
-        why = "without it the page cache is not freed before a load, and CUDA counts only MemFree."
-        yield host.find("page-cache", WARN, "helper", "no helper that can drop the page cache", f"{cure}: {why}")
+        effect = "without it the page cache is not freed before a load, and CUDA counts only MemFree."
+        yield host.find("page-cache", WARN, "helper", "no helper that can drop the page cache", f"{cure}: {effect}")
     free, available = host.meminfo.get("MemFree"), host.meminfo.get("MemAvailable")
     if free is not None and available is not None:
         yield host.fine("memory", "memory", f"{gib(available)} available, of which {gib(free)} free, the rest page cache")
@@ -138,11 +138,11 @@ def _killers(host: Host) -> Iterator[Finding]:
 
 def _holders(host: Host) -> Iterator[Finding]:
     engines = host.raw.get("engines") or []
-    foreign = [one for one in engines if not one["ours"]]
+    foreign = [engine for engine in engines if not engine["ours"]]
     if foreign:
-        told = ", ".join(f"{one['name']} (process {one['pid']})" for one in foreign[:5])
+        names = ", ".join(f"{engine['name']} (process {engine['pid']})" for engine in foreign[:5])
         cure = "Stop them, or raise memory.os_reserve_gib: sparkd cannot foresee what other programs take later."
-        yield host.find("others", WARN, "other engines", told, cure)
+        yield host.find("others", WARN, "other engines", names, cure)
     gap = unaccounted_bytes(host.meminfo)
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
@@ -151,13 +151,13 @@ def _holders(host: Host) -> Iterator[Finding]:
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")
     old = [
-        one
-        for one in host.raw.get("shared") or []
-        if one["age_s"] > OLD_S and one["name"].startswith(("psm_", "sem.", "nccl-", "vllm", "torch_"))
+        file
+        for file in host.raw.get("shared") or []
+        if file["age_s"] > OLD_S and file["name"].startswith(("psm_", "sem.", "nccl-", "vllm", "torch_"))
     ]
-    size = sum(one["bytes"] for one in old)
+    size = sum(file["bytes"] for file in old)
     if old and not engines and size > SHARED_BYTES:
-        names = " ".join(f"/dev/shm/{one['name']}" for one in sorted(old, key=lambda one: -one["bytes"])[:3])
+        names = " ".join(f"/dev/shm/{file['name']}" for file in sorted(old, key=lambda file: -file["bytes"])[:3])
         cure = f"No engine runs: `sudo rm {names}`{' and the others' if len(old) > 3 else ''}. They use memory until they are removed."
         yield host.find("shared-memory", WARN, "/dev/shm", f"{len(old)} files of ended engines, {gib(size)}", cure)
 

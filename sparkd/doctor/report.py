@@ -20,16 +20,16 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
     models."""
     hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
     silent = [name for name, raw in readings.items() if raw is None]
-    found = (
+    findings = (
         *(
             Finding("agent", FAIL, name, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
             for name in silent
         ),
-        *(one for host in hosts for one in of_node(host)),
+        *(finding for host in hosts for finding in of_node(host)),
         *_differences(hosts),
         *models,
     )
-    return {"nodes": [host.name for host in hosts], "findings": [asdict(one) for one in found], "verdict": worst(found)}
+    return {"nodes": [host.name for host in hosts], "findings": [asdict(finding) for finding in findings], "verdict": worst(findings)}
 
 
 def examined(readings: Mapping[str, Mapping[str, Any] | None], config: Config, views: Iterable[ModelView]) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def examined(readings: Mapping[str, Mapping[str, Any] | None], config: Config, v
     start_s |= {f"models.{name}": config.start_deadline_s(model) for name, model in config.models.items() if model.health_check_timeout_s}
     env = config.engine.env
     settings = {"start_s": start_s, "environment": {name: env[name].get_secret_value() for name in TIME_NAMES if name in env}}
-    told = {name: raw and {**raw, "settings": settings} for name, raw in readings.items()}
+    with_settings = {name: raw and {**raw, "settings": settings} for name, raw in readings.items()}
     failed = [
         Finding("model", FAIL, view.node or "this node", view.name, view.reason or "failed", view.message or "")
         for view in views
         if view.state is ModelState.FAILED
     ]
-    return report(told, failed)
+    return report(with_settings, failed)
 
 
 def of_node(host: Host) -> tuple[Finding, ...]:
@@ -63,8 +63,8 @@ def _differences(hosts: list[Host]) -> Iterator[Finding]:
         ("vllm", lambda host: str(host.raw.get("vllm") or ""), "Install the same vLLM everywhere."),
     ):
         values = {host.name: of(host) for host in hosts if of(host)}
-        told = ", ".join(f"{name} {value}" for name, value in values.items())
+        evidence = ", ".join(f"{name} {value}" for name, value in values.items())
         if len(set(values.values())) > 1:
-            yield Finding("equal", FAIL if about in ("sparkd", "vllm") else WARN, everyone, about, told, cure)
+            yield Finding("equal", FAIL if about in ("sparkd", "vllm") else WARN, everyone, about, evidence, cure)
         elif len(values) > 1:
-            yield Finding("equal", OK, everyone, about, told)
+            yield Finding("equal", OK, everyone, about, evidence)

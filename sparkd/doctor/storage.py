@@ -35,15 +35,15 @@ def _limits(host: Host) -> Iterator[Finding]:
     if limit is None:
         return
     ample = limit[1] == "unlimited" or int(limit[1]) >= LEAST_MEMLOCK_BYTES
-    told = "unlimited" if limit[1] == "unlimited" else f"{int(limit[1]) >> 20} MiB"
+    evidence = "unlimited" if limit[1] == "unlimited" else f"{int(limit[1]) >> 20} MiB"
     if ample:
-        yield host.fine("memlock", "memlock", told)
+        yield host.fine("memlock", "memlock", evidence)
         return
     cure = (
         "LimitMEMLOCK=infinity in the unit (deploy/ has it), `--ulimit memlock=-1` in a container, or `* - memlock unlimited` in "
         "/etc/security/limits.d: RDMA locks its buffers, and sparkd its own memory."
     )
-    yield host.find("memlock", FAIL if host.raw.get("rdma") else WARN, "memlock", told, cure)
+    yield host.find("memlock", FAIL if host.raw.get("rdma") else WARN, "memlock", evidence, cure)
 
 
 def _devices(host: Host) -> Iterator[Finding]:
@@ -64,33 +64,32 @@ def _devices(host: Host) -> Iterator[Finding]:
 
 
 def _hub(host: Host) -> Iterator[Finding]:
-    for one in host.raw.get("hubs") or []:
-        path = str(one["path"])
-        if one["foreign"]:
+    for hub in host.raw.get("hubs") or []:
+        path = str(hub["path"])
+        if hub["foreign"]:
             cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: a container that ran as root fetched them."
-            yield host.find("hub-cache", WARN, path, f"{_named(one['foreign'])} belong to another user", cure)
-        if one["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
+            yield host.find("hub-cache", WARN, path, f"{_named(hub['foreign'])} belong to another user", cure)
+        if hub["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
             cure = f"Download it again (it resumes), or remove the parts: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
-            yield host.find("hub-cache", WARN, path, f"{gib(one['incomplete_bytes'])} of interrupted downloads", cure)
-        if one["nameless"]:
+            yield host.find("hub-cache", WARN, path, f"{gib(hub['incomplete_bytes'])} of interrupted downloads", cure)
+        if hub["nameless"]:
             cure = "Download it once with a network, or set `revision` to its commit: without refs/main it is not found offline."
-            yield host.find("hub-cache", FAIL if one["offline"] else WARN, path, f"{_named(one['nameless'])} without refs/main", cure)
-        if not (one["foreign"] or one["nameless"]):
-            login = "logged in" if one["token"] else "not logged in, so gated models are refused"
+            yield host.find("hub-cache", FAIL if hub["offline"] else WARN, path, f"{_named(hub['nameless'])} without refs/main", cure)
+        if not (hub["foreign"] or hub["nameless"]):
+            login = "logged in" if hub["token"] else "not logged in, so gated models are refused"
             yield host.fine("hub-cache", path, login)
 
 
 def _caches(host: Host) -> Iterator[Finding]:
     installed_at_s = host.raw.get("runtime_at_s")
-    for one in host.raw.get("caches") or []:
-        path = str(one["path"])
-        if one["foreign"]:
+    for cache in host.raw.get("caches") or []:
+        path = str(cache["path"])
+        if cache["foreign"]:
             cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: code that cannot be stored is compiled again at each start."
             yield host.find("compiled", WARN, path, "parts of it belong to another user", cure)
-        elif installed_at_s and one["newest_at_s"] < installed_at_s:
+        elif installed_at_s and cache["newest_at_s"] < installed_at_s:
             cure = (
-                f"`rm -rf {shlex.quote(path)}`: code of another release has caused garbage and crashes; the next start "
-                f"compiles it again."
+                f"`rm -rf {shlex.quote(path)}`: code of another release has caused garbage and crashes; the next start compiles it again."
             )
             yield host.find("compiled", WARN, path, "older than the vLLM that would use it", cure)
         else:
@@ -98,11 +97,11 @@ def _caches(host: Host) -> Iterator[Finding]:
 
 
 def _disks(host: Host) -> Iterator[Finding]:
-    for one in host.raw.get("disks") or []:
-        told = f"{gib(one['free_bytes'])} of {gib(one['total_bytes'])} free"
-        low = one["free_bytes"] < min(LEAST_FREE_BYTES, one["total_bytes"] // 10)
+    for disk in host.raw.get("disks") or []:
+        evidence = f"{gib(disk['free_bytes'])} of {gib(disk['total_bytes'])} free"
+        low = disk["free_bytes"] < min(LEAST_FREE_BYTES, disk["total_bytes"] // 10)
         cure = "Models and their quantized copies need room: `sparkd ls --cached`, `sparkd rm --cached MODEL`." if low else ""
-        yield host.find("disk", WARN if low else OK, str(one["path"]), told, cure)
+        yield host.find("disk", WARN if low else OK, str(disk["path"]), evidence, cure)
 
 
 def _rate(host: Host) -> Iterator[Finding]:
@@ -114,10 +113,10 @@ def _rate(host: Host) -> Iterator[Finding]:
         yield host.fine("disk-rate", "disk", str(rate["trouble"]))
         return
     per_s = rate["bytes"] / max(rate["seconds"], 1e-6)
-    told = f"{per_s / 1e9:.2f} GB/s over {gib(rate['bytes'])}{'' if rate['direct'] else ', through the page cache'}"
+    evidence = f"{per_s / 1e9:.2f} GB/s over {gib(rate['bytes'])}{'' if rate['direct'] else ', through the page cache'}"
     slow = per_s < SLOW_BYTES_PER_S and rate["bytes"] > GIB // 4
     cure = "A Spark's own disk gives 2 to 6 GB/s: check whether the models are on another disk, and what else reads." if slow else ""
-    yield host.find("disk-rate", WARN if slow else OK, str(rate["path"]), told, cure)
+    yield host.find("disk-rate", WARN if slow else OK, str(rate["path"]), evidence, cure)
 
 
 def _times(host: Host) -> Iterator[Finding]:

@@ -45,9 +45,9 @@ def _platform(host: Host) -> Iterator[Finding]:
     releases = re.findall(r'DGX_(?:SWBUILD|OTA)_VERSION="?([\w.]+)', host.text("etc/dgx-release"))
     system = re.search(r'PRETTY_NAME="?([^"\n]+)', host.text("etc/os-release"))
     memory = gib(host.total_bytes) if host.total_bytes else ""
-    told = [product, f"DGX OS {releases[-1]}" if releases else system[1] if system else "", memory]
-    if any(told):
-        yield host.fine("platform", "machine", ", ".join(part for part in told if part))
+    parts = [product, f"DGX OS {releases[-1]}" if releases else system[1] if system else "", memory]
+    if any(parts):
+        yield host.fine("platform", "machine", ", ".join(part for part in parts if part))
     if not host.is_spark:
         return
     label = host.text("sys/class/dmi/id/bios_date").strip()
@@ -66,9 +66,9 @@ def _platform(host: Host) -> Iterator[Finding]:
 def _kernel(host: Host) -> Iterator[Finding]:
     release = host.text("proc/sys/kernel/osrelease").strip()
     total, free = host.meminfo.get("CmaTotal"), host.meminfo.get("CmaFree")
-    told = f"{release or 'not readable'}"
+    shown = f"{release or 'not readable'}"
     if total is not None and free is not None and free > total:
-        evidence = f"{told}, CmaFree {gib(free)} is more than CmaTotal {gib(total)}"
+        evidence = f"{shown}, CmaFree {gib(free)} is more than CmaTotal {gib(total)}"
         cure = (
             f"Add kho=off to GRUB_CMDLINE_LINUX in /etc/default/grub, `sudo update-grub`, restart; or boot kernel {GOOD_KERNEL}. Else "
             f"NCCL's "
@@ -77,14 +77,14 @@ def _kernel(host: Host) -> Iterator[Finding]:
         yield host.find("kho", FAIL, "kernel", evidence, cure)
     elif release.startswith(KHO_KERNELS) and "kho=off" not in host.text("proc/cmdline"):
         cure = f"Watch CmaFree above CmaTotal in /proc/meminfo; kho=off on the kernel's command line, or {GOOD_KERNEL}, avoids it."
-        yield host.find("kho", WARN, "kernel", f"{told}, whose KHO may hold 9 GiB that cannot be pinned", cure)
+        yield host.find("kho", WARN, "kernel", f"{shown}, whose KHO may hold 9 GiB that cannot be pinned", cure)
     if release.startswith(PANICS):
-        yield host.find("kernel", FAIL, "kernel", f"{told}, which panics on a Spark", f"Install and boot {GOOD_KERNEL} or a later 6.17.")
+        yield host.find("kernel", FAIL, "kernel", f"{shown}, which panics on a Spark", f"Install and boot {GOOD_KERNEL} or a later 6.17.")
     elif host.is_spark and "nvidia" not in release:
         cure = "Boot NVIDIA's kernel (linux-nvidia-hwe-24.04): others lack the GB10's patches."
-        yield host.find("kernel", WARN, "kernel", f"{told} is not NVIDIA's", cure)
+        yield host.find("kernel", WARN, "kernel", f"{shown} is not NVIDIA's", cure)
     else:
-        yield host.fine("kernel", "kernel", told)
+        yield host.fine("kernel", "kernel", shown)
 
 
 def _driver(host: Host) -> Iterator[Finding]:
@@ -126,28 +126,28 @@ def _gpu(host: Host) -> Iterator[Finding]:
         yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure)
         return
     busy, watts, mhz, most = (host.gpu_number(index) for index in (2, 3, 4, 5))
-    told = f"{host.gpu[0]}, {_or(watts, 'W')}, {_or(busy, '%')} busy, {_or(mhz, 'MHz')} of {_or(most, 'MHz')}"
+    evidence = f"{host.gpu[0]}, {_or(watts, 'W')}, {_or(busy, '%')} busy, {_or(mhz, 'MHz')} of {_or(most, 'MHz')}"
     if host.is_spark and busy is not None and busy >= BUSY_PERCENT and mhz is not None and mhz < LATCHED_MHZ:
         cure = "It is latched in its low-power state and serves at half speed: shut down, pull the power plug for a minute, start again."
-        yield host.find("low-power", FAIL, "GPU", told, cure)
+        yield host.find("low-power", FAIL, "GPU", evidence, cure)
     elif host.is_spark and busy is not None and busy >= BUSY_PERCENT and watts is not None and watts < DEADLOCK_W:
         cure = "A busy GPU that draws so little may run a kernel that never ends. If no tokens come, unload the model and load it again."
-        yield host.find("low-power", WARN, "GPU", told, cure)
+        yield host.find("low-power", WARN, "GPU", evidence, cure)
     elif host.is_spark and most is not None and most < FULL_MHZ:
-        yield host.fine("clock", "GPU", told, "Its clock is capped; `sudo nvidia-smi -rgc` removes the cap; the GPU then runs hotter.")
+        yield host.fine("clock", "GPU", evidence, "Its clock is capped; `sudo nvidia-smi -rgc` removes the cap; the GPU then runs hotter.")
     else:
-        yield host.fine("low-power", "GPU", told)
+        yield host.fine("low-power", "GPU", evidence)
 
 
 def _kernel_log(host: Host) -> Iterator[Finding]:
     """The same table as for engines' logs. Each meaning once, with how often it was said."""
     seen: Counter[Diagnosis] = Counter()
     for line in host.command("dmesg").splitlines():
-        if found := diagnose(line):
-            seen[found] += 1
-    for found, times in seen.items():
-        verdict = WARN if found.name == "DriverOutOfMemory" and times <= _HARMLESS else FAIL
-        yield host.find("kernel-log", verdict, found.name, f"{times} times since the start: {found.cause}", found.cure)
+        if fault := diagnose(line):
+            seen[fault] += 1
+    for fault, times in seen.items():
+        verdict = WARN if fault.name == "DriverOutOfMemory" and times <= _HARMLESS else FAIL
+        yield host.find("kernel-log", verdict, fault.name, f"{times} times since the start: {fault.cause}", fault.cure)
 
 
 def _last_resort(host: Host) -> Iterator[Finding]:

@@ -39,12 +39,12 @@ def findings(fabric: Fabric) -> tuple[Finding, ...]:
     if fabric.trouble:
         # A value that was not read must not be called wrong.
         blind = ("address", "gid", "subnets", "route")
-        return (*_readable(fabric), *(one for one in _cables(fabric) if one.check not in blind))
+        return (*_readable(fabric), *(finding for finding in _cables(fabric) if finding.check not in blind))
     return (*_cables(fabric), *_lan(fabric))
 
 
-def worst(found: tuple[Finding, ...]) -> str:
-    return max((one.verdict for one in found), key=(OK, WARN, FAIL).index, default=OK)
+def worst(judged: tuple[Finding, ...]) -> str:
+    return max((finding.verdict for finding in judged), key=(OK, WARN, FAIL).index, default=OK)
 
 
 def _readable(fabric: Fabric) -> Iterator[Finding]:
@@ -61,11 +61,12 @@ def _cables(fabric: Fabric) -> Iterator[Finding]:
     linked = [cage for cage in fabric.cages if cage.linked]
     if not linked:
         off = [twin.name for twin in fabric.twins if not twin.up]
-        told = ", ".join(f"{twin.name} {_carrier(twin)}" for twin in fabric.twins)
+        evidence = ", ".join(f"{twin.name} {_carrier(twin)}" for twin in fabric.twins)
         if off:
-            yield Finding("cable", WARN, fabric.node, "QSFP", told, f"Switch them on to see whether a cable is there: {_switch_on(off)}.")
+            cure = f"Switch them on to see whether a cable is there: {_switch_on(off)}."
+            yield Finding("cable", WARN, fabric.node, "QSFP", evidence, cure)
         else:
-            yield Finding("cable", OK, fabric.node, "QSFP", told, "To link two Sparks, plug a QSFP cable in.")
+            yield Finding("cable", OK, fabric.node, "QSFP", evidence, "To link two Sparks, plug a QSFP cable in.")
         return
     yield Finding("cable", OK, fabric.node, "QSFP", ", ".join(f"{cage.label}: {_numbers(cage)}" for cage in linked))
     for cage in linked:
@@ -81,10 +82,10 @@ def _cables(fabric: Fabric) -> Iterator[Finding]:
 
 def _twins(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
     """One cable needs both: each has half of its rate."""
-    told = ", ".join(f"{twin.name} {_carrier(twin)}" for twin in cage.twins)
+    evidence = ", ".join(f"{twin.name} {_carrier(twin)}" for twin in cage.twins)
     linked = [twin for twin in cage.twins if twin.linked]
     if len(linked) > 1:
-        yield Finding("twins", OK, fabric.node, cage.label, told)
+        yield Finding("twins", OK, fabric.node, cage.label, evidence)
         return
     off = [twin.name for twin in cage.twins if not twin.up]
     half = f"one twin alone reaches {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s"
@@ -94,7 +95,7 @@ def _twins(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
         cure = f"Switch it on, since {half}: {_switch_on(off)}."
     else:
         cure = f"Both ends of one cable lead here and {half}: reseat it, then restart."
-    yield Finding("twins", WARN, fabric.node, cage.label, told, cure)
+    yield Finding("twins", WARN, fabric.node, cage.label, evidence, cure)
 
 
 def _physical(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
@@ -115,48 +116,48 @@ def _physical(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
         yield Finding("speed", OK, fabric.node, cage.label, speeds)
     for twin in linked:
         if (twin.pci_gts or PCI_GTS) < PCI_GTS or (twin.pci_lanes or PCI_LANES) < PCI_LANES:
-            told = f"{twin.pci}: {twin.pci_gts or 0:g} GT/s, {twin.pci_lanes} lanes; {PCI_GTS:g} and {PCI_LANES} are normal"
+            evidence = f"{twin.pci}: {twin.pci_gts or 0:g} GT/s, {twin.pci_lanes} lanes; {PCI_GTS:g} and {PCI_LANES} are normal"
             cure = "The card's PCIe link trained too low: shut down, cut the power for a minute, and start again."
-            yield Finding("pci", WARN, fabric.node, twin.name, told, cure)
+            yield Finding("pci", WARN, fabric.node, twin.name, evidence, cure)
 
 
 def _addressed(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
     linked = [twin for twin in cage.twins if twin.linked]
     bare = [twin.name for twin in linked if not twin.addresses]
-    told = ", ".join(f"{twin.name} {_addresses(twin)}" for twin in linked)
+    evidence = ", ".join(f"{twin.name} {_addresses(twin)}" for twin in linked)
     if not bare:
-        yield Finding("address", OK, fabric.node, cage.label, told)
+        yield Finding("address", OK, fabric.node, cage.label, evidence)
     elif len(bare) == len(linked):
         cure = f"Give {' and '.join(bare)} an IPv4 address each in netplan, in two subnets that the other end has too."
-        yield Finding("address", FAIL, fabric.node, cage.label, told, cure)
+        yield Finding("address", FAIL, fabric.node, cage.label, evidence, cure)
     else:
         half = f"RDMA over it ends in `ibv_modify_qp failed`, and without it {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left"
         cure = f"Give {bare[0]} an IPv4 address too, in a subnet of its own: {half}."
-        yield Finding("address", WARN, fabric.node, cage.label, told, cure)
+        yield Finding("address", WARN, fabric.node, cage.label, evidence, cure)
 
 
 def _rdma(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
     linked = [twin for twin in cage.twins if twin.linked]
     dead = [twin for twin in linked if twin.rdma is None or twin.rdma.state != "ACTIVE" or twin.rdma.link_layer != "Ethernet"]
-    told = ", ".join(f"{twin.name} {_port(twin)}" for twin in linked)
+    evidence = ", ".join(f"{twin.name} {_port(twin)}" for twin in linked)
     if any(twin.rdma is None for twin in dead):
         cure = f"Load mlx5_ib (in a container: --device=/dev/infiniband --ulimit memlock=-1); without RDMA {SOCKETS_GB_S} GB/s are left."
-        yield Finding("rdma", FAIL, fabric.node, cage.label, told, cure)
+        yield Finding("rdma", FAIL, fabric.node, cage.label, evidence, cure)
     elif dead:
         cure = "The link is up and its RDMA port is not, so NCCL fails minutes later: restart both nodes, then reseat the cable."
-        yield Finding("rdma", FAIL, fabric.node, cage.label, told, cure)
+        yield Finding("rdma", FAIL, fabric.node, cage.label, evidence, cure)
     else:
-        yield Finding("rdma", OK, fabric.node, cage.label, told)
+        yield Finding("rdma", OK, fabric.node, cage.label, evidence)
     living = [twin for twin in linked if twin not in dead and twin.addresses]
     if not living:
         return
-    told = ", ".join(f"{twin.rdma.name} {_gid(twin)}" for twin in living if twin.rdma)
+    evidence = ", ".join(f"{twin.rdma.name} {_gid(twin)}" for twin in living if twin.rdma)
     if all(twin.gid_index is not None for twin in living):
-        yield Finding("gid", OK, fabric.node, cage.label, told)
+        yield Finding("gid", OK, fabric.node, cage.label, evidence)
     else:
         names = " ".join(twin.name for twin in living if twin.gid_index is None)
         cure = f"The card has no entry for the address, which leads to `remote GID ::`: take {names} down and up again."
-        yield Finding("gid", FAIL, fabric.node, cage.label, told, cure)
+        yield Finding("gid", FAIL, fabric.node, cage.label, evidence, cure)
 
 
 def _subnets(fabric: Fabric, linked: list[Cage]) -> Iterator[Finding]:
@@ -164,20 +165,20 @@ def _subnets(fabric: Fabric, linked: list[Cage]) -> Iterator[Finding]:
     members: dict[IPv4Network, list[NetworkInterface]] = {}
     for cage in linked:
         for twin in (twin for twin in cage.twins if twin.linked):
-            for network in dict.fromkeys(one.network for one in twin.addresses):
+            for network in dict.fromkeys(address.network for address in twin.addresses):
                 members.setdefault(network, []).append(twin)
     for network, twins in members.items():
         if len(twins) < 2:
             continue
         route = next((device for destination, device in fabric.routes if destination == str(network)), "none")
-        told = f"{', '.join(twin.name for twin in twins)} are in {network}, its route is {route}"
+        evidence = f"{', '.join(twin.name for twin in twins)} are in {network}, its route is {route}"
         across = len({twin.cage for twin in twins}) > 1
         if network == LINK_LOCAL:
-            why = "link-local addresses change with a restart and put all into one subnet"
+            reason = "link-local addresses change with a restart and put all into one subnet"
         else:
-            why = "only the route's device answers for both" if not across else "two cables in one subnet reach the wrong node"
+            reason = "only the route's device answers for both" if not across else "two cables in one subnet reach the wrong node"
         verdict = FAIL if across and network != LINK_LOCAL else WARN
-        yield Finding("subnets", verdict, fabric.node, "QSFP", told, f"Give each twin a subnet of its own in netplan: {why}.")
+        yield Finding("subnets", verdict, fabric.node, "QSFP", evidence, f"Give each twin a subnet of its own in netplan: {reason}.")
     for name in sorted({device for destination, device in fabric.routes if destination == "default"}):
         if any(twin.name == name for cage in linked for twin in cage.twins):
             cure = "Take the gateway out of its netplan entry: everything else would go over the cable."
@@ -185,31 +186,32 @@ def _subnets(fabric: Fabric, linked: list[Cage]) -> Iterator[Finding]:
 
 
 def _lan(fabric: Fabric) -> Iterator[Finding]:
-    lan = next((one for one in fabric.lans if one.linked and one.addresses), None)
+    lan = next((interface for interface in fabric.lans if interface.linked and interface.addresses), None)
     if lan:
         yield Finding("lan", OK, fabric.node, lan.name, f"{_speed(lan)}, {_addresses(lan)}")
         return
-    wifi = next((one for one in fabric.wifis if one.linked and one.addresses), None)
+    wifi = next((interface for interface in fabric.wifis if interface.linked and interface.addresses), None)
     if wifi:
         cure = "Plug the RJ45 cable in: LAN traffic (a ring's first contact, downloads, clients) is unsteady over Wi-Fi."
         yield Finding("lan", WARN, fabric.node, wifi.name, f"Wi-Fi only, {_addresses(wifi)}", cure)
     elif fabric.lans:
-        told = ", ".join(f"{one.name} {_carrier(one)}, {_addresses(one)}" for one in fabric.lans)
-        yield Finding("lan", WARN, fabric.node, fabric.lans[0].name, told, "Plug the RJ45 cable in, or give it an address.")
+        evidence = ", ".join(f"{interface.name} {_carrier(interface)}, {_addresses(interface)}" for interface in fabric.lans)
+        yield Finding("lan", WARN, fabric.node, fabric.lans[0].name, evidence, "Plug the RJ45 cable in, or give it an address.")
 
 
-def _carrier(one: NetworkInterface) -> str:
-    if not one.up:
+def _carrier(interface: NetworkInterface) -> str:
+    if not interface.up:
         return "is switched off"
-    return "up" if one.linked else "no cable"
+    return "up" if interface.linked else "no cable"
 
 
-def _speed(one: NetworkInterface) -> str:
-    return f"{one.speed_mbps // 1000}G" if one.speed_mbps and one.speed_mbps >= 1000 else f"{one.speed_mbps or '?'}M"
+def _speed(interface: NetworkInterface) -> str:
+    mbps = interface.speed_mbps
+    return f"{mbps // 1000}G" if mbps and mbps >= 1000 else f"{mbps or '?'}M"
 
 
-def _addresses(one: NetworkInterface) -> str:
-    return " ".join(map(str, one.addresses)) or "no IPv4 address"
+def _addresses(interface: NetworkInterface) -> str:
+    return " ".join(map(str, interface.addresses)) or "no IPv4 address"
 
 
 def _port(twin: NetworkInterface) -> str:

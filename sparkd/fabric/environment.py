@@ -44,7 +44,7 @@ def settings(
     is computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
-    nodes = sorted([node, *peers], key=lambda one: one.node)
+    nodes = sorted([node, *peers], key=lambda member: member.node)
     every = cables_of(nodes)
     cables, shape = tuple(cable for cable in every if node.node in (cable.a, cable.b)), topology(nodes, every)
     computed = [*_sockets(node, peers, cables, shape)]
@@ -60,14 +60,14 @@ def settings(
             Setting("MAX_JOBS", JIT_CAPS["MAX_JOBS"], cold),
             Setting("FLASHINFER_NVCC_THREADS", JIT_CAPS["FLASHINFER_NVCC_THREADS"], "as MAX_JOBS, for FlashInfer's nvcc"),
         ]
-    said = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
-    return tuple(_overridden(setting, said) for setting in computed)
+    sources = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
+    return tuple(_overridden(setting, sources) for setting in computed)
 
 
 def expected(*, rdma: bool) -> dict[str, str]:
     """What `settings` says on each of several nodes with sound rails, in words where it is a node's own."""
-    found = {"VLLM_HOST_IP": ADDRESS} | {name: f"={LINK}" if name == "NCCL_SOCKET_IFNAME" else LINK for name in _SOCKET_NAMES}
-    return found | ({"NCCL_NET": "IB", "NCCL_IB_HCA": f"={DEVICES}", "NCCL_DEBUG": "INFO"} if rdma else {})
+    names = {"VLLM_HOST_IP": ADDRESS} | {name: f"={LINK}" if name == "NCCL_SOCKET_IFNAME" else LINK for name in _SOCKET_NAMES}
+    return names | ({"NCCL_NET": "IB", "NCCL_IB_HCA": f"={DEVICES}", "NCCL_DEBUG": "INFO"} if rdma else {})
 
 
 def wants_rdma(platform: str, configured: Mapping[str, str]) -> bool:
@@ -75,14 +75,14 @@ def wants_rdma(platform: str, configured: Mapping[str, str]) -> bool:
     return platform == "cuda" and configured.get("NCCL_NET", "IB") == "IB"
 
 
-def environment(found: Sequence[Setting]) -> dict[str, str]:
+def environment(computed: Sequence[Setting]) -> dict[str, str]:
     """The variables to set, without those that are left unset."""
-    return {setting.name: setting.value for setting in found if setting.value is not None}
+    return {setting.name: setting.value for setting in computed if setting.value is not None}
 
 
-def _overridden(computed: Setting, said: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
+def _overridden(computed: Setting, sources: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
     setting = computed
-    for source, values in said:
+    for source, values in sources:
         # The address in the cluster decides where the ranks meet, so cluster.node_ip is the place to change that.
         if computed.name in values and computed.name != "VLLM_HOST_IP":
             setting = Setting(computed.name, values[computed.name], f"instead of {computed.value or 'none'}: {computed.reason}", source)
@@ -94,22 +94,22 @@ def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shap
     meeting = _meeting(node, peers, cables, shape)
     if meeting is None:
         if peers:
-            why = "no address of this node is in a subnet with every other: ranks cannot find each other"
-            yield from (Setting(name, None, why) for name in (*_SOCKET_NAMES, "VLLM_HOST_IP"))
+            reason = "no address of this node is in a subnet with every other: ranks cannot find each other"
+            yield from (Setting(name, None, reason) for name in (*_SOCKET_NAMES, "VLLM_HOST_IP"))
         return
-    one, ip, why = meeting
-    yield Setting("VLLM_HOST_IP", str(ip), f"{one.name}'s address: {why}")
+    interface, ip, reason = meeting
+    yield Setting("VLLM_HOST_IP", str(ip), f"{interface.name}'s address: {reason}")
     roles = ("NCCL's first contact; bulk goes by RDMA", "Gloo, which Ray does not copy right where names differ", "TensorPipe")
     for name, role in zip(_SOCKET_NAMES, roles, strict=True):
         # '=' is NCCL's word for the exact name: without it every interface that begins so is meant. Gloo and TensorPipe know no such word.
-        yield Setting(name, f"={one.name}" if name == "NCCL_SOCKET_IFNAME" else one.name, f"{role}: {why}")
+        yield Setting(name, f"={interface.name}" if name == "NCCL_SOCKET_IFNAME" else interface.name, f"{role}: {reason}")
 
 
 def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shape: str) -> tuple[NetworkInterface, IPv4Address, str] | None:
     """The interface over which every other rank can be reached, the address there, and why that one."""
     holder = node.holding(node.address) if node.address else None
     if holder and node.address:
-        network = next(one.network for one in holder.addresses if one.ip == node.address)
+        network = next(address.network for address in holder.addresses if address.ip == node.address)
         if all(_reaches(network, peer) or _lives_in(network, peer) for peer in peers):
             return holder, node.address, "it is this node's address in the cluster (cluster.node_ip)"
     if not peers:
@@ -122,28 +122,28 @@ def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shap
     shared = _shared([node, *peers])
     if shared is None:
         return None
-    one = min(_inside(shared, node), key=_preference)
-    if shape == RING and one.kind == LAN:
-        return one, _within(one, shared), "in a ring no cable leads to every node, and the LAN does"
+    interface = min(_inside(shared, node), key=_preference)
+    if shape == RING and interface.kind == LAN:
+        return interface, _within(interface, shared), "in a ring no cable leads to every node, and the LAN does"
     words = {LAN: "the LAN leads to every node", QSFP: "the switch leads to every node"}
-    return one, _within(one, shared), words.get(one.kind, "only Wi-Fi leads to every node")
+    return interface, _within(interface, shared), words.get(interface.kind, "only Wi-Fi leads to every node")
 
 
 def _shared(nodes: Sequence[Fabric]) -> IPv4Network | None:
     """The subnet that every node is in: that whose worst interface is best, so that all nodes choose the same."""
-    known = {address.network for one in nodes[0].interfaces for address in one.addresses if address.network != LINK_LOCAL}
-    common = [network for network in known if all(_reaches(network, node) for node in nodes)]
+    networks = {address.network for interface in nodes[0].interfaces for address in interface.addresses if address.network != LINK_LOCAL}
+    common = [network for network in networks if all(_reaches(network, node) for node in nodes)]
     worst = {network: max(min(map(_preference, _inside(network, node))) for node in nodes) for network in common}
     return min(common, key=lambda network: (worst[network], network), default=None)
 
 
-def _preference(one: NetworkInterface) -> int:
-    return (LAN, QSFP, WIFI).index(one.kind)
+def _preference(interface: NetworkInterface) -> int:
+    return (LAN, QSFP, WIFI).index(interface.kind)
 
 
 def _inside(network: IPv4Network, node: Fabric) -> list[NetworkInterface]:
     places = (*node.lans, *node.twins, *node.wifis)
-    return [one for one in places if one.linked and any(address.network == network for address in one.addresses)]
+    return [place for place in places if place.linked and any(address.network == network for address in place.addresses)]
 
 
 def _reaches(network: IPv4Network, node: Fabric) -> bool:
@@ -154,15 +154,15 @@ def _lives_in(network: IPv4Network, node: Fabric) -> bool:
     """Whether its address in the cluster is one of the subnet, on whatever interface: a bond or a bridge over the LAN's port is none that
     is a LAN's by its own looks, and the cluster has met there."""
     holder = node.holding(node.address) if node.address else None
-    return bool(holder and holder.linked and any((one.ip, one.network) == (node.address, network) for one in holder.addresses))
+    return bool(holder and holder.linked and any((address.ip, address.network) == (node.address, network) for address in holder.addresses))
 
 
-def _within(one: NetworkInterface, network: IPv4Network) -> IPv4Address:
-    return next(address.ip for address in one.addresses if address.network == network)
+def _within(interface: NetworkInterface, network: IPv4Network) -> IPv4Address:
+    return next(address.ip for address in interface.addresses if address.network == network)
 
 
-def _is_of(one: NetworkInterface, others: Iterable[NetworkInterface]) -> bool:
-    return any(one is other for other in others)
+def _is_of(interface: NetworkInterface, others: Iterable[NetworkInterface]) -> bool:
+    return any(interface is other for other in others)
 
 
 def _apart(node: Fabric, reason: str) -> Iterator[Setting]:
@@ -187,10 +187,10 @@ def _rdma(node: Fabric, cables: Sequence[Link], shape: str) -> Iterator[Setting]
         return
     names = [twin.rdma.name for twin in used if twin.rdma]
     left = [twin.name for twin in ends if twin not in used]
-    why = f"{'the twins that lead' if len(names) > 1 else 'the twin that leads'} to the other nodes; one alone is half of a cable's rate"
-    why += f" (left out, not sound: {', '.join(left)})" if left else ""
+    reason = f"{'the twins that lead' if len(names) > 1 else 'the twin that leads'} to the other nodes; one alone is half of a cable's rate"
+    reason += f" (left out, not sound: {', '.join(left)})" if left else ""
     # '=' is NCCL's word for the exact name: without it rocep1s0f0 means rocep1s0f0v0 too.
-    yield Setting("NCCL_IB_HCA", f"={','.join(names)}", why)
+    yield Setting("NCCL_IB_HCA", f"={','.join(names)}", reason)
     yield _gid(used)
     if shape == RING:
         yield Setting("NCCL_IB_MERGE_NICS", "0", "a ring's two cages lead to two nodes; merged, NCCL falls back to sockets (2.1 GB/s)")
@@ -199,5 +199,5 @@ def _rdma(node: Fabric, cables: Sequence[Link], shape: str) -> Iterator[Setting]
 
 
 def _gid(used: Sequence[NetworkInterface]) -> Setting:
-    told = ", ".join(f"{twin.rdma.name} {twin.gid_index}" for twin in used if twin.rdma)
-    return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {told}")
+    entries = ", ".join(f"{twin.rdma.name} {twin.gid_index}" for twin in used if twin.rdma)
+    return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {entries}")

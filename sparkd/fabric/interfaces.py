@@ -80,8 +80,8 @@ class NetworkInterface:
     @property
     def gid_index(self) -> int | None:
         """The RoCE v2 entry of its first address that has one."""
-        found = (self.rdma.gid_index(one.ip) for one in self.addresses) if self.rdma else ()
-        return next((index for index in found if index is not None), None)
+        indices = (self.rdma.gid_index(address.ip) for address in self.addresses) if self.rdma else ()
+        return next((index for index in indices if index is not None), None)
 
     @property
     def carries_rdma(self) -> bool:
@@ -89,8 +89,8 @@ class NetworkInterface:
 
     def shares(self, other: NetworkInterface) -> IPv4Network | None:
         """A subnet that both have an address in."""
-        theirs = {one.network for one in other.addresses}
-        return next((one.network for one in self.addresses if one.network in theirs), None)
+        theirs = {address.network for address in other.addresses}
+        return next((address.network for address in self.addresses if address.network in theirs), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,29 +146,29 @@ class Fabric:
         return any(name == interface.name and seen == mac for name, _, seen in self.neighbours)
 
     def holding(self, ip: IPv4Address) -> NetworkInterface | None:
-        return next((one for one in self.interfaces if any(own.ip == ip for own in one.addresses)), None)
+        return next((interface for interface in self.interfaces if any(own.ip == ip for own in interface.addresses)), None)
 
 
 def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> Fabric:
     """What `workers.host.network.sample` answered, in this module's nouns. address: the node's in the cluster; loopback is none."""
     rdma = _rdma_of(raw["rdma"])
-    found = [_interface(one, rdma) for one in raw["interfaces"]]
+    interfaces = [_interface(link, rdma) for link in raw["interfaces"]]
     own = _address(address)
     return Fabric(
         node=node,
         host=str(raw["host"]),
-        cages=_cages([one for one in found if one.kind == QSFP]),
-        lans=_best_first(one for one in found if one.kind == LAN),
-        wifis=_best_first(one for one in found if one.kind == WIFI),
-        others=_best_first(one for one in found if one.kind == OTHER),
-        routes=tuple((str(one.get("dst")), str(one.get("dev"))) for one in raw["routes"]),
+        cages=_cages([interface for interface in interfaces if interface.kind == QSFP]),
+        lans=_best_first(interface for interface in interfaces if interface.kind == LAN),
+        wifis=_best_first(interface for interface in interfaces if interface.kind == WIFI),
+        others=_best_first(interface for interface in interfaces if interface.kind == OTHER),
+        routes=tuple((str(row.get("dst")), str(row.get("dev"))) for row in raw["routes"]),
         neighbours=tuple(_neighbours(raw["neighbours"])),
         hotplug=bool(raw["hotplug"]),
         environment=dict(raw["environment"]),
         trouble=tuple(raw["trouble"]),
         address=None if own is None or own.is_loopback else own,
         unified=bool(raw["unified"]),
-        answers=frozenset((str(one["dev"]), str(one["dst"])) for one in raw.get("answers", ())),
+        answers=frozenset((str(row["dev"]), str(row["dst"])) for row in raw.get("answers", ())),
     )
 
 
@@ -182,7 +182,7 @@ def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
 def with_proofs(nodes: Mapping[str, Fabric], passed: Collection[frozenset[str]]) -> dict[str, Fabric]:
     """passed: pairs of these addresses between which a live NCCL test has passed over the links that they have now."""
     to = {node: frozenset(nodes[other].node for other in nodes if frozenset((node, other)) in passed) for node in nodes}
-    return {node: replace(one, proved=to[node]) for node, one in nodes.items()}
+    return {node: replace(fabric, proved=to[node]) for node, fabric in nodes.items()}
 
 
 def rdma_mtu(mtu: int) -> int:
@@ -218,7 +218,7 @@ def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> NetworkInter
         pci_lanes=raw["pci_lanes"],
         switch_id=raw["switch_id"],
         physical=bool(raw["physical"]),
-        addresses=tuple(IPv4Interface(f"{one['address']}/{one['prefix']}") for one in raw["addresses"]),
+        addresses=tuple(IPv4Interface(f"{address['address']}/{address['prefix']}") for address in raw["addresses"]),
         rdma=ports[0] if ports else None,
     )
 
@@ -233,8 +233,8 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, int | None]:
     of_name = _PORT_IN_NAME.fullmatch(str(raw["name"]))
     mellanox = raw["vendor"] == MELLANOX or bool(raw["rdma"])
     if mellanox or of_name or (raw["vendor"] is None and raw["port_name"]):
-        if told := _PORT_NAME.fullmatch(str(raw["port_name"] or "")):
-            return QSFP, int(told[1])
+        if match := _PORT_NAME.fullmatch(str(raw["port_name"] or "")):
+            return QSFP, int(match[1])
         if of_name and not raw["port_name"]:
             return QSFP, int(of_name[2] or of_name[1])
         if mellanox and not raw["port_name"] and raw["pci"] and str(raw["pci"])[-2:-1] == ".":
@@ -256,32 +256,35 @@ def _cages(twins: list[NetworkInterface]) -> tuple[Cage, ...]:
     )
 
 
-def _by_pci(one: NetworkInterface) -> tuple[str, str]:
+def _by_pci(interface: NetworkInterface) -> tuple[str, str]:
     # A name's first capital P is the PCI domain: without one it is domain 0.
-    return one.pci or ("1" if "P" in one.name else "0"), one.name
+    return interface.pci or ("1" if "P" in interface.name else "0"), interface.name
 
 
-def _best_first(found: Iterable[NetworkInterface]) -> tuple[NetworkInterface, ...]:
-    return tuple(sorted(found, key=lambda one: (not one.linked, not one.addresses, -(one.speed_mbps or 0), one.name)))
+def _best_first(interfaces: Iterable[NetworkInterface]) -> tuple[NetworkInterface, ...]:
+    def rank(interface: NetworkInterface) -> tuple[bool, bool, int, str]:
+        return not interface.linked, not interface.addresses, -(interface.speed_mbps or 0), interface.name
+
+    return tuple(sorted(interfaces, key=rank))
 
 
 def _rdma_of(raw: Iterable[Mapping[str, Any]]) -> dict[str, Rdma]:
     """By device; its first port, which is the only one on a Spark."""
-    found: dict[str, Rdma] = {}
-    for one in raw:
-        rate = re.match(r"[0-9]{1,9}(\.[0-9]+)?", str(one["rate"] or ""))
+    ports: dict[str, Rdma] = {}
+    for device in raw:
+        rate = re.match(r"[0-9]{1,9}(\.[0-9]+)?", str(device["rate"] or ""))
         port = Rdma(
-            name=str(one["name"]),
-            port=int(one["port"]),
-            state=str(one["state"] or "").partition(": ")[2] or "unknown",
+            name=str(device["name"]),
+            port=int(device["port"]),
+            state=str(device["state"] or "").partition(": ")[2] or "unknown",
             rate_gbps=float(rate[0]) if rate else None,
-            link_layer=str(one["link_layer"] or "unknown"),
-            gids=tuple(_gid(gid) for gid in one["gids"]),
-            sent_bytes=one["sent_bytes"],
-            received_bytes=one["received_bytes"],
+            link_layer=str(device["link_layer"] or "unknown"),
+            gids=tuple(_gid(gid) for gid in device["gids"]),
+            sent_bytes=device["sent_bytes"],
+            received_bytes=device["received_bytes"],
         )
-        found.setdefault(port.name, port)
-    return found
+        ports.setdefault(port.name, port)
+    return ports
 
 
 def _gid(raw: Mapping[str, Any]) -> Gid:
@@ -293,9 +296,9 @@ def _gid(raw: Mapping[str, Any]) -> Gid:
 
 
 def _neighbours(raw: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str, str]]:
-    for one in raw:
-        if one.get("lladdr") and "FAILED" not in one.get("state", ()):
-            yield str(one.get("dev")), str(one.get("dst")), str(one["lladdr"])
+    for row in raw:
+        if row.get("lladdr") and "FAILED" not in row.get("state", ()):
+            yield str(row.get("dev")), str(row.get("dst")), str(row["lladdr"])
 
 
 def _address(text: str | None) -> IPv4Address | None:

@@ -51,7 +51,7 @@ def cables_of(nodes: Sequence[Fabric]) -> tuple[Link, ...]:
     A neighbour's MAC address proves a cable. A subnet in common is believed where nothing that was seen contradicts it; link-local
     addresses are all in one subnet, so they say nothing by themselves.
     """
-    found: list[Link] = []
+    cables: list[Link] = []
     for a, b in combinations(nodes, 2):
         between: list[Link] = []
         ends = [(x, y, _met(a, x, b, y)) for x in a.cages for y in b.cages if x.linked and y.linked]
@@ -60,8 +60,8 @@ def cables_of(nodes: Sequence[Fabric]) -> tuple[Link, ...]:
             contradicted = any((x is p) != (y is q) for p, q in seen)
             if met or (not contradicted and any(_common(s, t, met) for s in x.twins for t in y.twins)):
                 between.append(Link(a.node, x, b.node, y, _rails(x, y, met), met))
-        found += [cable for cable in between if cable.rails or not _is_echo(cable, between)]
-    return tuple(found)
+        cables += [cable for cable in between if cable.rails or not _is_echo(cable, between)]
+    return tuple(cables)
 
 
 def topology(nodes: Sequence[Fabric], cables: Sequence[Link]) -> str:
@@ -119,12 +119,12 @@ def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
     stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.FitRequest.
     """
-    found = {}
+    reasons = {}
     for size in range(2, len(nodes) + 1):
         if not teams(nodes, size, rdma=rdma):
             group = nodes[:size]
-            found[size] = f"{rails(group, rdma=rdma)[1]}. {_cure(group, rdma)}".rstrip(".")
-    return found
+            reasons[size] = f"{rails(group, rdma=rdma)[1]}. {_cure(group, rdma)}".rstrip(".")
+    return reasons
 
 
 def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Link], *, rdma: bool = True) -> tuple[Finding, ...]:
@@ -162,18 +162,18 @@ def _common(s: NetworkInterface, t: NetworkInterface, met: bool) -> IPv4Network 
 
 def _rails(x: Cage, y: Cage, met: bool) -> tuple[LinkRail, ...]:
     """Each twin with the first of the other end that is in a subnet of its own and has no rail yet."""
-    found: list[LinkRail] = []
+    shared: list[LinkRail] = []
     for s in x.twins:
         for t in y.twins:
             network = _common(s, t, met)
-            if network and not any(rail.a is s or rail.b is t for rail in found):
-                found.append(LinkRail(s, t, network, *_problem(s, t)))
-    return tuple(found)
+            if network and not any(rail.a is s or rail.b is t for rail in shared):
+                shared.append(LinkRail(s, t, network, *_problem(s, t)))
+    return tuple(shared)
 
 
 def _problem(s: NetworkInterface, t: NetworkInterface) -> tuple[str | None, str]:
     """(problem, cure)"""
-    if twice := {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
+    if twice := {address.ip for address in s.addresses} & {address.ip for address in t.addresses}:
         return f"both ends have {min(twice)}", "Give each end an address of its own."
     if s.mtu != t.mtu:
         return f"MTU {s.mtu} at one end and {t.mtu} at the other", f"Set mtu: {GOOD_MTU} at both ends."
@@ -184,9 +184,9 @@ def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
     node, about = f"{cable.a} - {cable.b}", f"{cable.a_cage.label} - {cable.b_cage.label}"
     how = "the ends have seen each other" if cable.seen else "by their subnets"
     if not cable.rails:
-        told = f"{how}, and no subnet is in common: {_subnets(cable.a_cage)} and {_subnets(cable.b_cage)}"
+        evidence = f"{how}, and no subnet is in common: {_subnets(cable.a_cage)} and {_subnets(cable.b_cage)}"
         cure = "Give both ends of each twin's rail addresses in one subnet: else `ibv_modify_qp failed with 110 Connection timed out`."
-        yield Finding("pairing", FAIL, node, about, told, cure)
+        yield Finding("pairing", FAIL, node, about, evidence, cure)
         return
     for problem, cure in dict.fromkeys((rail.problem, rail.cure) for rail in cable.rails if rail.problem):
         yield Finding("ends", FAIL, node, about, problem, cure)
@@ -196,15 +196,15 @@ def _of_cable(cable: Link, rdma: bool) -> Iterator[Finding]:
         yield Finding("ends", WARN, node, about, f"{here} Mb/s at one end and {there} at the other", cure)
     sound = cable.sound(rdma=rdma)
     meant = 1 if cable.a_cage.virtual else max(2, len(cable.rails))
-    told = f"{len(sound)} of {meant} rail{'s' if meant > 1 else ''} sound, {how}"
+    evidence = f"{len(sound)} of {meant} rail{'s' if meant > 1 else ''} sound, {how}"
     if not sound:
         left = f" for RDMA, and {SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else ""
-        yield Finding("rails", FAIL, node, about, told, f"No rail is sound{left}: fix the findings on its twins and ends.")
+        yield Finding("rails", FAIL, node, about, evidence, f"No rail is sound{left}: fix the findings on its twins and ends.")
     elif len(sound) < meant:
         cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see the findings on the other twin."
-        yield Finding("rails", WARN, node, about, told, cure)
+        yield Finding("rails", WARN, node, about, evidence, cure)
     else:
-        yield Finding("rails", OK, node, about, told)
+        yield Finding("rails", OK, node, about, evidence)
 
 
 def _crossed(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Finding]:
@@ -214,22 +214,22 @@ def _crossed(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Findin
         between = [rail for cable in cables if (cable.a, cable.b) == (a.node, b.node) for rail in cable.rails]
         there = [rail.b.pci or "" for rail in sorted(between, key=lambda rail: rail.a.pci or "")]
         if there != sorted(there):
-            told = ", ".join(f"{rail.a.name} - {rail.b.name}" for rail in between)
+            evidence = ", ".join(f"{rail.a.name} - {rail.b.name}" for rail in between)
             cure = "Plug each cable into the same cage at both ends, and give each twin a subnet with the same twin of the other end."
-            yield Finding("crossed", WARN, f"{a.node} - {b.node}", "QSFP", told, cure)
+            yield Finding("crossed", WARN, f"{a.node} - {b.node}", "QSFP", evidence, cure)
 
 
 def _duplicates(nodes: Sequence[Fabric]) -> Iterator[Finding]:
     owners: dict[IPv4Address, list[tuple[str, str]]] = {}
     for node in nodes:
-        for one in (*node.twins, *node.lans, *node.wifis):
-            for address in one.addresses:
-                owners.setdefault(address.ip, []).append((node.node, one.name))
+        for interface in (*node.twins, *node.lans, *node.wifis):
+            for address in interface.addresses:
+                owners.setdefault(address.ip, []).append((node.node, interface.name))
     for ip, held in owners.items():
         names = list(dict.fromkeys(node for node, _ in held))
         if len(names) > 1:
-            told = ", ".join(f"{name} of {node}" for node, name in held)
-            yield Finding("duplicate", FAIL, " - ".join(names), str(ip), f"{ip} is on {told}", "Give each node an address of its own.")
+            holders = ", ".join(f"{name} of {node}" for node, name in held)
+            yield Finding("duplicate", FAIL, " - ".join(names), str(ip), f"{ip} is on {holders}", "Give each node an address of its own.")
 
 
 def _strangers(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Finding]:
@@ -239,12 +239,12 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Find
         for cage in (cage for cage in node.cages if cage.linked and (node.node, id(cage)) not in used):
             names = {twin.name for twin in cage.twins}
             met = sorted({f"{address} {mac}" for name, address, mac in node.neighbours if name in names})
-            told = f"it has a link, and its neighbours are {', '.join(met[:4]) if met else 'unknown'}"
+            evidence = f"it has a link, and its neighbours are {', '.join(met[:4]) if met else 'unknown'}"
             cure = (
                 "To use the Spark at the other end, run `sparkd join` there (`sparkd token` here prints the command). If it should be "
                 "one of these nodes, check that the addresses of both ends are in one subnet, and ping it."
             )
-            yield Finding("peer", WARN, node.node, cage.label, told, cure)
+            yield Finding("peer", WARN, node.node, cage.label, evidence, cure)
 
 
 def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> Iterator[Finding]:
@@ -266,9 +266,9 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> It
 def _cure(group: Sequence[Fabric], rdma: bool) -> str:
     """The worst: a fault of the links between them, else of a node, else what is left to do without."""
     links = cable_findings(group, cables_of(group), rdma=rdma)
-    wrong = [one for one in links if one.verdict == FAIL and one.check not in ("rails", "parallel")]
-    wrong += [one for node in group for one in findings(node) if one.verdict == FAIL]
-    return next((one.cure for one in (*wrong, *links[::-1]) if one.cure), "")
+    wrong = [finding for finding in links if finding.verdict == FAIL and finding.check not in ("rails", "parallel")]
+    wrong += [finding for node in group for finding in findings(node) if finding.verdict == FAIL]
+    return next((finding.cure for finding in (*wrong, *links[::-1]) if finding.cure), "")
 
 
 def _unsound(between: Sequence[Link], rdma: bool) -> str:
@@ -293,4 +293,4 @@ def _hang_together(names: Sequence[str], links: set[frozenset[str]]) -> bool:
 
 
 def _subnets(cage: Cage) -> str:
-    return " ".join(str(one) for twin in cage.twins for one in twin.addresses) or "none"
+    return " ".join(str(address) for twin in cage.twins for address in twin.addresses) or "none"

@@ -75,7 +75,7 @@ def parse(lines: Iterable[str]) -> Transport:
     """All of a rank's lines since its start, in order; lines that are not NCCL's are passed over. Where NCCL says something twice, the last
     counts."""
     text = [line[:LINE_CHARS].rstrip("\n") for line in lines]
-    known: dict[str, object] = {}
+    fields: dict[str, object] = {}
     devices: list[str] = []
     direct: set[str] = set()
     used: list[int] = []
@@ -84,47 +84,47 @@ def parse(lines: Iterable[str]) -> Transport:
         if match := _USING_IB.search(line):
             # `Using [RO]` without a number stands there too where no device was found.
             devices = [name for name, _ in _DEVICE.findall(match[1])]
-            known["bootstrap"] = match[2] or known.get("bootstrap")
+            fields["bootstrap"] = match[2] or fields.get("bootstrap")
         elif match := _VIRTUAL.search(line):
             devices = [*devices, *(name for name in match[1].split("+") if name not in devices)]
         elif match := _NETWORK.search(line):
-            known["network"] = match[1]
+            fields["network"] = match[1]
         elif match := _USING_SOCKET.search(line):
             first = _SOCKET_DEVICE.search(match[1])
-            known["socket"] = first[1] if first else None
+            fields["socket"] = first[1] if first else None
         elif match := _VIA.search(line):
-            _channel(match[1], used, known)
+            _channel(match[1], used, fields)
         elif match := _GPU_DIRECT.search(line):
             direct.add(match[1].lower())
         elif match := _OVERRIDDEN.search(line):
             overridden.append((int(match[1]), int(match[2])))
         elif match := _ASKED.search(line):
-            known["asked"] = match[1]
+            fields["asked"] = match[1]
         elif _MISTYPED.search(line):
-            known["mistyped"] = True
+            fields["mistyped"] = True
         elif match := _ASSIGNED.search(line):
-            known.setdefault("network", match[1])
+            fields.setdefault("network", match[1])
         elif "NET/IB : No device found" in line:
-            known["no_device"] = True
-    if "network" not in known and known.get("socket"):
-        known["network"] = SOCKET
+            fields["no_device"] = True
+    if "network" not in fields and fields.get("socket"):
+        fields["network"] = SOCKET
     return Transport(
         devices=tuple(devices),
         used=tuple(dict.fromkeys(used)),
         overridden=tuple(overridden),
         gpu_direct=None if not direct else "disabled" not in direct,
         refused=tuple(_refused(text)),
-        **known,  # type: ignore[arg-type]  # each by the name and the type of its field
+        **fields,  # type: ignore[arg-type]  # each by the name and the type of its field
     )
 
 
-def judge(found: Transport, expected: Iterable[str], node: str = "") -> tuple[Finding, ...]:
+def judge(transport: Transport, expected: Iterable[str], node: str = "") -> tuple[Finding, ...]:
     """expected: the RDMA devices that NCCL was told to use on this node, both twins of a cable; none where sockets are meant to be used.
 
     Worst first. Nothing where NCCL has not said yet which network it takes, and nothing has gone wrong.
     """
     order = (FAIL, WARN, OK)
-    return tuple(sorted(_judged(found, tuple(expected), node), key=lambda one: order.index(one.verdict)))
+    return tuple(sorted(_judged(transport, tuple(expected), node), key=lambda finding: order.index(finding.verdict)))
 
 
 def least_normal_gb_s(rails: int, *, lan: bool = False) -> float:
@@ -142,93 +142,93 @@ def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = 
     low = least_normal_gb_s(rails, lan=lan)
     normal = BOTH_RAILS if rails > 1 else f"{low:g}"
     way = f"{rails} rail{'s' if rails > 1 else ''}" if rails else "sockets over 10GbE" if lan else "sockets over the ConnectX-7"
-    told = f"{measured_gb_s:.1f} GB/s over {way}, {normal} is normal"
+    evidence = f"{measured_gb_s:.1f} GB/s over {way}, {normal} is normal"
     if measured_gb_s >= 0.85 * low:
-        return Finding("rate", OK, node, "NCCL", told)
+        return Finding("rate", OK, node, "NCCL", evidence)
     if rails:
         cure = "Look at MTU, speed and both twins in `sparkd fabric`; a card that came up wrong (13 Gb/s) needs all power cut for a minute."
     else:
         cure = "Look at the link's MTU and speed in `sparkd fabric`, and at what else uses it."
-    return Finding("rate", WARN if measured_gb_s >= 0.5 * low else FAIL, node, "NCCL", told, cure)
+    return Finding("rate", WARN if measured_gb_s >= 0.5 * low else FAIL, node, "NCCL", evidence, cure)
 
 
-def _judged(found: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
-    yield from (_refusal(one, node) for one in found.refused)
-    if found.mistyped:
+def _judged(transport: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
+    yield from (_refusal(pair, node) for pair in transport.refused)
+    if transport.mistyped:
         cure = "NCCL_IB_HCA names a device that is not there, which NCCL leaves out silently: take the names of `sparkd fabric --env`."
         yield Finding(
-            "hca", FAIL, node, "NCCL_IB_HCA", f"a device is missing of {found.asked or ', '.join(expected) or 'those named'}", cure
+            "hca", FAIL, node, "NCCL_IB_HCA", f"a device is missing of {transport.asked or ', '.join(expected) or 'those named'}", cure
         )
-    if found.network == SOCKET:
-        yield _sockets(found, expected, node)
-    elif found.no_device and expected:
-        yield Finding("network", FAIL, node, "NCCL", "NET/IB: no device found", _no_device(found, expected))
-    elif found.network and expected:
-        yield from _rdma(found, expected, node)
-    if found.gpu_direct:
+    if transport.network == SOCKET:
+        yield _sockets(transport, expected, node)
+    elif transport.no_device and expected:
+        yield Finding("network", FAIL, node, "NCCL", "NET/IB: no device found", _no_device(transport, expected))
+    elif transport.network and expected:
+        yield from _rdma(transport, expected, node)
+    if transport.gpu_direct:
         cure = "Remove NCCL_NET_GDR_LEVEL and the like: GPU Direct RDMA does not work on a Spark, whose buffers go through the host."
         yield Finding("gpu-direct", WARN, node, "NCCL", "GPU Direct RDMA enabled", cure)
 
 
-def _rdma(found: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
-    told = f"network {found.network}" + (f" over {', '.join(found.carrying)}" if found.devices else "")
-    if found.network != IB:
-        yield Finding("network", OK, node, "NCCL", f"{told}, a plugin's name: port counters tell whether it is RDMA")
-    missing = [name for name in expected if name not in found.carrying]
-    if found.devices and missing:
-        why = "it is not in NCCL_IB_HCA or its name is mistyped"
-        if any(name in found.devices for name in missing):
-            why = "subnet-aware routing gave its traffic to another device, as it does where twins are in one subnet"
-        one = len(expected) - len(missing) == 1
-        rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if one else "a part of the links lies idle"
-        cure = f"Nothing goes over {', '.join(missing)} ({rate}): {why}; compare with `sparkd fabric --env`."
-        yield Finding("rails", FAIL, node, "NCCL", told, cure)
-    elif found.network == IB:
-        off = "" if found.gpu_direct is None else ", GPU Direct off as it must be" if not found.gpu_direct else ""
-        yield Finding("network", OK, node, "NCCL", told + off)
+def _rdma(transport: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
+    evidence = f"network {transport.network}" + (f" over {', '.join(transport.carrying)}" if transport.devices else "")
+    if transport.network != IB:
+        yield Finding("network", OK, node, "NCCL", f"{evidence}, a plugin's name: port counters tell whether it is RDMA")
+    missing = [name for name in expected if name not in transport.carrying]
+    if transport.devices and missing:
+        reason = "it is not in NCCL_IB_HCA or its name is mistyped"
+        if any(name in transport.devices for name in missing):
+            reason = "subnet-aware routing gave its traffic to another device, as it does where twins are in one subnet"
+        half = len(expected) - len(missing) == 1
+        rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if half else "a part of the links lies idle"
+        cure = f"Nothing goes over {', '.join(missing)} ({rate}): {reason}; compare with `sparkd fabric --env`."
+        yield Finding("rails", FAIL, node, "NCCL", evidence, cure)
+    elif transport.network == IB:
+        off = "" if transport.gpu_direct is None else ", GPU Direct off as it must be" if not transport.gpu_direct else ""
+        yield Finding("network", OK, node, "NCCL", evidence + off)
 
 
-def _sockets(found: Transport, expected: tuple[str, ...], node: str) -> Finding:
-    told = "network Socket" + (f" on {found.socket}" if found.socket else "")
+def _sockets(transport: Transport, expected: tuple[str, ...], node: str) -> Finding:
+    evidence = "network Socket" + (f" on {transport.socket}" if transport.socket else "")
     if not expected:
-        return Finding("network", OK, node, "NCCL", told)
-    return Finding("network", FAIL, node, "NCCL", told, _no_device(found, expected))
+        return Finding("network", OK, node, "NCCL", evidence)
+    return Finding("network", FAIL, node, "NCCL", evidence, _no_device(transport, expected))
 
 
-def _no_device(found: Transport, expected: tuple[str, ...]) -> str:
-    asked = found.asked.lstrip("=^").split(",") if found.asked else []
-    if asked and not {name.partition(":")[0] for name in asked} & set(expected):
-        why = f"NCCL_IB_HCA is {found.asked} and this node's devices are {', '.join(expected)}"
+def _no_device(transport: Transport, expected: tuple[str, ...]) -> str:
+    names = transport.asked.lstrip("=^").split(",") if transport.asked else []
+    if names and not {name.partition(":")[0] for name in names} & set(expected):
+        reason = f"NCCL_IB_HCA is {transport.asked} and this node's devices are {', '.join(expected)}"
     else:
-        why = "in a container /dev/infiniband or memlock is missing, or NCCL_IB_HCA holds names of interfaces"
+        reason = "in a container /dev/infiniband or memlock is missing, or NCCL_IB_HCA holds names of interfaces"
     lost = f"{SOCKETS_GB_S} GB/s by sockets over the ConnectX-7 and {LAN_GB_S:g} over 10GbE, instead of {BOTH_RAILS}"
-    return f"{lost}: {why}; NCCL_NET=IB makes NCCL fail instead of falling back."
+    return f"{lost}: {reason}; NCCL_NET=IB makes NCCL fail instead of falling back."
 
 
-def _refusal(one: QueuePair, node: str) -> Finding:
-    told = f"ibv_modify_qp failed with {one.number} {one.words}".rstrip()
-    told += f" on {one.device}" if one.device else ""
-    told += f", local GID {one.local}" if one.local else ""
-    told += f", remote GID {one.remote}" if one.remote else ""
-    if one.number == 110:
+def _refusal(pair: QueuePair, node: str) -> Finding:
+    evidence = f"ibv_modify_qp failed with {pair.number} {pair.words}".rstrip()
+    evidence += f" on {pair.device}" if pair.device else ""
+    evidence += f", local GID {pair.local}" if pair.local else ""
+    evidence += f", remote GID {pair.remote}" if pair.remote else ""
+    if pair.number == 110:
         cure = "The two ends are in different subnets or the cable leads to another node: `sparkd fabric` shows which ports are connected."
-    elif one.remote.startswith("fe80"):
+    elif pair.remote.startswith("fe80"):
         cure = "The other end's twin has no IPv4 address: give it one, or leave its device out of NCCL_IB_HCA on both nodes."
-    elif one.remote == "::" or one.local == "::":
+    elif pair.remote == "::" or pair.local == "::":
         cure = "NCCL_IB_GID_INDEX points at an empty entry, since the index differs from node to node: leave it unset."
     else:
         cure = "The GID of one end cannot be used: leave NCCL_IB_GID_INDEX unset, and compare both ends with `sparkd fabric`."
-    return Finding("queue pair", FAIL, node, one.device or "NCCL", told, cure)
+    return Finding("queue pair", FAIL, node, pair.device or "NCCL", evidence, cure)
 
 
-def _channel(via: str, used: list[int], known: dict[str, object]) -> None:
+def _channel(via: str, used: list[int], fields: dict[str, object]) -> None:
     match = _VIA_NUMBER.match(via)
     name, number = (match[1], int(match[2])) if match else (via, 0)
     if name not in (IB, SOCKET):
-        known["plugin"] = name
-        known.setdefault("network", name)
+        fields["plugin"] = name
+        fields.setdefault("network", name)
     else:
-        known.setdefault("network", name)
+        fields.setdefault("network", name)
     if number not in used:
         used.append(number)
 

@@ -29,18 +29,18 @@ class Peer:
 def peers(nodes: Sequence[Fabric], members: Collection[str] = ()) -> tuple[Peer, ...]:
     """The peers of all nodes in their order; one that two of them have met is offered once. members: addresses of those that are of the
     cluster already, of whom nobody could read what else is theirs."""
-    ours = {one.mac for node in nodes for one in node.interfaces if one.mac}
+    ours = {interface.mac for node in nodes for interface in node.interfaces if interface.mac}
     ours |= {mac for node in nodes for _, address, mac in node.neighbours if address in members}
     taken: set[str] = set()
-    found = []
+    offered = []
     for node in nodes:
         for cage in node.cages:
             for peer in _of_cage(node, cage, ours):
                 macs = {mac for *_, mac in peer.seen}
                 if not macs & taken and not any(address in members for _, address, _ in peer.seen):
-                    found.append(peer)
+                    offered.append(peer)
                 taken |= macs
-    return tuple(found)
+    return tuple(offered)
 
 
 def _of_cage(node: Fabric, cage: Cage, ours: set[str]) -> Iterator[Peer]:
@@ -48,7 +48,7 @@ def _of_cage(node: Fabric, cage: Cage, ours: set[str]) -> Iterator[Peer]:
     twins = {twin.name for twin in cage.twins if twin.linked}
     met = sorted((entry for entry in node.neighbours if entry[0] in twins and entry[2] not in ours), key=_ipv4_first)
     macs = {name: {mac for other, _, mac in met if other == name} for name in twins}
-    groups = [met] if all(len(each) <= 1 for each in macs.values()) else [[one for one in met if one[2] == mac] for mac in _ordered(met)]
+    groups = [met] if all(len(each) <= 1 for each in macs.values()) else [[row for row in met if row[2] == mac] for mac in _ordered(met)]
     for group in filter(None, groups):
         yield Peer(node.node, cage.label, tuple(group), any((name, address) in node.answers for name, address, _ in group))
 

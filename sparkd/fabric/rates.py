@@ -84,29 +84,25 @@ def proofs(rates: Iterable[Rate], nodes: Mapping[str, Fabric]) -> frozenset[froz
 
 def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = True) -> Finding:
     """names: of the nodes, by address. held: whether it holds for the links that the nodes have now."""
-    known = names or {}
-    where = f"{known.get(rate.a, rate.a)} - {known.get(rate.b, rate.b)}"
+    names_of = names or {}
+    where = f"{names_of.get(rate.a, rate.a)} - {names_of.get(rate.b, rate.b)}"
     called = "NCCL" if rate.backend == NCCL else "Gloo"
     if not held:
-        told = (
-            f"{rate.gb_s:.2f} GB/s measured over other links"
-            if rate.links
-            else f"{rate.gb_s:.2f} GB/s measured over unknown links"
-        )
-        return Finding("rate", OK, where, called, told, f"Measure again: `sparkd fabric --measure {where.replace(' - ', ',')}`.")
+        evidence = f"{rate.gb_s:.2f} GB/s measured over other links" if rate.links else f"{rate.gb_s:.2f} GB/s measured over unknown links"
+        return Finding("rate", OK, where, called, evidence, f"Measure again: `sparkd fabric --measure {where.replace(' - ', ',')}`.")
     if rate.normal is None:
         return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal rate")
     if rate.rails and rate.network == SOCKET:
-        told = f"{rate.gb_s:.1f} GB/s by sockets, {rate.normal} over {_rails(rate.rails)} is normal: {_lost(rate):.0%} is lost"
+        evidence = f"{rate.gb_s:.1f} GB/s by sockets, {rate.normal} over {_rails(rate.rails)} is normal: {_lost(rate):.0%} is lost"
         cure = "NCCL fell back although RDMA should carry it: see /dev/infiniband, memlock, and the names in `sparkd fabric --env`."
-        return Finding("rate", FAIL, where, called, told, cure)
+        return Finding("rate", FAIL, where, called, evidence, cure)
     judged = replace(judge_rate(rate.gb_s, rate.rails, where, lan=rate.lan), about=called)
     if judged.verdict != OK and rate.rails:
         judged = replace(judged, evidence=f"{judged.evidence}: {_lost(rate):.0%} is lost")
     if rate.idle:
         cure = "See the findings on that twin and its cable in `sparkd fabric`."
-        told = f"{judged.evidence}; nothing went over {', '.join(rate.idle)}"
-        return replace(judged, verdict=FAIL, evidence=told, cure=judged.cure or cure)
+        evidence = f"{judged.evidence}; nothing went over {', '.join(rate.idle)}"
+        return replace(judged, verdict=FAIL, evidence=evidence, cure=judged.cure or cure)
     return judged
 
 
@@ -121,23 +117,23 @@ def shown(rate: Rate, names: Mapping[str, str], *, held: bool = True) -> dict[st
 def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[str, str]) -> tuple[Finding, ...]:
     """Findings on ranks that run; one that is not ok, of a node with a measured rate, says it."""
     slowest: dict[str, Rate] = {}
-    for rate in sorted(rates, key=lambda one: -one.gb_s):
+    for rate in sorted(rates, key=lambda proof: -proof.gb_s):
         slowest |= {names.get(rate.a, rate.a): rate, names.get(rate.b, rate.b): rate}
-    found = []
-    for one in proved:
-        known = slowest.get(one.node)
-        if known is not None and one.verdict != OK and one.check in _TRANSPORT:
-            other = next(names.get(end, end) for end in (known.b, known.a) if names.get(end, end) != one.node)
-            beside = f" of {known.normal}" if known.normal else ""
-            one = replace(one, evidence=f"{one.evidence}; {known.gb_s:.1f}{beside} GB/s measured to {other}")
-        found.append(one)
-    return tuple(found)
+    findings = []
+    for proof in proved:
+        slowest_rate = slowest.get(proof.node)
+        if slowest_rate is not None and proof.verdict != OK and proof.check in _TRANSPORT:
+            other = next(names.get(end, end) for end in (slowest_rate.b, slowest_rate.a) if names.get(end, end) != proof.node)
+            beside = f" of {slowest_rate.normal}" if slowest_rate.normal else ""
+            proof = replace(proof, evidence=f"{proof.evidence}; {slowest_rate.gb_s:.1f}{beside} GB/s measured to {other}")
+        findings.append(proof)
+    return tuple(findings)
 
 
-def _end(one: NetworkInterface) -> str:
-    addresses = ",".join(sorted(str(address) for address in one.addresses))
-    device = one.rdma.name if one.rdma else None
-    return f"{one.name} {one.mac} {device} {one.speed_mbps} Mb/s {addresses}"
+def _end(interface: NetworkInterface) -> str:
+    addresses = ",".join(sorted(str(address) for address in interface.addresses))
+    device = interface.rdma.name if interface.rdma else None
+    return f"{interface.name} {interface.mac} {device} {interface.speed_mbps} Mb/s {addresses}"
 
 
 def _rails(number: int) -> str:

@@ -50,8 +50,8 @@ class FabricNodes:
             else:
                 seen[node] = raw
         try:
-            found = fabrics_of(seen)
-            return with_proofs(found, self.passed(found))
+            fabrics = fabrics_of(seen)
+            return with_proofs(fabrics, self.passed(fabrics))
         except (LookupError, TypeError, ValueError) as error:
             # Another release's agent, or a kernel that says what no other does.
             log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)
@@ -64,14 +64,14 @@ class FabricNodes:
 
         rdma, configured, pipeline: see fabric_environment.settings.
         """
-        found = await self.fabrics([node, *peers])
-        if len(found) <= len(peers):
+        fabrics = await self.fabrics([node, *peers])
+        if len(fabrics) <= len(peers):
             return {}
         if not peers:
             # Alone it meets nobody, so it needs no names.
-            found = {node: replace(found[node], address=None)}
-        own = found[node]
-        others = [other for other in found.values() if other is not own]
+            fabrics = {node: replace(fabrics[node], address=None)}
+        own = fabrics[node]
+        others = [other for other in fabrics.values() if other is not own]
         return environment(settings(own, others, rdma=rdma, configured=configured, pipeline=pipeline))
 
     async def unlinked(self, nodes: Sequence[str], *, rdma: bool) -> dict[int, str]:
@@ -83,17 +83,17 @@ class FabricNodes:
 
     async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
         """The first `size` nodes, 2 to all, that may share a model so; none, and why, where there are not so many. rdma: as above."""
-        found = await self.fabrics(nodes, kept_s=0)
-        groups = teams([*found.values()], size, rdma=rdma)
+        fabrics = await self.fabrics(nodes, kept_s=0)
+        groups = teams([*fabrics.values()], size, rdma=rdma)
         if not groups:
-            return (), _unlinked(nodes, found, rdma)[size]
-        called = {one.node: node for node, one in found.items()}
+            return (), _unlinked(nodes, fabrics, rdma)[size]
+        called = {fabric.node: node for node, fabric in fabrics.items()}
         return tuple(called[name] for name in groups[0]), ""
 
     async def _reading(self, node: str, kept_s: float) -> Reading | None:
-        kept, at_s = self._kept.get(node, (None, 0.0))
-        if kept is not None and self._clock() - at_s < kept_s:
-            return kept
+        reading, at_s = self._kept.get(node, (None, 0.0))
+        if reading is not None and self._clock() - at_s < kept_s:
+            return reading
         try:
             raw = await self._read(node)
         except ClusterError:
@@ -115,10 +115,10 @@ class Stages(FabricNodes):
         return linked or tuple(nodes[:size]), ""
 
 
-def _unlinked(nodes: Sequence[str], found: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:
-    dark = ", ".join(node for node in nodes if node not in found)
+def _unlinked(nodes: Sequence[str], fabrics: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:
+    dark = ", ".join(node for node in nodes if node not in fabrics)
     blind = f"the network of {dark} cannot be read, so its rails are unknown: `sparkd fabric` and the daemon's log say why"
-    return unlinked([*found.values()], rdma=rdma) | dict.fromkeys(range(max(2, len(found) + 1), len(nodes) + 1), blind)
+    return unlinked([*fabrics.values()], rdma=rdma) | dict.fromkeys(range(max(2, len(fabrics) + 1), len(nodes) + 1), blind)
 
 
 def ray_environment(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -135,5 +135,5 @@ def ray_environment(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:
     if raw["trouble"]:
         log.warning("the network of this node cannot be read: %s", "; ".join(raw["trouble"]))
         return {}
-    (found,) = fabrics_of({node_ip: raw}).values()
-    return environment([one for one in settings(replace(found, unified=False), rdma=False) if one.source == "computed"])
+    (fabric,) = fabrics_of({node_ip: raw}).values()
+    return environment([setting for setting in settings(replace(fabric, unified=False), rdma=False) if setting.source == "computed"])

@@ -26,14 +26,14 @@ def report(
     configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
     fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
     """
-    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
-    known = with_proofs(known, proofs(rates, known))
-    names = {address: node.node for address, node in known.items()}
-    held = {rate: holds(rate, known) for rate in rates if rate.pair <= known.keys()}
-    nodes = [*known.values()]
+    fabrics = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
+    fabrics = with_proofs(fabrics, proofs(rates, fabrics))
+    names = {address: node.node for address, node in fabrics.items()}
+    held = {rate: holds(rate, fabrics) for rate in rates if rate.pair <= fabrics.keys()}
+    nodes = [*fabrics.values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
-    found = (
+    judged = (
         *(
             Finding("agent", FAIL, node, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
             for node in silent
@@ -42,7 +42,7 @@ def report(
         *cable_findings(nodes, cables, rdma=rdma),
         *(rated(rate, names, held=there) for rate, there in held.items()),
         *with_loss(
-            (Finding(**{**one, "node": names.get(one["node"], one["node"])}) for one in proved),
+            (Finding(**{**proof, "node": names.get(proof["node"], proof["node"])}) for proof in proved),
             [rate for rate in held if held[rate]],
             names,
         ),
@@ -55,8 +55,8 @@ def report(
         "rates": [shown(rate, names, held=there) for rate, there in held.items()],
         "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes, silent)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
-        "findings": [asdict(one) for one in found],
-        "verdict": worst(found),
+        "findings": [asdict(finding) for finding in judged],
+        "verdict": worst(judged),
         "environment": {node.node: _environment(node, nodes, rdma, configured) for node in nodes},
     }
 
@@ -75,26 +75,26 @@ def _node(node: Fabric) -> dict[str, Any]:
             {"number": cage.number, "label": cage.label, "linked": cage.linked, "twins": [_interface(twin) for twin in cage.twins]}
             for cage in node.cages
         ],
-        "lan": [_interface(one) for one in node.lans],
-        "wifi": [_interface(one) for one in node.wifis],
+        "lan": [_interface(interface) for interface in node.lans],
+        "wifi": [_interface(interface) for interface in node.wifis],
     }
 
 
-def _interface(one: NetworkInterface) -> dict[str, Any]:
+def _interface(interface: NetworkInterface) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "mac": one.mac,
-        "pci": one.pci,
-        "up": one.up,
-        "carrier": one.carrier,
-        "speed_mbps": one.speed_mbps,
-        "mtu": one.mtu,
-        "addresses": [str(address) for address in one.addresses],
-        "rdma": one.rdma.name if one.rdma else None,
-        "rdma_state": one.rdma.state if one.rdma else None,
-        "gid_index": one.gid_index,
-        "sent_bytes": one.rdma.sent_bytes if one.rdma else None,
-        "received_bytes": one.rdma.received_bytes if one.rdma else None,
+        "name": interface.name,
+        "mac": interface.mac,
+        "pci": interface.pci,
+        "up": interface.up,
+        "carrier": interface.carrier,
+        "speed_mbps": interface.speed_mbps,
+        "mtu": interface.mtu,
+        "addresses": [str(address) for address in interface.addresses],
+        "rdma": interface.rdma.name if interface.rdma else None,
+        "rdma_state": interface.rdma.state if interface.rdma else None,
+        "gid_index": interface.gid_index,
+        "sent_bytes": interface.rdma.sent_bytes if interface.rdma else None,
+        "received_bytes": interface.rdma.received_bytes if interface.rdma else None,
     }
 
 

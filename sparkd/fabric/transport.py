@@ -39,19 +39,19 @@ async def proof(
 
     async def of(handle: RankHandle) -> tuple[Finding, ...]:
         peers = [node for node in nodes if node != handle.node_id]
-        told, found = await asyncio.gather(
+        env, nccl_lines = await asyncio.gather(
             # Nodes without rails between each two share a model as a pipeline only, and were told so.
             fabric.environment(handle.node_id, peers, rdma=True, configured=configured, pipeline=True),
             lines(handle),
         )
-        said = parse(found)
-        if said.network == SOCKET and not told and not said.asked and "NCCL_NET" not in configured:
+        transport = parse(nccl_lines)
+        if transport.network == SOCKET and not env and not transport.asked and "NCCL_NET" not in configured:
             return (_blind(handle.node_id),)
-        return judge(said, _expected({**told, **configured}, said.asked), handle.node_id)
+        return judge(transport, _expected({**env, **configured}, transport.asked), handle.node_id)
 
-    judged = [one for each in await asyncio.gather(*map(of, handles)) for one in each]
+    judged = [finding for each in await asyncio.gather(*map(of, handles)) for finding in each]
     about = f"NCCL of {handles[0].model}" if handles else ""
-    return in_order(replace(one, about=about) for one in judged)
+    return in_order(replace(finding, about=about) for finding in judged)
 
 
 def moved(
@@ -70,39 +70,39 @@ def moved(
     if len(read) < len(nodes) or any(before.get(node) is None for node in nodes):
         return ()
     then, now = fabrics_of({node: before[node] or {} for node in nodes}), fabrics_of(read)
-    found = []
+    findings = []
     for node in nodes:
-        told = environment(settings(now[node], [now[other] for other in nodes if other != node], configured=configured, pipeline=True))
-        if expected := _expected(told, None):
+        env = environment(settings(now[node], [now[other] for other in nodes if other != node], configured=configured, pipeline=True))
+        if expected := _expected(env, None):
             counted = traffic(then[node], now[node])
-            found.append(replace(_counted({name: counted.get(name, 0) for name in expected}, node), about=f"NCCL of {handles[0].model}"))
-    return in_order(found)
+            findings.append(replace(_counted({name: counted.get(name, 0) for name in expected}, node), about=f"NCCL of {handles[0].model}"))
+    return in_order(findings)
 
 
-def in_order(found: Iterable[Finding]) -> tuple[Finding, ...]:
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Worst first."""
-    return tuple(sorted(found, key=lambda one: _ORDER.index(one.verdict)))
+    return tuple(sorted(findings, key=lambda finding: _ORDER.index(finding.verdict)))
 
 
-def told_of(found: Iterable[Finding]) -> str:
+def told_of(findings: Iterable[Finding]) -> str:
     """In one line, for an event."""
-    return " ".join(f"{one.verdict}, {one.node}, {one.check}: {one.evidence}. {one.cure}".rstrip() for one in found)
+    return " ".join(f"{each.verdict}, {each.node}, {each.check}: {each.evidence}. {each.cure}".rstrip() for each in findings)
 
 
 def _counted(moved_bytes: Mapping[str, int], node: str) -> Finding:
     """moved_bytes: by RDMA device that NCCL was told to use."""
-    told = f"{', '.join(f'{name} {size / 1e6:.2f} MB' for name, size in moved_bytes.items())} during the first chat"
+    evidence = f"{', '.join(f'{name} {size / 1e6:.2f} MB' for name, size in moved_bytes.items())} during the first chat"
     most = max(moved_bytes.values())
     if most < LEAST_BYTES:
         lost = f"{SOCKETS_GB_S} GB/s by sockets over the ConnectX-7 and {LAN_GB_S:g} over 10GbE, instead of {BOTH_RAILS}"
         return Finding(
-            "traffic", FAIL, node, "RDMA", told, f"Its ranks do not talk by RDMA ({lost}): see its log, and `sparkd fabric --env`."
+            "traffic", FAIL, node, "RDMA", evidence, f"Its ranks do not talk by RDMA ({lost}): see its log, and `sparkd fabric --env`."
         )
     idle = [name for name, size in moved_bytes.items() if size < IDLE_SHARE * most]
     if idle and most >= JUDGED_BYTES:
         cure = f"{', '.join(idle)} lies idle ({ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s): see the findings on its twin and cable."
-        return Finding("traffic", WARN, node, "RDMA", told, cure)
-    return Finding("traffic", OK, node, "RDMA", told)
+        return Finding("traffic", WARN, node, "RDMA", evidence, cure)
+    return Finding("traffic", OK, node, "RDMA", evidence)
 
 
 def _blind(node: str) -> Finding:
@@ -110,9 +110,9 @@ def _blind(node: str) -> Finding:
     return Finding("network", WARN, node, "NCCL", "network Socket, and the network of its node cannot be read", cure)
 
 
-def _expected(told: Mapping[str, str], asked: str | None) -> tuple[str, ...]:
+def _expected(env: Mapping[str, str], listed: str | None) -> tuple[str, ...]:
     """The RDMA devices that NCCL was told to take, by its own word where the node cannot be read; none where an operator wants sockets."""
-    if told.get("NCCL_NET", IB) != IB:
+    if env.get("NCCL_NET", IB) != IB:
         return ()
-    names = told.get("NCCL_IB_HCA", asked or "")
+    names = env.get("NCCL_IB_HCA", listed or "")
     return () if names.startswith("^") else tuple(name.partition(":")[0] for name in names.lstrip("=").split(",") if name)

@@ -85,9 +85,9 @@ class Agent(NodeFacts, PageCache, Programs):
     def _refused(self, error: OSError) -> NodeRefused:
         if error.errno not in (errno.EPERM, errno.EACCES):
             return refused_by(error, f"Node {self.node_id}")
-        why = f"Node {self.node_id} cannot use {error.filename}: {error.strerror}"
+        problem = f"Node {self.node_id} cannot use {error.filename}: {error.strerror}"
         cure = f"`chown -R {os.geteuid()} {self.run_dir} {self.log_dir}`"
-        return NodeRefused(f"{why}. sparkd runs there as user {os.geteuid()}: run {cure} there, or start sparkd as their owner.")
+        return NodeRefused(f"{problem}. sparkd runs there as user {os.geteuid()}: run {cure} there, or start sparkd as their owner.")
 
     def version(self) -> str:
         return VERSION
@@ -106,11 +106,11 @@ class Agent(NodeFacts, PageCache, Programs):
             self.sentry.hear(told)
         if guard is not None:
             self.sentry.set(guard)
-        held = {one.rank_id: one for one in self.sentry.holders.ranks}
+        held = {rank.rank_id: rank for rank in self.sentry.holders.ranks}
         ranks = lifecycle.scan(self.run_dir)
         for fact in ranks:
-            known = held.get(fact["rank_id"]) if fact["alive"] else None
-            fact["host_bytes"], fact["device_bytes"] = (known.host_bytes, known.device_bytes) if known else (None, None)
+            holder = held.get(fact["rank_id"]) if fact["alive"] else None
+            fact["host_bytes"], fact["device_bytes"] = (holder.host_bytes, holder.device_bytes) if holder else (None, None)
             fact["killed"] = None if fact["alive"] else self.sentry.killed(fact["rank_id"])
         return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "ranks": ranks}
 
@@ -191,23 +191,23 @@ class Agent(NodeFacts, PageCache, Programs):
 
     def _loader(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Where this node's loader tells how far it is, and keeps what it quantized."""
-        given = spec.get("loader_extra_config")
-        if given is None:
+        settings = spec.get("loader_extra_config")
+        if settings is None:
             return {}
         here = {"progress": str(load_path(self.run_dir, str(spec["rank_id"])))}
-        if self._cache_dir and given.get("cache_dir"):
+        if self._cache_dir and settings.get("cache_dir"):
             here["cache_dir"] = self._cache_dir
-        return {"loader_extra_config": given | here}
+        return {"loader_extra_config": settings | here}
 
     def _kv_cache(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Where this node's worker tells what came of its sizing, and keeps what it learned."""
-        given = spec.get("kv_cache")
-        if given is None:
+        settings = spec.get("kv_cache")
+        if settings is None:
             return {}
         here = {"report": str(kv_path(self.run_dir, str(spec["rank_id"])))}
-        if self._kv_dir and given.get("profiles"):
+        if self._kv_dir and settings.get("profiles"):
             here["profiles"] = self._kv_dir
-        return {"kv_cache": given | here}
+        return {"kv_cache": settings | here}
 
     def _expose_plugin(self) -> str:
         """A folder that holds the plugin and nothing else, so that a foreign interpreter sees no other package of sparkd's environment."""

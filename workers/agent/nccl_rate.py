@@ -34,10 +34,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def say(told: Mapping[str, Any]) -> None:
+    def say(event: Mapping[str, Any]) -> None:
         # Whoever listens may have gone: then stdin is closed too.
         with suppress(OSError):
-            answers.write(json.dumps(told) + "\n")
+            answers.write(json.dumps(event) + "\n")
             answers.flush()
 
     order = json.loads(sys.stdin.readline())
@@ -48,8 +48,8 @@ def main() -> None:
         try:
             say(measure(order, say) | {"ended": True, "nccl": _nccl(lines)})
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            say({"error": why, "nccl": _nccl(lines)})
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            say({"error": reason, "nccl": _nccl(lines)})
     # A communicator whose peer has gone may wait for it at the interpreter's end.
     os._exit(0)
 

@@ -54,8 +54,8 @@ class NodeFacts:
 
     def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
         """This node's files of a model: workers.transfer.manifest.ModelManifest, None where it has none. Raises RankError."""
-        found = manifest_of(model, revision, {**os.environ, **environ})
-        return found.to_dict() if found else None
+        manifest = manifest_of(model, revision, {**os.environ, **environ})
+        return manifest.to_dict() if manifest else None
 
     def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """See workers.transfer.manifest.lacking. Raises RankError."""

@@ -39,13 +39,13 @@ def foreign(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict
     ours = {pid for pid in stats if pid in _with_parents(suspects, stats) and _is_ours(proc, pid)}
     suspects -= ours | processes.descendants(ours, stats)
     roots = [pid for pid in suspects if not _parents(pid, stats) & suspects]
-    found = []
+    rows = []
     for pid in roots:
         family = {pid} | processes.descendants({pid}, stats)
-        held = sum(_anonymous_bytes(proc, one) + device.get(one, 0) for one in family)
-        found.append({"pid": pid, "name": _name(commands[pid]), "vllm": bool(family & engines), "bytes": held})
-    found += [{"pid": pid, "name": HIDDEN, "vllm": False, "bytes": size} for pid, size in device.items() if _is_hidden(pid, size, stats)]
-    return sorted(found, key=lambda one: (-one["bytes"], one["pid"]))
+        held = sum(_anonymous_bytes(proc, member) + device.get(member, 0) for member in family)
+        rows.append({"pid": pid, "name": _name(commands[pid]), "vllm": bool(family & engines), "bytes": held})
+    rows += [{"pid": pid, "name": HIDDEN, "vllm": False, "bytes": size} for pid, size in device.items() if _is_hidden(pid, size, stats)]
+    return sorted(rows, key=lambda row: (-row["bytes"], row["pid"]))
 
 
 def _device() -> dict[int, int]:
@@ -69,11 +69,11 @@ def _is_hidden(pid: int, size: int, stats: Mapping[int, processes.Stat]) -> bool
 
 
 def _parents(pid: int, stats: Mapping[int, processes.Stat]) -> set[int]:
-    found: set[int] = set()
-    while (above := stats.get(pid)) is not None and above.parent not in found and above.parent > 1:
+    ancestors: set[int] = set()
+    while (above := stats.get(pid)) is not None and above.parent not in ancestors and above.parent > 1:
         pid = above.parent
-        found.add(pid)
-    return found
+        ancestors.add(pid)
+    return ancestors
 
 
 def _with_parents(pids: set[int], stats: Mapping[int, processes.Stat]) -> set[int]:

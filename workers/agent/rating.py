@@ -38,10 +38,10 @@ class Rating:
 
 class _Run:
     def __init__(self, interpreter: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        kept = {name: value for name, value in os.environ.items() if name in _KEPT}
+        inherited = {name: value for name, value in os.environ.items() if name in _KEPT}
         try:
             # -P: the program's folder is no place to import from.
-            self._program = Spoken([interpreter, "-P", str(PROGRAM)], kept | dict(environ), order, "measures")
+            self._program = Spoken([interpreter, "-P", str(PROGRAM)], inherited | dict(environ), order, "measures")
         except OSError as error:
             raise RankError(f"{interpreter} cannot be run: {error.strerror or error}; set engine.runtime.") from None
 
@@ -49,8 +49,8 @@ class _Run:
         running = self._program.running
         if not running and not self._program.is_over:
             code = self._program.process.returncode
-            why = "did not end within its time" if code == -signal.SIGALRM else f"ended without a message (exit code {code})"
-            return {"running": False, "error": f"The program that measures {why}: the nodes do not reach each other, or one hangs."}
+            how = "did not end within its time" if code == -signal.SIGALRM else f"ended without a message (exit code {code})"
+            return {"running": False, "error": f"The program that measures {how}: the nodes do not reach each other, or one hangs."}
         return {"running": running} | self._program.last
 
     def end(self) -> None:

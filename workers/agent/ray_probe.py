@@ -54,9 +54,9 @@ def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
 def _ahead_s(head: Any) -> float | None:
     first, until_s = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S), time.monotonic() + CLOCK_WAIT_S
     while first is not None and time.monotonic() < until_s:
-        told = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
-        if told != first:
-            return time.time() - float(told)
+        clock = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
+        if clock != first:
+            return time.time() - float(clock)
         time.sleep(CLOCK_LOOK_S)
     return None
 

@@ -42,8 +42,8 @@ def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
         _let_go(child)
         return ProgramOutput("", f"{command[0]} did not answer within {timeout_s:g} s", hung=True)
     if child.returncode:
-        said = (complaint.strip() or text.strip()).splitlines()
-        return ProgramOutput(text, f"{command[0]} ended with exit code {child.returncode}{': ' + said[0][:200] if said else ''}")
+        lines = (complaint.strip() or text.strip()).splitlines()
+        return ProgramOutput(text, f"{command[0]} ended with exit code {child.returncode}{': ' + lines[0][:200] if lines else ''}")
     return ProgramOutput(text)
 
 

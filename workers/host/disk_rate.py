@@ -16,14 +16,14 @@ SMALLEST_BYTES = 64 << 20
 
 def largest(folders: Iterable[Path]) -> Path | None:
     """The largest file of weights at most three folders below one of these, None where none is large enough to tell anything."""
-    found = [
+    sizes = [
         (size, path)
         for folder in folders
         for pattern in ("*.safetensors", "*/*.safetensors", "*/snapshots/*/*.safetensors")
         for path in folder.glob(pattern)
         if (size := _size(path)) >= SMALLEST_BYTES
     ]
-    return max(found, default=(0, None))[1]
+    return max(sizes, default=(0, None))[1]
 
 
 def rate(path: Path) -> tuple[int, float, bool]:

@@ -38,8 +38,8 @@ def identity(runtime: str, model: str, revision: str | None, environ: Mapping[st
         files = _files(folder) if folder is not None and folder.is_dir() else None
     except OSError as error:
         raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
-    found = probe(runtime)
-    return {"vllm": found.vllm, "platform": found.platform, "plugin": plugin(), "files": files}
+    runtime_facts = probe(runtime)
+    return {"vllm": runtime_facts.vllm, "platform": runtime_facts.platform, "plugin": plugin(), "files": files}
 
 
 @cache

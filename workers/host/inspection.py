@@ -80,8 +80,8 @@ def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
         "commands": {name: _asked(root, name) for name in COMMANDS},
         "engines": list(_engines(root)),
         "shared": list(_shared(root / "dev/shm")),
-        "hubs": [found for path in hubs if (found := _hub(path, environ))],
-        "caches": [found for home in homes for name in CACHES if (found := _cache(home / name, home))],
+        "hubs": [hub for path in hubs if (hub := _hub(path, environ))],
+        "caches": [cache for home in homes for name in CACHES if (cache := _cache(home / name, home))],
         "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
         **_installed(runtime),
         "plugin": plugin() if here else "",
@@ -115,11 +115,11 @@ def _shared(folder: Path) -> Iterator[dict[str, Any]]:
     """Files of shared memory, which outlive who made them."""
     for path in _listed(folder):
         try:
-            found = path.lstat()
+            facts = path.lstat()
         except OSError:
             continue
-        if stat.S_ISREG(found.st_mode):
-            yield {"name": path.name, "bytes": found.st_blocks * 512, "age_s": max(0.0, time.time() - found.st_mtime)}
+        if stat.S_ISREG(facts.st_mode):
+            yield {"name": path.name, "bytes": facts.st_blocks * 512, "age_s": max(0.0, time.time() - facts.st_mtime)}
 
 
 def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -133,14 +133,14 @@ def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
             continue
         parts = [model, *(model / name for name in ("blobs", "refs", "snapshots"))]
         blobs = _listed(model / "blobs")
-        facts = [found for each in (*parts, *blobs) if (found := _lstat(each))]
-        if any(found.st_uid != owner for found in facts):
+        facts = [entry for each in (*parts, *blobs) if (entry := _lstat(each))]
+        if any(entry.st_uid != owner for entry in facts):
             foreign.append(model.name)
-        incomplete += sum(found.st_blocks * 512 for blob in blobs if blob.suffix == ".incomplete" and (found := _lstat(blob)))
+        incomplete += sum(entry.st_blocks * 512 for blob in blobs if blob.suffix == ".incomplete" and (entry := _lstat(blob)))
         if _listed(model / "snapshots") and not (model / "refs" / "main").is_file():
             nameless.append(model.name)
     token = path.parent / "token"
-    logged_in = bool(environ.get("HF_TOKEN")) or (token.is_file() and (found := _lstat(token)) is not None and found.st_size > 0)
+    logged_in = bool(environ.get("HF_TOKEN")) or (token.is_file() and (entry := _lstat(token)) is not None and entry.st_size > 0)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     return {
         "path": str(path), "foreign": foreign, "incomplete_bytes": incomplete, "nameless": nameless, "offline": offline,
@@ -149,24 +149,24 @@ def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _cache(path: Path, home: Path) -> dict[str, Any] | None:
-    found, whose = _lstat(path), _lstat(home)
-    if found is None or whose is None or not path.is_dir():
+    facts, whose = _lstat(path), _lstat(home)
+    if facts is None or whose is None or not path.is_dir():
         return None
     entries = [each for entry in _listed(path) if (each := _lstat(entry))]
-    newest_s = max((each.st_mtime for each in entries), default=found.st_mtime)
-    return {"path": str(path), "foreign": any(each.st_uid != whose.st_uid for each in (found, *entries)), "newest_at_s": newest_s}
+    newest_s = max((each.st_mtime for each in entries), default=facts.st_mtime)
+    return {"path": str(path), "foreign": any(each.st_uid != whose.st_uid for each in (facts, *entries)), "newest_at_s": newest_s}
 
 
 def _disk(path: Path) -> dict[str, Any]:
-    found = os.statvfs(path)
-    return {"path": str(path), "total_bytes": found.f_blocks * found.f_frsize, "free_bytes": found.f_bavail * found.f_frsize}
+    space = os.statvfs(path)
+    return {"path": str(path), "total_bytes": space.f_blocks * space.f_frsize, "free_bytes": space.f_bavail * space.f_frsize}
 
 
 def _installed(runtime: str | None) -> dict[str, Any]:
     """Which vLLM is in the environment of that Python, and when it was put there: by its distribution's folder, since to ask is slow."""
     folders = Path(runtime).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info") if runtime else ()
-    known = [(found.st_mtime, path.name.removesuffix(".dist-info")) for path in folders if (found := _lstat(path))]
-    at_s, name = max(known, default=(None, ""))
+    versions = [(facts.st_mtime, path.name.removesuffix(".dist-info")) for path in folders if (facts := _lstat(path))]
+    at_s, name = max(versions, default=(None, ""))
     return {"runtime_at_s": at_s, "vllm": name}
 
 

@@ -25,8 +25,8 @@ def ordered(name: str) -> tuple[dict[str, Any], Tell]:
     return order, _tell
 
 
-def _tell(told: Mapping[str, Any]) -> None:
+def _tell(line: Mapping[str, Any]) -> None:
     # Whoever listens may have gone: then stdin is closed too.
     with suppress(OSError):
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()

@@ -53,14 +53,14 @@ def _answers(ours: socket.socket, ports: dict[int, str], answer_s: float) -> lis
             ours.sendto(ECHO_REQUEST, (ALL_NODES, 0, 0, index))
         except OSError:
             continue  # no link, or no IPv6 there
-    found: dict[tuple[str, str], None] = {}
+    answers: dict[tuple[str, str], None] = {}
     until_s = time.monotonic() + answer_s
     while (left_s := until_s - time.monotonic()) > 0 and select.select([ours], [], [], left_s)[0]:
         try:
-            said, (address, _, _, index) = ours.recvfrom(512)
+            packet, (address, _, _, index) = ours.recvfrom(512)
         except OSError:
             continue
         # A raw socket hears everything else too.
-        if index in ports and said[:1] == bytes((ECHO_REPLY,)):
-            found[ports[index], str(address).partition("%")[0]] = None
-    return [{"dev": name, "dst": address} for name, address in found]
+        if index in ports and packet[:1] == bytes((ECHO_REPLY,)):
+            answers[ports[index], str(address).partition("%")[0]] = None
+    return [{"dev": name, "dst": address} for name, address in answers]

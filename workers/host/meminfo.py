@@ -28,13 +28,13 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 def parse_fields(text: str) -> dict[str, int]:
     """Every line of /proc/meminfo by the kernel's own name: bytes, and plain counts where the line has no unit."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in text.splitlines():
         name, colon, rest = line.partition(":")
         words = rest.split()
         if colon and words and (count := count_of(words[0])) is not None:
-            found[name.strip()] = count * (1024 if len(words) > 1 else 1)
-    return found
+            sizes[name.strip()] = count * (1024 if len(words) > 1 else 1)
+    return sizes
 
 
 def count_of(word: str) -> int | None:
@@ -64,14 +64,14 @@ ACCOUNTED = (
 
 def parse_pressure(text: str) -> dict[str, float]:
     """psi_some_avg10 and psi_full_avg10, percent of time (Documentation/accounting/psi.rst)."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
         for word in rest.split():
             name, _, value = word.partition("=")
             if name == "avg10" and kind in ("some", "full"):
-                found[f"psi_{kind}_avg10"] = float(value)
-    return found
+                shares[f"psi_{kind}_avg10"] = float(value)
+    return shares
 
 
 def sample(proc: Path = PROC) -> dict[str, float]:

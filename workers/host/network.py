@@ -62,8 +62,8 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
         "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).partition("\n")[0],
         "interfaces": _interfaces(root, answers["ip-address.json"]),
         "rdma": [port for name in _names(root / "sys/class/infiniband") for port in _rdma(root / "sys/class/infiniband" / name)],
-        "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
-        "neighbours": [_picked(one, "dst", "dev", "lladdr", "state") for one in answers["ip-neighbour.json"] or []],
+        "routes": [_picked(row, "dst", "dev", "gateway", "metric") for row in answers["ip-route.json"] or []],
+        "neighbours": [_picked(row, "dst", "dev", "lladdr", "state") for row in answers["ip-neighbour.json"] or []],
         "hotplug": (root / HOTPLUG_MARK).exists(),
         "unified": shares_memory(root),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ} if here else {},
@@ -79,7 +79,7 @@ def shares_memory(root: Path = ROOT) -> bool:
 def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dict[str, Any]] | None:
     command = " ".join(["ip", *QUESTIONS[name]])
     try:
-        found = json.loads(ask(name))
+        rows = json.loads(ask(name))
     except FileNotFoundError:
         trouble.append(f"`{command}`: not installed")
     except subprocess.TimeoutExpired:
@@ -90,7 +90,7 @@ def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dic
         trouble.append(f"`{command}`: {getattr(error, 'strerror', None) or 'its answer is no JSON'}")
     else:
         # A question without an answer is an empty object in some releases.
-        return [entry for one in found if (entry := _entry(one))] if isinstance(found, list) else []
+        return [entry for row in rows if (entry := _entry(row))] if isinstance(rows, list) else []
     return None
 
 
@@ -122,8 +122,8 @@ def _file(root: Path) -> Callable[[str], str]:
 def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Every interface but loopback; by name from /sys alone where `ip` said nothing."""
     folder = root / "sys/class/net"
-    known: list[dict[str, Any]] = [{"ifname": name} for name in _names(folder)] if links is None else links
-    named = [link for link in known if _NAME.fullmatch(link.get("ifname", "")) and link["ifname"] != "lo"]
+    listed: list[dict[str, Any]] = [{"ifname": name} for name in _names(folder)] if links is None else links
+    named = [link for link in listed if _NAME.fullmatch(link.get("ifname", "")) and link["ifname"] != "lo"]
     return [_interface(folder / link["ifname"], link) for link in named]
 
 
@@ -156,7 +156,7 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
         "wireless": here and ((path / "wireless").exists() or (path / "phy80211").exists()),
         "physical": (here and device.exists()) or (not here and "parentdev" in link),
         "rdma": _names(device / "infiniband") if here else [],
-        "addresses": [found for one in link.get("addr_info", ()) if (found := _address(one))],
+        "addresses": [address for row in link.get("addr_info", ()) if (address := _address(row))],
     }
 
 

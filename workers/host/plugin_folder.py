@@ -20,8 +20,8 @@ _FILES = {
 
 def expose(folder: Path) -> None:
     """Make that folder, or bring it up to date, while others may do the same. Raises OSError."""
-    for one in (folder, folder / _DISTRIBUTION):
-        one.mkdir(mode=0o700, exist_ok=True)
+    for path in (folder, folder / _DISTRIBUTION):
+        path.mkdir(mode=0o700, exist_ok=True)
     fresh = folder / f".{os.getpid()}"
     fresh.unlink(missing_ok=True)
     for name, target in _SHOWN.items():

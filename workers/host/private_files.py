@@ -29,10 +29,10 @@ def private_folder(path: Path, *, keep_group: bool = False) -> None:
     facts = path.stat()
     if facts.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
-    kept = _GROUP_READS if keep_group and not facts.st_mode & _EVERYBODY else 0
-    if facts.st_mode & _OTHERS & ~kept:
+    group_bits = _GROUP_READS if keep_group and not facts.st_mode & _EVERYBODY else 0
+    if facts.st_mode & _OTHERS & ~group_bits:
         before = stat.S_IMODE(facts.st_mode)
-        after = before & ~_OTHERS | before & kept
+        after = before & ~_OTHERS | before & group_bits
         path.chmod(after)
         log.warning("the folder %s was open to other users: its mode was %04o and is now %04o", path, before, after)
 

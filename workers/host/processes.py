@@ -86,11 +86,11 @@ def table() -> dict[int, Stat]:
 
 def marks(stats: Mapping[int, Stat], run_dir: str) -> dict[str, set[int]]:
     """rank id -> pids whose environment says that they belong to this rank of this run directory."""
-    found: dict[str, set[int]] = {}
+    pids_of: dict[str, set[int]] = {}
     for pid in stats:
         if rank_id := mark(pid, run_dir):
-            found.setdefault(rank_id, set()).add(pid)
-    return found
+            pids_of.setdefault(rank_id, set()).add(pid)
+    return pids_of
 
 
 def mark(pid: int, run_dir: str) -> str | None:
@@ -108,9 +108,9 @@ def members(rank_id: str, run_dir: str, *, shim: Identity | None, engine: Identi
     """The living processes of a rank by pid, its shim not among them. shim and engine are as its status file names them."""
     stats, boot = table(), boot_id()
     marked = {pid for pid in stats if mark(pid, run_dir) == rank_id}
-    found = belonging(stats, boot, marked, shim=shim, engine=engine)
+    pids = belonging(stats, boot, marked, shim=shim, engine=engine)
     # A rank started from within a rank must not end its starter.
-    return {pid: Identity(pid, stats[pid].start_ticks, boot) for pid in found - {os.getpid()}}
+    return {pid: Identity(pid, stats[pid].start_ticks, boot) for pid in pids - {os.getpid()}}
 
 
 def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, shim: Identity | None, engine: Identity | None) -> set[int]:
@@ -119,12 +119,12 @@ def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, 
     A session's number is the pid of its first process, and the kernel uses it again only after its last member: it is the shim's
     session where the shim lives or one of the marked is in it, and might be a stranger's otherwise.
     """
-    known = [one for one in (shim, engine) if one and one.boot_id == boot]
-    alive = {one.pid for one in known if one.pid in stats and stats[one.pid].start_ticks == one.start_ticks}
+    sound = [process for process in (shim, engine) if process and process.boot_id == boot]
+    alive = {process.pid for process in sound if process.pid in stats and stats[process.pid].start_ticks == process.start_ticks}
     roots = set(marked) | alive
-    if shim and shim in known and (shim.pid in alive or any(stats[pid].session == shim.pid for pid in marked)):
-        roots |= {pid for pid, one in stats.items() if one.session == shim.pid}
-    return (roots | descendants(roots, stats)) - ({shim.pid} if shim and shim in known else set())
+    if shim and shim in sound and (shim.pid in alive or any(stats[pid].session == shim.pid for pid in marked)):
+        roots |= {pid for pid, stat in stats.items() if stat.session == shim.pid}
+    return (roots | descendants(roots, stats)) - ({shim.pid} if shim and shim in sound else set())
 
 
 def living(who: Identity | None, stats: Mapping[int, Stat], boot: str) -> set[int]:
@@ -137,14 +137,14 @@ def descendants(roots: Collection[int], stats: Mapping[int, Stat]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         children.setdefault(stat.parent, []).append(pid)
-    found: set[int] = set()
+    below: set[int] = set()
     waiting = list(roots)
     while waiting:
         for child in children.get(waiting.pop(), ()):
-            if child not in found:
-                found.add(child)
+            if child not in below:
+                below.add(child)
                 waiting.append(child)
-    return found
+    return below
 
 
 def adopts_orphans() -> bool:
@@ -212,13 +212,13 @@ def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, be
     memory that those left in /dev/shm, which nobody else would. `between` is called with the seconds to wait between two looks.
     """
     started_s = time.monotonic()
-    while found := find():
+    while left := find():
         waited_s = time.monotonic() - started_s
         if waited_s > timeout_s:
-            return sorted(found)
-        spared = {pid for pid in found if waited_s < TRACKER_S and is_resource_tracker(pid)}
-        for pid in found.keys() - spared:
-            send(found[pid], signal.SIGKILL)
+            return sorted(left)
+        spared = {pid for pid in left if waited_s < TRACKER_S and is_resource_tracker(pid)}
+        for pid in left.keys() - spared:
+            send(left[pid], signal.SIGKILL)
         between(POLL_S)
     return []
 
@@ -227,7 +227,7 @@ def wait_gone(who: Iterable[Identity], *, timeout_s: float) -> bool:
     """True once all have ended; False after timeout_s seconds."""
     deadline_s = time.monotonic() + timeout_s
     waiting = list(who)
-    while waiting := [one for one in waiting if is_alive(one)]:
+    while waiting := [process for process in waiting if is_alive(process)]:
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(POLL_S)

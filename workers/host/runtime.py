@@ -64,16 +64,16 @@ def probe(runtime: str) -> Runtime:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RankError(f"The runtime {runtime} cannot be run: {error}. Set engine.runtime to the Python that has vLLM.") from error
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RankError(f"The runtime {runtime} cannot be asked what it holds: {told}. Set engine.runtime to the Python that has vLLM.")
-    found = json.loads(done.stdout)
-    if tuple(found["python"]) < OLDEST_PYTHON:
-        has, least = (".".join(map(str, version)) for version in (found["python"], OLDEST_PYTHON))
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RankError(f"The runtime {runtime} cannot be asked what it holds: {last}. Set engine.runtime to the Python that has vLLM.")
+    answer = json.loads(done.stdout)
+    if tuple(answer["python"]) < OLDEST_PYTHON:
+        has, least = (".".join(map(str, version)) for version in (answer["python"], OLDEST_PYTHON))
         raise RankError(f"The runtime {runtime} is Python {has}, and sparkd needs {least} or newer. Set engine.runtime to such a Python.")
     gpu = any(os.path.exists(path) for path in GPU_SIGNS)
-    entrypoint = COMMAND_LINE if found["named_vllm"] else API_SERVER if found["vllm"] else None
-    digest = hashlib.sha256(f"{found['packages']} {cpu_abilities()}".encode()).hexdigest()[:16]
-    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint, digest)
+    entrypoint = COMMAND_LINE if answer["named_vllm"] else API_SERVER if answer["vllm"] else None
+    digest = hashlib.sha256(f"{answer['packages']} {cpu_abilities()}".encode()).hexdigest()[:16]
+    return Runtime("cuda" if gpu and answer["cuda"] else "cpu", answer["vllm"], entrypoint, digest)
 
 
 @cache

@@ -168,4 +168,4 @@ def kernels_on_disk(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_flag(spec: RankSpec, *beginnings: str) -> bool:
-    return any(one.replace("_", "-").startswith(beginnings) for one in (*spec.flags, *spec.extra_args))
+    return any(flag.replace("_", "-").startswith(beginnings) for flag in (*spec.flags, *spec.extra_args))

@@ -43,37 +43,37 @@ def read_kv(path: Path) -> dict[str, Any]:
     rehearse; peak_why: that a batch under load took more than was learned. by_rank: the numbers of each (BY_RANK). Keys are always the
     same, None is unknown.
     """
-    files = [told for told in map(_read, paths_of(path)) if told is not None]
+    files = [report for report in map(_read, paths_of(path)) if report is not None]
     if not files:
         return {}
-    phase = min((told["phase"] for told in files), key=PHASES.index)
+    phase = min((report["phase"] for report in files), key=PHASES.index)
     deciding = _deciding(files, phase)
-    by_rank = [{name: told[name] for name in BY_RANK} for told in sorted(files, key=lambda told: told["rank"])]
+    by_rank = [{name: report[name] for name in BY_RANK} for report in sorted(files, key=lambda report: report["rank"])]
     return {
         **{name: value for name, value in deciding.items() if name not in ("at", LIMITED)},
         "phase": phase,
-        "slack_bytes": _least([told["slack_bytes"] for told in files]),
+        "slack_bytes": _least([report["slack_bytes"] for report in files]),
         "ranks": len(files),
         "why": deciding["why"] or _comparison(by_rank, deciding),
         "by_rank": by_rank,
     }
 
 
-def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def over_nodes(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The answers of read_kv on several nodes, as one: the smallest rank of all decides, and `why` says which it is. Empty for nobody."""
-    if len(told) < 2:
-        return dict(told[0]) if told else {}
-    by_rank = sorted((one for node in told for one in node.get("by_rank") or ()), key=lambda one: one["rank"])
-    phase = min((_phase(node) for node in told), key=PHASES.index)
-    those = [node for node in told if _phase(node) == phase] if phase in ("refused", "stock") else list(told)
-    limited = {one["rank"] for one in by_rank if one[LIMITED]}
+    if len(answers) < 2:
+        return dict(answers[0]) if answers else {}
+    by_rank = sorted((rank for node in answers for rank in node.get("by_rank") or ()), key=lambda rank: rank["rank"])
+    phase = min((_phase(node) for node in answers), key=PHASES.index)
+    those = [node for node in answers if _phase(node) == phase] if phase in ("refused", "stock") else list(answers)
+    limited = {rank["rank"] for rank in by_rank if rank[LIMITED]}
     sized = [node for node in those if node.get("pool_bytes") is not None] or those
     deciding = min(sized, key=lambda node: (node.get("pool_bytes") or 0, node.get("rank") in limited, node.get("rank") or 0))
     return {
         **deciding,
         "phase": phase,
-        "slack_bytes": _least([node.get("slack_bytes") for node in told]),
-        "ranks": sum(node.get("ranks") or 1 for node in told),
+        "slack_bytes": _least([node.get("slack_bytes") for node in answers]),
+        "ranks": sum(node.get("ranks") or 1 for node in answers),
         "why": deciding.get("why") if phase in ("refused", "stock") else _comparison(by_rank, deciding),
         "by_rank": by_rank,
     }
@@ -82,12 +82,12 @@ def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def with_kv(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's progress with what its worker says of the cache, or where vLLM sized it, its log. A rehearsal is sizing, whatever the
     log has said by then."""
-    found = {**progress, "kv": _of_log(progress, kv) or None}
+    merged = {**progress, "kv": _of_log(progress, kv) or None}
     if kv.get("tokens") is not None and kv.get("pool_bytes") is not None:
-        found |= {"kv_tokens": kv["tokens"], "kv_gib": kv["pool_bytes"] / GIB}
+        merged |= {"kv_tokens": kv["tokens"], "kv_gib": kv["pool_bytes"] / GIB}
     if kv.get("phase") in ("rehearsing", "sized") and progress.get("phase") in ("starting", "loading", "warming"):
-        found |= {"phase": "sizing", "fraction": None, "eta_s": None}
-    return found
+        merged |= {"phase": "sizing", "fraction": None, "eta_s": None}
+    return merged
 
 
 def _of_log(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,18 +95,18 @@ def _of_log(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any
     tokens, gib = progress.get("kv_tokens"), progress.get("kv_gib")
     if tokens is None or kv.get("tokens") is not None or kv.get("phase", "stock") != "stock":
         return dict(kv)
-    told: dict[str, Any] = {"tokens": tokens, "sequences": progress.get("kv_requests")}
+    figures: dict[str, Any] = {"tokens": tokens, "sequences": progress.get("kv_requests")}
     if gib is not None:
-        told["pool_bytes"] = round(gib * GIB)
-        told["bytes_per_token"] = told["pool_bytes"] / tokens if gib >= EXACT_GIB and tokens else None
+        figures["pool_bytes"] = round(gib * GIB)
+        figures["bytes_per_token"] = figures["pool_bytes"] / tokens if gib >= EXACT_GIB and tokens else None
     nobody: dict[str, Any] = {
-        **dict.fromkeys((*(one for one in BY_RANK if one != LIMITED), *_TOLD_OF_ALL)),
+        **dict.fromkeys((*(name for name in BY_RANK if name != LIMITED), *_TOLD_OF_ALL)),
         "phase": "stock",
         "rank": 0,
         "ranks": 1,
         "by_rank": [],
     }
-    return {**nobody, **kv, **told}
+    return {**nobody, **kv, **figures}
 
 
 def remove_kv(run_dir: str, rank_id: str) -> None:
@@ -117,9 +117,9 @@ def remove_kv(run_dir: str, rank_id: str) -> None:
 def _deciding(files: Sequence[dict[str, Any]], phase: str) -> dict[str, Any]:
     """The first that refused or gave up, else the smallest cache; once vLLM has made them equal, that of the rank that nobody limits."""
     if phase in ("refused", "stock"):
-        return min((told for told in files if told["phase"] == phase), key=lambda told: told["at"])
-    sized = [told for told in files if told["pool_bytes"] is not None]
-    return min(sized or files, key=lambda told: (told["pool_bytes"] or 0, told[LIMITED], told["rank"]))
+        return min((report for report in files if report["phase"] == phase), key=lambda report: report["at"])
+    sized = [report for report in files if report["pool_bytes"] is not None]
+    return min(sized or files, key=lambda report: (report["pool_bytes"] or 0, report[LIMITED], report["rank"]))
 
 
 def _phase(node: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _least(values: Sequence[int | None]) -> int | None:
 
 def _comparison(ranks: Sequence[Mapping[str, Any]], deciding: Mapping[str, Any]) -> str | None:
     """`rank 1 has the least left (20.10 GiB, the others 22.30 GiB or more)`."""
-    others = [told["room_bytes"] for told in ranks if told["rank"] != deciding.get("rank") and told["room_bytes"] is not None]
+    others = [report["room_bytes"] for report in ranks if report["rank"] != deciding.get("rank") and report["room_bytes"] is not None]
     if not others or deciding.get("room_bytes") is None or deciding.get("pool_bytes") is None:
         return None
     name, room, least = deciding["rank"], deciding["room_bytes"] / GIB, min(others) / GIB

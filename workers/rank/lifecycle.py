@@ -261,12 +261,14 @@ def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine
 def _clear_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> list[dict[str, Any]]:
     """Remove the rank's sockets. Returns those that stay instead of raising, because the rank is gone all the same."""
     here = os.path.dirname(socket_path or "") == run_dir
-    why = {socket_path: "it is not a socket" if here else "it lies in another folder", ipc_dir(run_dir, rank_id): "it cannot be emptied"}
+    refusal = "it is not a socket" if here else "it lies in another folder"
+    reasons = {socket_path: refusal, ipc_dir(run_dir, rank_id): "it cannot be emptied"}
     try:
         remove_sockets(run_dir, rank_id, socket_path)
     except OSError as error:
-        why[socket_path] = error.strerror or str(error)
-    return [{"path": path, "bytes": 0, "removed": False, "why": reason} for path, reason in why.items() if path and os.path.lexists(path)]
+        reasons[socket_path] = error.strerror or str(error)
+    left = [path for path in reasons if path and os.path.lexists(path)]
+    return [{"path": path, "bytes": 0, "removed": False, "why": reasons[path]} for path in left]
 
 
 def _prepare_folders(spec: RankSpec) -> None:

@@ -33,30 +33,30 @@ def read_load(path: Path, now_s: float) -> dict[str, Any]:
 
     now_s: this node's wall clock. Bytes, units and rates add up over the ranks, an ETA is the slowest rank's and None unless each has one.
     """
-    files = [told for told in map(_read, paths_of(path)) if told is not None]
+    files = [report for report in map(_read, paths_of(path)) if report is not None]
     if not files:
         return {}
-    fresh = all(now_s - told["at"] <= STALE_S for told in files)
-    reading = [told for told in files if told["phase"] == "reading"]
-    failed = min((told for told in files if told["failure"]), key=lambda told: told["at"], default=None)
-    etas = [told["eta_s"] for told in reading]
-    total, done = sum(told["bytes_total"] for told in files), sum(told["bytes_done"] for told in files)
+    fresh = all(now_s - report["at"] <= STALE_S for report in files)
+    reading = [report for report in files if report["phase"] == "reading"]
+    failed = min((report for report in files if report["failure"]), key=lambda report: report["at"], default=None)
+    etas = [report["eta_s"] for report in reading]
+    total, done = sum(report["bytes_total"] for report in files), sum(report["bytes_done"] for report in files)
     first = files[0]
     return {
         "fraction": min(1.0, done / total) if total else None,
         "bytes_done": done,
         "bytes_total": total or None,
-        "units_done": sum(told["units_done"] for told in files),
-        "units_total": sum(told["units_total"] for told in files) or None,
-        "bytes_per_s": sum(told["bytes_per_s"] for told in files) if fresh or not reading else None,
+        "units_done": sum(report["units_done"] for report in files),
+        "units_total": sum(report["units_total"] for report in files) or None,
+        "bytes_per_s": sum(report["bytes_per_s"] for report in files) if fresh or not reading else None,
         "eta_s": max(etas) if fresh and etas and None not in etas and not failed else None,
-        "read_bytes": sum(told["read_bytes"] for told in files),
+        "read_bytes": sum(report["read_bytes"] for report in files),
         "source": first["source"],
         "format": first["format"],
-        "direct": all(told["direct"] for told in files),
-        "cache_state": max((told["cache_state"] for told in files), key=_WORST.index),
-        "cache_bytes": sum(told["cache_bytes"] for told in files),
-        "cache_why": next((told["cache_why"] for told in files if told["cache_why"]), None),
+        "direct": all(report["direct"] for report in files),
+        "cache_state": max((report["cache_state"] for report in files), key=_WORST.index),
+        "cache_bytes": sum(report["cache_bytes"] for report in files),
+        "cache_why": next((report["cache_why"] for report in files if report["cache_why"]), None),
         "failure": failed["failure"] if failed else None,
         "failure_lasts": bool(failed and failed["failure_lasts"]),
     }

@@ -30,7 +30,7 @@ class Redactor:
     """Replaces the given secrets, and what looks like a key or an Authorization header, by `[redacted]`."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._secrets = sorted({one for one in secrets if len(one) >= SHORTEST_SECRET}, key=len, reverse=True)
+        self._secrets = sorted({secret for secret in secrets if len(secret) >= SHORTEST_SECRET}, key=len, reverse=True)
 
     def clean(self, line: str) -> str:
         for secret in self._secrets:
@@ -85,22 +85,22 @@ class RotatingLog:
 
     def write(self, lines: list[str]) -> None:
         """Appends the lines, a rotation between two of them where one is due."""
-        kept = 0
+        written = 0
         pending: list[bytes] = []
         try:
             for line in lines:
                 data = f"{line}\n".encode("utf-8", "replace")
                 self._open()
                 if self._size and self._size + len(data) > self._max_bytes:
-                    kept += self._append(pending)
+                    written += self._append(pending)
                     pending = []
                     self._rotate()
                 pending.append(data)
                 self._size += len(data)
-            kept += self._append(pending)
+            written += self._append(pending)
         except OSError:  # full, read-only or missing: the engine must go on, and dropped_lines tells
             self.close()
-        self.dropped_lines += len(lines) - kept
+        self.dropped_lines += len(lines) - written
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -177,18 +177,18 @@ def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_00
     All of them where no line has the mark: it was rotated away. Reads both files: not for every look.
     """
     marked, wanted = mark.encode(), [word.encode() for word in words]
-    found: deque[bytes] = deque(maxlen=most)
+    matches: deque[bytes] = deque(maxlen=most)
     for name in (f"{path}.1", path):
         try:
             with open(name, "rb") as log:
                 for line in log:
                     if marked in line:
-                        found.clear()
+                        matches.clear()
                     elif any(word in line for word in wanted):
-                        found.append(line)
+                        matches.append(line)
         except FileNotFoundError:
             continue
-    return [line.decode("utf-8", "replace").rstrip("\n") for line in found]
+    return [line.decode("utf-8", "replace").rstrip("\n") for line in matches]
 
 
 def _rest_of_rotated(path: str, inode: int, offset: int, max_bytes: int) -> dict[str, Any] | None:

@@ -226,11 +226,11 @@ class Parser:
     def _diagnose(self, process: str, level: str, text: str) -> None:
         if self._known["server_up"] and not (_INSIDE_ENGINE.match(process) or not (process or level)):
             return
-        found = diagnose(text)
-        if found is None or (level in _REMARKS and found.weight > HINT):
+        diagnosis = diagnose(text)
+        if diagnosis is None or (level in _REMARKS and diagnosis.weight > HINT):
             return
-        if self.diagnosis is None or found.weight > self.diagnosis.weight:
-            self.diagnosis = found
+        if self.diagnosis is None or diagnosis.weight > self.diagnosis.weight:
+            self.diagnosis = diagnosis
 
     def _take_error(self, process: str, level: str, text: str, now_s: float) -> None:
         weight = _weight(level, text)

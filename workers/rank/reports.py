@@ -19,7 +19,7 @@ _OTHER_RANK = re.compile(r"\.tp\d{1,4}")
 
 def paths_of(path: Path) -> list[Path]:
     """Rank 0's file, whether it is there or not, and those of the others that are."""
-    others = [one for one in path.parent.glob(f"{path.name}.tp*") if _OTHER_RANK.fullmatch(one.name.removeprefix(path.name))]
+    others = [other for other in path.parent.glob(f"{path.name}.tp*") if _OTHER_RANK.fullmatch(other.name.removeprefix(path.name))]
     return [path, *sorted(others)[:MAX_RANKS]]
 
 
@@ -35,14 +35,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def remove(path: Path) -> None:
     """Every rank's, and what a writer that was killed has left beside them."""
-    for one in (path, *path.parent.glob(f"{path.name}.*")):
-        one.unlink(missing_ok=True)
+    for report in (path, *path.parent.glob(f"{path.name}.*")):
+        report.unlink(missing_ok=True)
 
 
 def number(value: Any) -> float | None:
     """A finite number from 0 to 2**63, as a file of another release may not have it."""
-    found = signed(value)
-    return None if found is None or found < 0 else found
+    figure = signed(value)
+    return None if figure is None or figure < 0 else figure
 
 
 def signed(value: Any) -> float | None:

@@ -56,17 +56,17 @@ def note_path(run_dir: str, rank_id: str) -> Path:
 
 def begin(run_dir: str, rank_id: str) -> None:
     """Before the engine starts: what is there now is not its. Raises OSError."""
-    _write(note_path(run_dir, rank_id), Note(frozenset(one.key for one in segments())))
+    _write(note_path(run_dir, rank_id), Note(frozenset(segment.key for segment in segments())))
 
 
 def note(run_dir: str, rank_id: str, pids: Iterable[int]) -> None:
     """Writes down what these processes of the rank hold now, where it is new. Reads their maps: may hang where a driver does."""
-    known, files = read(run_dir, rank_id), segments()
-    if known is None or not {one.key for one in files} - known.before - known.seen:
+    earlier, files = read(run_dir, rank_id), segments()
+    if earlier is None or not {segment.key for segment in files} - earlier.before - earlier.seen:
         return
     held, _ = holders(files, pids)
-    if fresh := held - known.before - known.seen:
-        _write(note_path(run_dir, rank_id), Note(known.before, known.seen | fresh))
+    if fresh := held - earlier.before - earlier.seen:
+        _write(note_path(run_dir, rank_id), Note(earlier.before, earlier.seen | fresh))
 
 
 def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
@@ -74,13 +74,13 @@ def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
 
     Nothing where nobody took notes, of an earlier release's rank or an earlier boot's.
     """
-    known, files = read(run_dir, rank_id), segments()
-    if known is None or not candidates(files, known, os.geteuid()):
+    noted, files = read(run_dir, rank_id), segments()
+    if noted is None or not candidates(files, noted, os.geteuid()):
         return []
     held, blind = holders(files, processes.table())
-    sure, unsure = judge(files, known, held, user=os.geteuid(), blind=blind)
-    told = [_told(one, why) for one, why in unsure] + [_told(one, _remove(one)) for one in sure]
-    return sorted(told, key=lambda one: -one["bytes"])
+    sure, unsure = judge(files, noted, held, user=os.geteuid(), blind=blind)
+    rows = [_row(segment, reason) for segment, reason in unsure] + [_row(segment, _remove(segment)) for segment in sure]
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def read(run_dir: str, rank_id: str) -> Note | None:
@@ -95,15 +95,15 @@ def read(run_dir: str, rank_id: str) -> Note | None:
 
 def segments() -> list[Segment]:
     """Regular files of the folder itself; what lies deeper somebody keeps there on purpose."""
-    found = []
+    result = []
     for name in _names():
         try:
-            one = os.lstat(FOLDER / name)
+            facts = os.lstat(FOLDER / name)
         except OSError:
             continue
-        if stat.S_ISREG(one.st_mode):
-            found.append(Segment(name, one.st_dev, one.st_ino, one.st_blocks * 512, one.st_uid, stat.S_IMODE(one.st_mode)))
-    return found
+        if stat.S_ISREG(facts.st_mode):
+            result.append(Segment(name, facts.st_dev, facts.st_ino, facts.st_blocks * 512, facts.st_uid, stat.S_IMODE(facts.st_mode)))
+    return result
 
 
 def holders(files: Collection[Segment], pids: Iterable[int]) -> tuple[set[Key], bool]:
@@ -117,55 +117,56 @@ def holders(files: Collection[Segment], pids: Iterable[int]) -> tuple[set[Key], 
     return held, blind
 
 
-def candidates(files: Iterable[Segment], known: Note, user: int) -> list[Segment]:
+def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment]:
     """Files that may be the rank's: made after its start by its user, and seen with it or named as an engine's libraries name it."""
-    return [one for one in files if one.owner == user and one.key not in known.before and (one.key in known.seen or NAMES.match(one.name))]
+    new = [segment for segment in files if segment.owner == user and segment.key not in noted.before]
+    return [segment for segment in new if segment.key in noted.seen or NAMES.match(segment.name)]
 
 
 def judge(
-    files: Iterable[Segment], known: Note, held: Collection[Key], *, user: int, blind: bool
+    files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int, blind: bool
 ) -> tuple[list[Segment], list[tuple[Segment, str]]]:
     """Files that are surely the dead rank's and nobody's, and those that may be, with the reason against it. held: by any living process.
 
     blind: some processes could not be looked into. They do not hold a file that only its user may open, unless they are root's.
     """
     sure, unsure = [], []
-    for one in candidates(files, known, user):
-        if one.key in held:
+    for segment in candidates(files, noted, user):
+        if segment.key in held:
             continue
-        if one.key not in known.seen:
-            unsure.append((one, "nobody saw it in its processes' hands"))
-        elif not NAMES.match(one.name):
-            unsure.append((one, "its name is none that an engine's libraries give"))
-        elif blind and one.mode & 0o077:
-            unsure.append((one, "other users may open it, and not every process can be looked into"))
+        if segment.key not in noted.seen:
+            unsure.append((segment, "none of its processes was seen to hold it"))
+        elif not NAMES.match(segment.name):
+            unsure.append((segment, "its name is not one that an engine's libraries give"))
+        elif blind and segment.mode & 0o077:
+            unsure.append((segment, "other users may open it, and not every process can be looked into"))
         else:
-            sure.append(one)
+            sure.append(segment)
     return sure, unsure
 
 
 def _hands(pid: int, files: Collection[Segment]) -> set[Key] | None:
     """The files among these that one process holds; None where that is not for this user to see, nothing of one that is gone."""
-    found: set[Key] = set()
-    keys, names = {one.key for one in files}, {one.name for one in files}
-    devices = {f"{os.major(one.device):02x}:{os.minor(one.device):02x}".encode(): one.device for one in files}
+    keys_held: set[Key] = set()
+    keys, names = {file.key for file in files}, {file.name for file in files}
+    devices = {f"{os.major(file.device):02x}:{os.minor(file.device):02x}".encode(): file.device for file in files}
     try:
         for line in _maps(pid):
             # address perms offset device inode path (proc_pid_maps(5))
             fields = line.split(None, 5)
             if len(fields) >= 5 and fields[3] in devices:
-                found.add((devices[fields[3]], int(fields[4])))
+                keys_held.add((devices[fields[3]], int(fields[4])))
         for fd in os.listdir(f"/proc/{pid}/fd"):
             link = f"/proc/{pid}/fd/{fd}"
             # The path is as its own mount namespace has it; only what has such a name is looked at, since a stat may hang on a dead server.
             if os.path.basename(os.readlink(link)) in names:
-                one = os.stat(link)
-                found.add((one.st_dev, one.st_ino))
+                facts = os.stat(link)
+                keys_held.add((facts.st_dev, facts.st_ino))
     except (FileNotFoundError, ProcessLookupError):
-        return found & keys
+        return keys_held & keys
     except OSError:
         return None
-    return found & keys
+    return keys_held & keys
 
 
 def _maps(pid: int) -> Iterator[bytes]:
@@ -173,12 +174,12 @@ def _maps(pid: int) -> Iterator[bytes]:
         yield from file
 
 
-def _remove(one: Segment) -> str:
+def _remove(segment: Segment) -> str:
     """Why it could not be removed; empty where it is gone. Looked at once more: the name may be another's by now."""
     try:
-        now = os.lstat(FOLDER / one.name)
-        if (now.st_dev, now.st_ino) == one.key:
-            os.unlink(FOLDER / one.name)
+        now = os.lstat(FOLDER / segment.name)
+        if (now.st_dev, now.st_ino) == segment.key:
+            os.unlink(FOLDER / segment.name)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -186,12 +187,12 @@ def _remove(one: Segment) -> str:
     return ""
 
 
-def _told(one: Segment, why: str) -> dict[str, Any]:
-    return {"path": str(FOLDER / one.name), "bytes": one.bytes, "removed": not why, "why": why}
+def _row(segment: Segment, reason: str) -> dict[str, Any]:
+    return {"path": str(FOLDER / segment.name), "bytes": segment.bytes, "removed": not reason, "why": reason}
 
 
-def _write(path: Path, known: Note) -> None:
-    write_status(path, {"boot_id": processes.boot_id(), "before": sorted(known.before), "seen": sorted(known.seen)})
+def _write(path: Path, noted: Note) -> None:
+    write_status(path, {"boot_id": processes.boot_id(), "before": sorted(noted.before), "seen": sorted(noted.seen)})
 
 
 def _names() -> list[str]:

@@ -152,14 +152,14 @@ class Shim:
             self._parse(self._redactor.clean(tail))
 
     def _take_lines(self, lines: list[str]) -> None:
-        kept = []
+        to_log = []
         for line in lines:
             if line.strip():
                 line = self._redactor.clean(line)
                 self._parse(line)
-                kept.append(line)
+                to_log.append(line)
         before = self._log.dropped_lines
-        self._log.write(kept)
+        self._log.write(to_log)
         self._dirty |= self._log.dropped_lines != before
 
     def _parse(self, line: str) -> None:

@@ -58,10 +58,10 @@ def diagnose(line: str) -> Diagnosis | None:
     """The first signature of the table that the line carries; None for any other line."""
     if not _ANY.search(line):
         return None
-    for one in SIGNATURES:
-        if match := one.pattern.search(line):
+    for signature in SIGNATURES:
+        if match := signature.pattern.search(line):
             caught = match.groups()
-            return Diagnosis(one.name, one.weight, one.cause.format(*caught), one.cure.format(*caught))
+            return Diagnosis(signature.name, signature.weight, signature.cause.format(*caught), signature.cure.format(*caught))
     return None
 
 
@@ -329,4 +329,4 @@ SIGNATURES = (
         "Set tool_call_parser to the model's own (docs/recipes.md).",
     ),
 )  # fmt: skip
-_ANY = re.compile("|".join(re.sub(r"(?<!\\)\((?!\?)", "(?:", one.pattern.pattern) for one in SIGNATURES))
+_ANY = re.compile("|".join(re.sub(r"(?<!\\)\((?!\?)", "(?:", signature.pattern.pattern) for signature in SIGNATURES))

@@ -76,8 +76,8 @@ class RankSpec:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RankSpec:
         """Raises RankError, naming the field, where one is missing, unknown or unusable."""
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(raw.keys() - known):
+        names = {each.name for each in fields(cls)}
+        if unknown := sorted(raw.keys() - names):
             raise RankError(f"A rank's specification has no field {unknown[0]!r}: caller and node must run the same version of sparkd.")
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
         try:
