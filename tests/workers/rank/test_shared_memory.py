@@ -27,7 +27,7 @@ USER, MIB = 1000, 1 << 20
 FILE = Segment("psm_0123abcd", 27, 7, MIB, USER, 0o600)
 OURS = Note(frozenset({(27, 1)}), frozenset({(27, 7)}))
 UNSEEN = Note(frozenset({(27, 1)}))
-NOT_SEEN, NO_NAME = "nobody saw it in its processes' hands", "its name is none that an engine's libraries give"
+NOT_SEEN, NO_NAME = "none of its processes was seen to hold it", "its name is not one that an engine's libraries give"
 OPEN = "other users may open it, and not every process can be looked into"
 
 
