@@ -55,4 +55,4 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(said: dict[str, dict[s
     assert report["why"] in kinds.log()
     assert f"One request of {MAX_MODEL_LEN:,} tokens needs a KV cache of" in sentence
     assert "GiB of margin" in sentence
-    assert "What helps:" in sentence
+    assert "To make it fit:" in sentence

@@ -46,9 +46,9 @@ class Course:
 
 def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
     """own: the rank that asks; what another one found is told with its name. Pure, and the same for all but for those names."""
-    said = [vote for vote in votes if vote.refusal] or [vote for vote in votes if vote.missing]
-    if said:
-        first = next((vote for vote in said if vote.rank == own), said[0])
+    deciding = [vote for vote in votes if vote.refusal] or [vote for vote in votes if vote.missing]
+    if deciding:
+        first = next((vote for vote in deciding if vote.rank == own), deciding[0])
         name = "" if first.rank == own else f"rank {first.rank}: "
         return Course("rehearsal", refusal=name + first.refusal) if first.refusal else Course("rehearsal", missing=name + first.missing)
     worst = max(votes, key=lambda vote: vote.setbacks)
@@ -82,9 +82,9 @@ def over_world(mine: Any) -> Sequence[Any]:
         return [mine]
     import torch
 
-    said: list[Any] = [None] * world.world_size
-    torch.distributed.all_gather_object(said, mine, group=world.cpu_group)
-    return said
+    answers: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(answers, mine, group=world.cpu_group)
+    return answers
 
 
 def _mixed(votes: Sequence[Vote], those: Sequence[Vote], what: str) -> str | None:

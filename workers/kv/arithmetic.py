@@ -167,19 +167,19 @@ class SizeBounds:
 def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> CachePool:
     """room: bytes that can be taken at all (MemoryReading.room). Raises CacheDoesNotFit."""
     bounds = bounds or SizeBounds()
-    asked, at_most, reserved = bounds.asked, bounds.at_most, bounds.reserved
-    again = bounds.again if asked is not None and bounds.again else lambda _need: asked
+    requested, at_most, reserved = bounds.asked, bounds.at_most, bounds.reserved
+    again = bounds.again if requested is not None and bounds.again else lambda _need: requested
     case = _Case(room, margin, demand, need, again, at_most, reserved, bounds.by_blocks)
     left, limit = case.left, ""
-    if asked is not None:
-        if asked < need.floor and (cures := _of_too_little(asked, case)):
-            one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor, math.ceil)}"
-            raise CacheDoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
-        if asked > left:
+    if requested is not None:
+        if requested < need.floor and (cures := _of_too_little(requested, case)):
+            least = f"one request of {need.shortest:,} tokens needs {_gib(need.floor, math.ceil)}"
+            raise CacheDoesNotFit(f"The requested KV cache is {_gib(requested)}, and {least}. To make it fit: {', or '.join(cures)}.")
+        if requested > left:
             raise CacheDoesNotFit(
-                _sentence(f"The KV cache that was asked for needs {_gib(asked)}", case, max(asked, need.floor) - left, smaller=True)
+                _sentence(f"The requested KV cache needs {_gib(requested)}", case, max(requested, need.floor) - left, smaller=True)
             )
-        size = asked
+        size = requested
     else:
         size = case.within if at_most is None else min(case.within, at_most)  # negative: refused below
         if size < left:
@@ -188,7 +188,7 @@ def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeB
     if size < need.floor:
         if size == left or left < need.floor:
             raise CacheDoesNotFit(_sentence(_what(need), case, need.floor - left, most=size))
-        raise CacheDoesNotFit(_limited(size, case, by_reserve=asked is None and size != at_most))
+        raise CacheDoesNotFit(_limited(size, case, by_reserve=requested is None and size != at_most))
     return CachePool(size, room, margin, demand, limit)
 
 
@@ -197,9 +197,10 @@ def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: in
     starts needed beside the cache; None where nobody knows."""
     demand = replace(learned or Demand(), weights=weights)
     case = _Case(room, margin, demand, need)
-    more = "" if learned is not None else "; CUDA graphs and the largest batch, which nobody knows yet, come on top"
+    more = "" if learned is not None else "; CUDA graphs and the largest batch, which are not known yet, come on top"
     missing = max(need.floor - case.left, floor - room)
-    return f"Under {_gib(floor)} nothing is tried. {_sentence(_what(need), case, missing, most=0, more=more, tried=False)}"
+    sum_of = _sentence(_what(need), case, missing, most=0, more=more, tried=False)
+    return f"At least {_gib(floor)} must be free before the KV cache can be sized. {sum_of}"
 
 
 def longest(left: int, need: CacheCosts) -> int:
@@ -215,19 +216,19 @@ def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, i
     peak = demand.peak - missing / PEAK_FACTOR
     if not demand.peak or peak <= 0:
         return {}
-    found = {}
+    limits = {}
     prefill = demand.prefill or demand.peak
     if prefill > peak:
         tokens = int(need.batch_tokens * peak / prefill) // STEP_TOKENS * STEP_TOKENS
-        found["max_num_batched_tokens"] = tokens
+        limits["max_num_batched_tokens"] = tokens
         if need.sequences > tokens:  # vLLM refuses more sequences than a batch has tokens (vllm/config/scheduler.py)
-            found["max_num_seqs"] = tokens
+            limits["max_num_seqs"] = tokens
         if need.max_model_len > tokens and not need.chunked:  # nor a prompt that is longer than a batch, then
-            found["max_model_len"] = tokens
+            limits["max_model_len"] = tokens
     if demand.decoding > peak:
         sequences = int(need.sequences * peak / demand.decoding)
-        found["max_num_seqs"] = min(sequences, found.get("max_num_seqs", sequences))
-    return found if all(found.values()) else {}
+        limits["max_num_seqs"] = min(sequences, limits.get("max_num_seqs", sequences))
+    return limits if all(limits.values()) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +258,9 @@ class _Case:
         """Whether a start with one of these instead is not refused. freed: bytes of weights that are not there."""
         reserved = self.reserved and replace(self.reserved, taken=self.reserved.taken - freed * self.reserved.ranks)
         then = replace(self, room=self.room + freed, need=need or self.need, demand=demand or self.demand, reserved=reserved)
-        asked = then.asked(then.need)
-        if asked is not None:
-            return then.need.floor <= asked <= then.left
+        size = then.asked(then.need)
+        if size is not None:
+            return then.need.floor <= size <= then.left
         return then.need.floor <= (then.within if then.at_most is None else min(then.within, then.at_most))
 
     @property
@@ -271,7 +272,7 @@ class _Case:
     @property
     def larger(self) -> str:
         """The further cure where the cache's own size or limit is below one request, whatever is left; empty where it is not."""
-        if all(one is None or one >= self.need.floor for one in (self.asked(self.need), self.at_most)):
+        if all(size is None or size >= self.need.floor for size in (self.asked(self.need), self.at_most)):
             return ""
         way = f"{BLOCKS_FLAG} {self.least // self.need.per_block}" if self.by_blocks else f"kv_cache; {_gib(self.least)}"
         return f" with a larger cache ({way} would do)"
@@ -289,12 +290,12 @@ class _Case:
         return size // self.need.per_block * self.need.per_block if self.by_blocks else _rounded(size, math.floor)
 
 
-def _of_too_little(asked: int, case: _Case) -> list[str]:
+def _of_too_little(size: int, case: _Case) -> list[str]:
     """The cures for a cache whose given size is less than one request."""
     need = case.need
     way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if case.by_blocks else "kv_cache"
     cures = [f"a larger cache ({way})"] if case.left >= case.least else []
-    return cures + _shorter(min(asked, case.left), case)
+    return cures + _shorter(min(size, case.left), case)
 
 
 def _shorter(size: int, case: _Case) -> list[str]:
@@ -304,10 +305,10 @@ def _shorter(size: int, case: _Case) -> list[str]:
         return []
     if case.fits(need=case.need.shortened(tokens)):
         return [f"a shorter context (max_model_len {tokens:,} would fit)"]
-    asked, offered = case.asked(case.need), case.offered(case.left)
-    if asked is None or not 0 < (tokens := longest(offered, case.need)) < case.need.max_model_len:
+    requested, offered = case.asked(case.need), case.offered(case.left)
+    if requested is None or not 0 < (tokens := longest(offered, case.need)) < case.need.max_model_len:
         return []
-    kind = "a smaller cache" if asked > offered else "a cache of another size"
+    kind = "a smaller cache" if requested > offered else "a cache of another size"
     return [f"{kind} with a shorter context ({_most(offered, case)} and max_model_len {tokens:,} would fit)"]
 
 
@@ -337,7 +338,7 @@ def _limited(size: int, case: _Case, *, by_reserve: bool) -> str:
     cures += _shorter(size, case)
     if by_reserve:
         cures += _smaller(case, need.floor - size)
-    return f"{_what(need)}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} What helps: {', or '.join(cures)}."
+    return f"{_what(need)}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} To make it fit: {', or '.join(cures)}."
 
 
 def _ahead(demand: Demand) -> list[str]:
@@ -354,15 +355,15 @@ def _sentence(
     demand, need, left = case.demand, case.need, case.left
     holds = "The weights take" if tried else "The engine, its weights included, holds"
     weights = f" {holds} {_gib(demand.weights)}." if demand.weights else ""
-    sum_of = f"{_gib(case.room)} are there, less {', '.join([*_ahead(demand), f'{_gib(case.margin)} of margin'])}{more}."
+    sum_of = f"{_gib(case.room)} are free, less {', '.join([*_ahead(demand), f'{_gib(case.margin)} of margin'])}{more}."
     offered = case.offered(left)
     if smaller and offered >= need.floor:
         requests = (offered - need.per_block) // need.per_request
         cures = [f"a smaller cache ({_most(offered, case)} would fit, which is {requests} of {need.max_model_len:,} tokens)"]
     else:
         cures = _shorter(left if most is None else min(left, most), case)
-    cures += [*_smaller(case, missing), f"ending what else uses the memory{case.larger}"]
-    return f"{what} and {_gib(max(0, left) if tried else 0)} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
+    cures += [*_smaller(case, missing), f"ending other programs that use memory{case.larger}"]
+    return f"{what} and {_gib(max(0, left) if tried else 0)} are left: {sum_of}{weights} To make it fit: {', or '.join(cures)}."
 
 
 def _smaller(case: _Case, missing: int) -> list[str]:
@@ -370,10 +371,10 @@ def _smaller(case: _Case, missing: int) -> list[str]:
     demand, need = case.demand, case.need
     cures: list[str] = []
     if demand.ahead - demand.graphs > missing:
-        found = smaller_batch(demand, missing, need)
-        fits = [f"{name} {count:,}" for name, count in found.items()]
+        batch = smaller_batch(demand, missing, need)
+        fits = [f"{name} {count:,}" for name, count in batch.items()]
         how = f"{' and '.join(fits)} would about fit" if fits else "max_num_batched_tokens, max_num_seqs"
-        then = _with_batch(demand, need, found) if found else replace(demand, peak=0)
+        then = _with_batch(demand, need, batch) if batch else replace(demand, peak=0)
         cures += case.enough(f"a smaller batch ({how})", demand=then)
     if demand.graphs > missing:
         cures += case.enough(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})", demand=replace(demand, graphs=0))

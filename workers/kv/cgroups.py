@@ -45,8 +45,8 @@ def cgroup_left(proc: Path, cgroup: Path = CGROUP) -> int | None:
     return left
 
 
-def least(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else min(one, other)
+def least(this: int | None, other: int | None) -> int | None:
+    return other if this is None else this if other is None else min(this, other)
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[_Version, Path, str]]:
@@ -76,7 +76,7 @@ def _below(version: _Version, mounts: list[tuple[str, Path]], path: str) -> tupl
 
 def _mounts(proc: Path) -> dict[str, list[tuple[str, Path]]]:
     """`cgroup2`, and `memory` of version 1 -> (root, where it is mounted) of each (proc_pid_mountinfo(5))."""
-    found: dict[str, list[tuple[str, Path]]] = {}
+    mounts: dict[str, list[tuple[str, Path]]] = {}
     for line in (_read(proc / "self" / "mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(" "), after.split(" ")
@@ -84,8 +84,8 @@ def _mounts(proc: Path) -> dict[str, list[tuple[str, Path]]]:
             continue
         name = "cgroup2" if kind[0] == "cgroup2" else "memory" if kind[0] == "cgroup" and "memory" in kind[2].split(",") else None
         if name is not None:
-            found.setdefault(name, []).append((_plain(fields[3]), Path(_plain(fields[4]))))
-    return found
+            mounts.setdefault(name, []).append((_plain(fields[3]), Path(_plain(fields[4]))))
+    return mounts
 
 
 def _plain(path: str) -> str:

@@ -43,11 +43,11 @@ class CpuRehearsal:
         self._kept = nodes_bound(PROC)
         mine = (boot_id(), self._kept)
         try:
-            here = [kept for host, kept in gather(mine) if host == mine[0]]
+            here = [nodes for host, nodes in gather(mine) if host == mine[0]]
         except Missing:
             return  # it is told where the ranks settle what they do
         self._ranks = len(here)
-        self._sharers = sum(kept is None or self._kept is None or bool(kept & self._kept) for kept in here)
+        self._sharers = sum(nodes is None or self._kept is None or bool(nodes & self._kept) for nodes in here)
 
     def warm(self) -> int:
         """Its batch is a small one, which says nothing of the largest."""
@@ -72,7 +72,7 @@ class CpuRehearsal:
 
     def read(self) -> MemoryReading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
-        return replace(host(kept=self._kept), sharers=self._sharers, ranks=self._ranks)
+        return replace(host(nodes_kept=self._kept), sharers=self._sharers, ranks=self._ranks)
 
     def taken(self) -> int:
         return taken_by_session()
@@ -141,7 +141,7 @@ class SparkCPUWorker(SizedWorker, CPUWorker):
         if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
             self.cache_config.kv_cache_memory_bytes = limit
         # As the constructor would have it with the gate as it was, in releases that keep it.
-        asked: float | None = getattr(self, "requested_cpu_memory", None)
-        if asked is not None:
-            self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)
+        requested: float | None = getattr(self, "requested_cpu_memory", None)
+        if requested is not None:
+            self.requested_cpu_memory = math.ceil(requested / GATE * self.cache_config.gpu_memory_utilization)
         return super().determine_available_memory()

@@ -88,10 +88,10 @@ class CudaRehearsal:
         device = self._worker.device
         free, total = torch.cuda.mem_get_info(device)
         integrated = bool(torch.cuda.get_device_properties(device).is_integrated)
-        found = host()
+        reading = host()
         if integrated:
-            found = replace(found, available=max(0, found.available - self.frontends), free=max(0, found.free - self.frontends))
-        return replace(found, device_free=max(0, free - self.frontends), device_total=total, integrated=integrated)
+            reading = replace(reading, available=max(0, reading.available - self.frontends), free=max(0, reading.free - self.frontends))
+        return replace(reading, device_free=max(0, free - self.frontends), device_total=total, integrated=integrated)
 
     def mark(self) -> None:
         """Only once: the sampler's part of a batch comes after the model's."""

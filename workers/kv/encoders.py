@@ -31,9 +31,9 @@ def profile_run(runner: Any) -> None:
     if encoder_runner is None or hasattr(encoder_runner, "profile_encoder_cache") or not _encodes(runner):
         runner.profile_run()
         return
-    made = _largest(runner)
+    largest = _largest(runner)
     try:
-        outputs = encoder_runner.execute_mm_encoder(made) if made else []
+        outputs = encoder_runner.execute_mm_encoder(largest) if largest else []
         # As a real one, which keeps them for the steps of its prefill.
         runner.encoder_cache.encoder_outputs.update((f"sparkd-{number}", output) for number, output in enumerate(outputs))
         del outputs
@@ -55,8 +55,8 @@ def _largest(runner: Any) -> list[tuple[str, Any]]:
     if not count:
         return []
     try:
-        made = runner.mm_registry.get_dummy_mm_inputs(runner.model_config, mm_counts={kind: 1}, cache=budget.cache)
-        return [(kind, made["mm_kwargs"][kind][0])] * count
+        inputs = runner.mm_registry.get_dummy_mm_inputs(runner.model_config, mm_counts={kind: 1}, cache=budget.cache)
+        return [(kind, inputs["mm_kwargs"][kind][0])] * count
     except _ANY as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -81,6 +81,6 @@ def _budget(runner: Any) -> Any:
     budget = getattr(runner, "mm_budget", None)
     if budget is not None:
         return budget
-    made = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")  # V2 makes one for each run
-    more = {"enable_cache": False} if "enable_cache" in inspect.signature(made).parameters else {}
-    return made(runner.vllm_config, runner.mm_registry, **more)
+    kind = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")  # V2 makes one for each run
+    more = {"enable_cache": False} if "enable_cache" in inspect.signature(kind).parameters else {}
+    return kind(runner.vllm_config, runner.mm_registry, **more)

@@ -106,8 +106,8 @@ def folders_of(vllm_config: Any) -> list[str]:
     """Where the weights of the model, and of a draft, are on this machine."""
     speculative = vllm_config.speculative_config
     models = [vllm_config.model_config, None if speculative is None else getattr(speculative, "draft_model_config", None)]
-    found = [_folder(one, vllm_config.load_config) for one in models if one is not None]
-    return list(dict.fromkeys(one for one in found if os.path.isdir(one)))
+    folders = [_folder(config, vllm_config.load_config) for config in models if config is not None]
+    return list(dict.fromkeys(folder for folder in folders if os.path.isdir(folder)))
 
 
 def _folder(model: Any, loader: Any) -> str:
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in sorted(value.items(), key=str)}
+        return {str(name): _plain(item) for name, item in sorted(value.items(), key=str)}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value)

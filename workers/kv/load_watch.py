@@ -11,7 +11,7 @@ from typing import Protocol
 ERROR_BYTES = 64 << 20
 # A look costs a tenth of a millisecond (torch's memory statistics; /proc/self/status): not in every step that only decodes.
 LOOKS, EVERY = 64, 1024
-# A report is worth writing for so much more than was told before.
+# A report is worth writing for so much more than was reported before.
 GROWTH = 1.1
 
 
@@ -26,12 +26,12 @@ class Batches(Protocol):
 
 
 class UnderLoad:
-    """planned: bytes that a batch may take. told: what the largest took so far. beyond: more than was planned."""
+    """planned: bytes that a batch may take. report: called with what the largest took so far. beyond: more than was planned."""
 
-    def __init__(self, batches: Batches, planned: int, told: Callable[[int], None], beyond: Callable[[int], None]) -> None:
+    def __init__(self, batches: Batches, planned: int, report: Callable[[int], None], beyond: Callable[[int], None]) -> None:
         self._batches = batches
         self._planned = planned
-        self._told = told
+        self._report = report
         self._beyond = beyond
         self._most_tokens = 0
         self._looks = 0
@@ -54,7 +54,7 @@ class UnderLoad:
         taken = self._batches.taken_by_batch()
         if taken > GROWTH * self._seen:
             self._seen = taken
-            self._told(taken)
+            self._report(taken)
         if taken > self._planned + ERROR_BYTES:
             self._planned = taken
             self._beyond(taken)

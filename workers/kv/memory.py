@@ -73,35 +73,35 @@ class MemoryReading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP, kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
-    """kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
+def host(proc: Path = PROC, cgroup: Path = CGROUP, nodes_kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
+    """nodes_kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
     text = (proc / "meminfo").read_text()
-    known = parse_meminfo(text)
+    sizes = parse_meminfo(text)
     limited = cgroup_left(proc, cgroup)
     fields = parse_fields(text)
-    of_nodes = None if kept is None else memory_of(kept, fields, nodes)
+    of_nodes = None if nodes_kept is None else memory_of(nodes_kept, fields, nodes)
     if of_nodes is not None:
         return MemoryReading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
-    reclaimable = sum(files) if files else known["cached_bytes"]
-    return MemoryReading(known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=limited)
+    reclaimable = sum(files) if files else sizes["cached_bytes"]
+    return MemoryReading(sizes["mem_total_bytes"], sizes["mem_available_bytes"], sizes["mem_free_bytes"], reclaimable, cgroup_left=limited)
 
 
 def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:
     """Each number's minimum over a window: what is left only for a moment is not left. window_s: 0 for a single look."""
-    found = read()
+    minimum = read()
     for _ in range(int(window_s / EVERY_S)):
         sleep(EVERY_S)
         now = read()
-        found = replace(
-            found,
-            available=min(found.available, now.available),
-            free=min(found.free, now.free),
-            reclaimable=min(found.reclaimable, now.reclaimable),
-            cgroup_left=least(found.cgroup_left, now.cgroup_left),
-            device_free=least(found.device_free, now.device_free),
+        minimum = replace(
+            minimum,
+            available=min(minimum.available, now.available),
+            free=min(minimum.free, now.free),
+            reclaimable=min(minimum.reclaimable, now.reclaimable),
+            cgroup_left=least(minimum.cgroup_left, now.cgroup_left),
+            device_free=least(minimum.device_free, now.device_free),
         )
-    return found
+    return minimum
 
 
 def boot_id(proc: Path = PROC) -> str:

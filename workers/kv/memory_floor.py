@@ -50,15 +50,15 @@ class Floor:
             self._say_blind()
 
     def _watch(self) -> None:
-        told = False
+        warned = False
         while not self._ended.wait(EVERY_S):
             try:
                 reading = self._read()
             except Exception as error:  # noqa: BLE001 - /proc, the driver and torch have their own; this thread outlives all of them
                 self._failed += 1
-                if not told:
+                if not warned:
                     logger.warning("sparkd: the memory that is left could not be read (%s: %s); trying again.", type(error).__name__, error)
-                told = True
+                warned = True
                 if self._failed == BLIND:
                     self._say_blind()
                 continue

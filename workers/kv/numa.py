@@ -52,25 +52,25 @@ def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[i
     """The nodes that this process's memory comes from; None for all that there are."""
     there = frozenset(node for node, _ in _each(nodes))
     allowed, held = _allowed(proc), bound()
-    kept = there if allowed is None else there & allowed
-    kept = kept if held is None else kept & held
-    return kept if kept and kept != there else None
+    usable = there if allowed is None else there & allowed
+    usable = usable if held is None else usable & held
+    return usable if usable and usable != there else None
 
 
-def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> NumaMemory | None:
+def memory_of(wanted: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> NumaMemory | None:
     """The readings of these nodes together; None where one does not say. whole: of /proc/meminfo (parse_fields).
 
     A node has no MemAvailable of its own. The kernel's is free memory, page cache and what can be reclaimed of the slabs, less its
     watermarks and half of what is little (mm/show_mem.c, si_mem_available): a node bears its part of what is less.
     """
-    found = [fields for node, fields in _each(nodes) if node in kept]
-    if len(found) != len(kept) or not all({"MemTotal", "MemFree"} <= fields.keys() for fields in found):
+    nodes_kept = [fields for node, fields in _each(nodes) if node in wanted]
+    if len(nodes_kept) != len(wanted) or not all({"MemTotal", "MemFree"} <= fields.keys() for fields in nodes_kept):
         return None
-    total, free = (sum(fields[name] for fields in found) for name in ("MemTotal", "MemFree"))
-    files = sum(fields.get(name, 0) for fields in found for name in _FILES)
+    total, free = (sum(fields[name] for fields in nodes_kept) for name in ("MemTotal", "MemFree"))
+    files = sum(fields.get(name, 0) for fields in nodes_kept for name in _FILES)
     less = max(0, _could_be(whole) - whole.get("MemAvailable", 0))
     share = total / max(1, whole.get("MemTotal", total))
-    available = sum(map(_could_be, found)) - int(less * share)
+    available = sum(map(_could_be, nodes_kept)) - int(less * share)
     return NumaMemory(total, max(0, min(available, whole.get("MemAvailable", available))), free, files)
 
 
@@ -97,11 +97,11 @@ def _allowed(proc: Path) -> frozenset[int] | None:
         lines = (proc / "self" / "status").read_text().splitlines()
     except OSError:
         return None
-    said = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
-    found: set[int] = set()
-    for part in filter(None, said.split(",")):
+    ranges = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
+    numbers: set[int] = set()
+    for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             return None
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found) or None
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(numbers) or None

@@ -51,14 +51,14 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".json", ".gguf", ".bin"):
-            found = path.stat()
-            digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+            facts = path.stat()
+            digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """A profile as it lies on the disk. engine: the name of whoever started it (settings.engine). about: what the engine was."""
+    """A profile as it lies on the disk. engine: the name that its starter gave (settings.engine). about: what the engine was."""
 
     profile: MeasuredProfile
     engine: str | None
@@ -67,15 +67,15 @@ class KeptProfile:
 
 def profiles_in(folder: str) -> tuple[KeptProfile, ...]:
     """The newest first; a file that cannot be read is passed over."""
-    kept = Profiles(folder)
-    found: list[tuple[float, KeptProfile]] = []
+    profiles = Profiles(folder)
+    dated: list[tuple[float, KeptProfile]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raw = json.loads(path.read_bytes()[:MAX_BYTES])
-                if (profile := kept.find(path.stem)) is not None:
-                    found.append((float(raw["at"]), KeptProfile(profile, raw["engine"], dict(raw["about"]))))
-    return tuple(profile for _, profile in sorted(found, key=lambda each: -each[0]))
+                if (profile := profiles.find(path.stem)) is not None:
+                    dated.append((float(raw["at"]), KeptProfile(profile, raw["engine"], dict(raw["about"]))))
+    return tuple(profile for _, profile in sorted(dated, key=lambda each: -each[0]))
 
 
 class Profiles:

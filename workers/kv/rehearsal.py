@@ -102,12 +102,12 @@ def smaller_batches(runner: Any, scale: float, *, sequences: bool = False) -> It
     of the configuration (vllm/multimodal/encoder_budget.py). sequences: for V2's warm-up, which runs max_num_seqs short requests
     (vllm/v1/worker/gpu/warmup.py). The share that is run."""
     scheduler = runner.scheduler_config
-    given = runner.max_num_tokens
-    tokens = max(min(given, runner.max_num_reqs), int(given * scale))
+    most = runner.max_num_tokens
+    tokens = max(min(most, runner.max_num_reqs), int(most * scale))
     # A budget is refused where an item has to be in one batch and is not.
     whole_items = getattr(scheduler, "disable_chunked_mm_input", False) and getattr(runner, "supports_mm_inputs", False)
     configured: dict[str, Any] = {} if whole_items else {"max_num_batched_tokens": tokens}
-    share = tokens / given
+    share = tokens / most
     with contextlib.ExitStack() as stack:
         if scale < 1:
             names = ("max_num_encoder_input_tokens", "encoder_cache_size")
@@ -126,13 +126,13 @@ def smaller_batches(runner: Any, scale: float, *, sequences: bool = False) -> It
 
 @contextlib.contextmanager
 def _set(holder: Any, **values: Any) -> Iterator[None]:
-    given = {name: getattr(holder, name) for name in values}
+    before = {name: getattr(holder, name) for name in values}
     for name, value in values.items():
         setattr(holder, name, value)
     try:
         yield
     finally:
-        for name, value in given.items():
+        for name, value in before.items():
             setattr(holder, name, value)
 
 
@@ -140,9 +140,9 @@ def graphs_of(runner: Any) -> int:
     """Bytes that capturing every CUDA graph takes, from a few that are captured and thrown away. 0 without graphs. Raises Missing."""
     if getattr(runner.compilation_config.cudagraph_mode, "name", "NONE") == "NONE":
         return 0
-    found = max(0, int(method(runner, "profile_cudagraph_memory")()))
+    size = max(0, int(method(runner, "profile_cudagraph_memory")()))
     # Before 0.30 V2's own method answered 0 whatever there was to capture.
-    return found if found or not is_v2(runner) else _sampled(runner)
+    return size if size or not is_v2(runner) else _sampled(runner)
 
 
 def receive(runner: Any, stages: int) -> None:
@@ -183,11 +183,11 @@ def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     def allocate() -> None:
         cache = runner.cache_config
         groups = function("get_kv_cache_groups")(runner.vllm_config, runner.get_kv_cache_spec())
-        given, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, blocks
+        before, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, blocks
         try:
             config = function("get_kv_cache_config_from_groups")(runner.vllm_config, groups, 0)
         finally:
-            cache.num_gpu_blocks_override = given
+            cache.num_gpu_blocks_override = before
         method(runner, "initialize_kv_cache")(config, **_profiling(runner.initialize_kv_cache))
         cache.num_gpu_blocks = config.num_blocks
 
@@ -250,10 +250,10 @@ def _sampled(runner: Any) -> int:
 
 
 def _descriptors(manager: Any) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] | None = getattr(manager, "_capture_descs", None)
-    if found is None:
+    descriptors: dict[Any, list[Any]] | None = getattr(manager, "_capture_descs", None)
+    if descriptors is None:
         raise Missing(f"{type(manager).__name__}._capture_descs")
-    return found
+    return descriptors
 
 
 @contextlib.contextmanager
@@ -269,13 +269,13 @@ def _throwaway_pool(runner: Any) -> Iterator[None]:
     with contextlib.suppress(Missing):
         kinds.append(imported("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphWrapper"))
     wrappers = [(wrapper, wrapper.graph_pool) for kind in kinds for wrapper in list(kind._all_instances)]
-    given, platform._global_graph_pool = platform._global_graph_pool, pool
+    before, platform._global_graph_pool = platform._global_graph_pool, pool
     for wrapper, _ in wrappers:
         wrapper.graph_pool = pool
     try:
         yield
     finally:
-        platform._global_graph_pool = given
+        platform._global_graph_pool = before
         for kind in kinds:
             kind.clear_all_graphs()
         for wrapper, own in wrappers:

@@ -30,7 +30,7 @@ def forget_files(folders: Sequence[str]) -> None:
 
     Pages that are mapped into a process stay (posix_fadvise(2)).
     """
-    for path in sorted(one for folder in folders for one in Path(folder).glob("*.safetensors")):
+    for path in sorted(file for folder in folders for file in Path(folder).glob("*.safetensors")):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -53,16 +53,16 @@ class CacheRequest:
 
     def limit(self, reading: MemoryReading) -> int | None:
         """Both, where nobody knows what the engine is going to need beside its cache."""
-        kept = self.reserved(reading)
-        limits = [one for one in (self.at_most(), None if kept is None else max(0, kept.left(Demand()))) if one is not None]
+        reserve = self.reserved(reading)
+        limits = [limit for limit in (self.at_most(), None if reserve is None else max(0, reserve.left(Demand()))) if limit is not None]
         return min(limits, default=None)
 
     def is_plenty(self, need: CacheCosts, reading: MemoryReading) -> bool:
         """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
         size, within = self.asked(need), None
         if size is None:
-            kept = self.reserved(reading)
-            size, within = self.at_most(), None if kept is None else kept.left(Demand())
+            reserve = self.reserved(reading)
+            size, within = self.at_most(), None if reserve is None else reserve.left(Demand())
         if size is None or (within is not None and within < size + PLENTY_BYTES):
             return False
         left = reading.room - size - self.margin(reading)
@@ -70,8 +70,8 @@ class CacheRequest:
 
     def margin(self, reading: MemoryReading) -> int:
         """This rank's part of what is to stay free on the machine."""
-        asked = self._settings.margin_bytes
-        return margin_of(reading.size, None if asked is None else asked // reading.ranks_here)
+        requested = self._settings.margin_bytes
+        return margin_of(reading.size, None if requested is None else requested // reading.ranks_here)
 
 
 def _whole(size: float, block: int) -> int:

@@ -49,29 +49,29 @@ class CacheSettings:
     def parse(cls, environ: Mapping[str, str]) -> CacheSettings:
         """Raises ValueError with the name of what is wrong."""
         text = environ.get(VARIABLE, "").strip()
-        given: Any = {}
+        settings: Any = {}
         if text:
             try:
-                given = json.loads(text)
+                settings = json.loads(text)
             except ValueError:
                 raise ValueError(f"{VARIABLE} is not a JSON object.") from None
-        if not isinstance(given, dict):
+        if not isinstance(settings, dict):
             raise ValueError(f"{VARIABLE} is not a JSON object.")
-        known = [name for name in cls.__dataclass_fields__ if name != "blocks"]
-        if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(f"{VARIABLE} has no {unknown[0]!r}; it has {', '.join(known)}.")
-        for name, value in given.items():
+        names = [name for name in cls.__dataclass_fields__ if name != "blocks"]
+        if unknown := sorted(settings.keys() - set(names)):
+            raise ValueError(f"{VARIABLE} has no {unknown[0]!r}; it has {', '.join(names)}.")
+        for name, value in settings.items():
             _check(name, value)
-        said = [name for name in SIZES if given.get(name) is not None]
-        if len(said) > 1:
-            raise ValueError(f"{VARIABLE} says {' and '.join(said)}: one of them is enough.")
-        if given.get("at") is not None and given.get("sequences") is None:
+        sizes = [name for name in SIZES if settings.get(name) is not None]
+        if len(sizes) > 1:
+            raise ValueError(f"{VARIABLE} says {' and '.join(sizes)}: one of them is enough.")
+        if settings.get("at") is not None and settings.get("sequences") is None:
             raise ValueError(f"{VARIABLE} says `at` and no `sequences`.")
-        if given.get("margin_bytes") is None and (margin := environ.get(MARGIN_VARIABLE, "").strip()):
+        if settings.get("margin_bytes") is None and (margin := environ.get(MARGIN_VARIABLE, "").strip()):
             if not margin.isdecimal():
                 raise ValueError(f"{MARGIN_VARIABLE} must be a whole number of MiB.")
-            given["margin_bytes"] = int(margin) * 2**20
-        return cls(**given)
+            settings["margin_bytes"] = int(margin) * 2**20
+        return cls(**settings)
 
     def or_vllms(self, cache_config: Any) -> CacheSettings:
         """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size; with its

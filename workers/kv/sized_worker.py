@@ -31,9 +31,9 @@ class SizedWorker:
         # A release that counts them under another name is looked at now and then.
         if load is None or not load.looks_at(getattr(scheduler_output, "total_num_scheduled_tokens", 0)):
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        made = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         load.look()
-        return made
+        return output
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]

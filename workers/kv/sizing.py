@@ -125,14 +125,14 @@ class Sizing:
         except RanOut as refusal:
             raise self._set_back(refusal) from None
         except Missing as symbol:
-            why = f"this vLLM has no {symbol}"
-        except _Stock as found:
-            why = str(found)
+            reason = f"this vLLM has no {symbol}"
+        except _Stock as stock_error:
+            reason = str(stock_error)
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
             # A private function that is there and is another one.
             logger.debug("sparkd: the rehearsal", exc_info=True)
-            why = _another(error)
-        return self._by_vllm(stock, why)
+            reason = _another(error)
+        return self._by_vllm(stock, reason)
 
     @property
     def is_sized(self) -> bool:
@@ -146,19 +146,19 @@ class Sizing:
         if max_model_len is not None:
             self._need = self._need.shortened(max_model_len)
         tokens = int(requests * self._need.max_model_len)
-        given = round(requests * self._need.per_request)
+        size = round(requests * self._need.per_request)
         # More than a block: another rank had less.
-        other = self._pool.bytes - given > 2 * self._need.per_block and self._pool.bytes > given
+        other = self._pool.bytes - size > 2 * self._need.per_block and self._pool.bytes > size
         if other:
             # Memory that is left over for the other's sake is no error of this rank's profile.
-            self._pool = replace(self._pool, bytes=given)
+            self._pool = replace(self._pool, bytes=size)
         self._sentence = (
-            f"{given / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
+            f"{size / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
             f"({self._need.per_token / 1024:.1f} KiB a token)"
         )
         self._report.tell(
             "sized",
-            pool_bytes=given,
+            pool_bytes=size,
             tokens=tokens,
             sequences=requests,
             bytes_per_token=self._need.per_token,
@@ -176,29 +176,29 @@ class Sizing:
         demand = self._pool.demand
         if wrong and self._source != "plenty":
             demand = replace(demand, graphs=max(0, demand.graphs - error))
-            told = "the profile is corrected" if self._learned is not None else "the next start knows"
+            what_now = "the profile is corrected" if self._learned is not None else "the next start knows"
             if demand == self._pool.demand:  # more is free than all that was learned, so others gave it
-                told = "others have given it back meanwhile, and what was learned is kept"
+                what_now = "others have given it back meanwhile, and what was learned is kept"
             expected = self._pool.expected_slack
-            logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, told)
+            logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, what_now)
         starts = 0 if self._learned is None else self._learned.starts + 1
         # The first that was seen: against the last one, a little more with each start would never be noticed.
         warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
-        known = MeasuredProfile(demand, self._seconds, starts, error, slack, warm)
+        profile = MeasuredProfile(demand, self._seconds, starts, error, slack, warm)
         if self._source != "plenty":
-            self._profiles.keep(self._key, known, self._about)
-            self._watch_load(known)
+            self._profiles.keep(self._key, profile, self._about)
+            self._watch_load(profile)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
-    def _watch_load(self, known: MeasuredProfile) -> None:
+    def _watch_load(self, profile: MeasuredProfile) -> None:
         def beyond(taken: int) -> None:
-            why = f"a batch took {taken / GIB:.2f} GiB for a moment where {known.demand.peak / GIB:.2f} GiB were learned"
-            self._profiles.keep(self._key, replace(known, demand=replace(known.demand, peak=taken)), self._about)
-            self._report.tell("ready", peak_why=why)
-            logger.warning("sparkd: %s; the profile is corrected, and the next start leaves room for it.", why)
+            reason = f"a batch took {taken / GIB:.2f} GiB for a moment where {profile.demand.peak / GIB:.2f} GiB were learned"
+            self._profiles.keep(self._key, replace(profile, demand=replace(profile.demand, peak=taken)), self._about)
+            self._report.tell("ready", peak_why=reason)
+            logger.warning("sparkd: %s; the profile is corrected, and the next start leaves room for it.", reason)
 
-        planned = int(known.demand.peak * PEAK_FACTOR)
+        planned = int(profile.demand.peak * PEAK_FACTOR)
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
@@ -228,11 +228,11 @@ class Sizing:
         before = self._rehearsal.read()
         margin = self._wish.margin(before)
         floor = floor_of(margin)
-        self._learned = known = self._profiles.find(self._key)
+        self._learned = profile = self._profiles.find(self._key)
         if before.room < floor:
-            demand = None if known is None else known.demand
-            why = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.ranks_here, demand)
-            return Vote(self._rank, refusal=why)
+            demand = None if profile is None else profile.demand
+            refusal = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.ranks_here, demand)
+            return Vote(self._rank, refusal=refusal)
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
         return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
@@ -246,14 +246,14 @@ class Sizing:
             size = self._sized(need, course)
         except (CacheDoesNotFit, _Wrong) as sentence:
             doubt = str(sentence)
-        doubts = [(rank, one) for rank, one in enumerate(self._gather(doubt)) if one]
+        doubts = [(rank, refusal) for rank, refusal in enumerate(self._gather(doubt)) if refusal]
         if not doubts:
             return size
-        rank, why = doubts[0]
+        rank, reason = doubts[0]
         who = "" if self._ranks == 1 else f"rank {rank}: "
-        logger.info("sparkd: what was learned before is not believed (%s%s) The rehearsal is done again.", who, why)
+        logger.info("sparkd: what was learned before is not believed (%s%s) The rehearsal is done again.", who, reason)
         self._learned = None
-        return self._sized(need, Course("rehearsal", why=f"{who}{why}"))
+        return self._sized(need, Course("rehearsal", why=f"{who}{reason}"))
 
     def _sized(self, need: CacheCosts, course: Course) -> int:
         """Raises CacheDoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
@@ -276,32 +276,32 @@ class Sizing:
         wish = self._wish
         margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
         bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
-        made = pool(reading.room, demand, margin, need, bounds)
-        why = "; ".join(one for one in (wish.why(), made.limit, course.why) if one) or None
-        self._pool = made
+        sized = pool(reading.room, demand, margin, need, bounds)
+        reasons = "; ".join(reason for reason in (wish.why(), sized.limit, course.why) if reason) or None
+        self._pool = sized
         self._source = course.source
         self._report.tell(
             "sized",
             source=course.source,
-            source_why=why,
-            pool_bytes=made.bytes,
-            room_bytes=made.room,
-            margin_bytes=made.margin,
-            spare_bytes=made.spare,
+            source_why=reasons,
+            pool_bytes=sized.bytes,
+            room_bytes=sized.room,
+            margin_bytes=sized.margin,
+            spare_bytes=sized.spare,
             **(demand.figures() if course.source != "plenty" else {}),  # nothing was measured there
         )
         beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "plenty" else ""
         logger.info(
             "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin%s.",
-            made.bytes / GIB,
+            sized.bytes / GIB,
             course.source,
-            f" ({why})" if why else "",
-            made.room / GIB,
+            f" ({reasons})" if reasons else "",
+            sized.room / GIB,
             beside,
-            made.margin / GIB,
-            f"; {made.spare / GIB:.2f} GiB stay unused" if made.spare else "",
+            sized.margin / GIB,
+            f"; {sized.spare / GIB:.2f} GiB stay unused" if sized.spare else "",
         )
-        return made.bytes
+        return sized.bytes
 
     def _believe(self, learned: MeasuredProfile) -> None:
         """A compile run has the whole batch, so a peak that was learned wrong, or of another kernel, shows in its own. Raises _Wrong."""
@@ -315,23 +315,23 @@ class Sizing:
         """vLLM's own sizing, within what was asked as far as that can be kept; the rest is said."""
         reading, need = self._rehearsal.read(), self._need
         settings, by_blocks = self._settings, self._settings.blocks is not None
-        asked = (None if by_blocks else settings.bytes) if need is None else self._wish.asked(need)
-        limit = asked if asked is not None or by_blocks else self._wish.limit(reading)
+        requested = (None if by_blocks else settings.bytes) if need is None else self._wish.asked(need)
+        limit = requested if requested is not None or by_blocks else self._wish.limit(reading)
         lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None and not by_blocks]
-        told = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
-        told += f" ({self._wish.why()})" if by_blocks else ""
-        told += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
-        logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free of it, though no batch was rehearsed.", why, told)
-        self._report.tell("stock", why=f"{why}{told}")
+        addition = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
+        addition += f" ({self._wish.why()})" if by_blocks else ""
+        addition += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
+        logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free, though no batch was rehearsed.", why, addition)
+        self._report.tell("stock", why=f"{why}{addition}")
         self._pool = None
         size = stock(limit)
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
-        if by_blocks and asked is not None and asked > left:  # it would be allocated whatever is returned here
+        if by_blocks and requested is not None and requested > left:  # it would be allocated whatever is returned here
             sentence = (
-                f"The KV cache of {self._wish.why()} needs {asked / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
+                f"The KV cache of {self._wish.why()} needs {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
             )
-            sentence += " What helps: fewer blocks, or ending what else uses the memory."
+            sentence += " To make it fit: fewer blocks, or ending other programs that use memory."
             self._report.tell("refused", why=sentence)
             raise ValueError(sentence)
         return min(size, left)
@@ -347,23 +347,23 @@ class Sizing:
 
     def _set_back(self, refusal: RanOut) -> ValueError:
         self._profiles.set_back(self._key)
-        why = f"memory ran out in the rehearsal of the KV cache ({refusal}); the next start tries a smaller batch"
-        self._report.tell("refused", why=why)
-        told = f"{why}. What helps at once: a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights."
+        reason = f"memory ran out in the rehearsal of the KV cache ({refusal}); the next start tries a smaller batch"
+        self._report.tell("refused", why=reason)
+        message = f"{reason}. To start now, set a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights."
         if self._ranks > 1:
             # The others wait for this one within the batch; that its process is gone they are told.
-            logger.critical("sparkd: %s", told)
+            logger.critical("sparkd: %s", message)
             logging.shutdown()
             self._leave(EXIT_CODE)
-        return ValueError(told)
+        return ValueError(message)
 
     def _ended(self, reading: MemoryReading) -> None:
         """On the watching thread: the process ends at once, whatever fails of telling why, and the system has its memory back."""
         try:
             self._profiles.set_back(self._key)
-            why = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
-            self._report.tell("refused", why=why)
-            logger.critical("sparkd: %s.", why)
+            reason = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
+            self._report.tell("refused", why=reason)
+            logger.critical("sparkd: %s.", reason)
             logging.shutdown()
         finally:
             self._leave(EXIT_CODE)

@@ -15,9 +15,9 @@ GATE = 0.01
 @contextlib.contextmanager
 def open_gate(cache_config: Any) -> Iterator[None]:
     """While vLLM checks and remembers how much it may take (request_memory in v1/worker/utils.py, CPUWorker.__init__)."""
-    given = cache_config.gpu_memory_utilization
+    before = cache_config.gpu_memory_utilization
     cache_config.gpu_memory_utilization = GATE
     try:
         yield
     finally:
-        cache_config.gpu_memory_utilization = given
+        cache_config.gpu_memory_utilization = before

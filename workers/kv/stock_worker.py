@@ -30,12 +30,12 @@ def in_place_of(error: ImportError) -> type:
     """
     if importlib.util.find_spec("vllm") is None:
         raise error
-    why = f"this vLLM lacks what sparkd's worker is built on ({error})"
+    reason = f"this vLLM lacks what sparkd's worker is built on ({error})"
 
     class Stock(_Base):
         def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-            _keep(vllm_config.cache_config, why, int(kwargs.get("rank", 0)))
-            own, extensions = _own(vllm_config, why), tuple(one for one in cls.__bases__ if one is not _Base)
+            _keep(vllm_config.cache_config, reason, int(kwargs.get("rank", 0)))
+            own, extensions = _own(vllm_config, reason), tuple(base for base in cls.__bases__ if base is not _Base)
             return (type(own.__name__, (own, *extensions), {}) if extensions else own)(vllm_config, *args, **kwargs)
 
     return Stock
@@ -47,20 +47,20 @@ def _keep(cache_config: Any, why: str, rank: int) -> None:
     size = settings.bytes or settings.at_most_bytes
     if size is not None and getattr(cache_config, "kv_cache_memory_bytes", size) is None:
         cache_config.kv_cache_memory_bytes = size
-    told = "" if size is None else f", {size / 2**30:.2f} GiB"
+    addition = "" if size is None else f", {size / 2**30:.2f} GiB"
     lost = [name for name in ("tokens", "sequences", "margin_bytes", "reserved_bytes") if getattr(settings, name) is not None]
-    told += f"; {' and '.join(lost)} of kv_cache cannot be kept" if lost else ""
-    logger.warning("sparkd: %s; it sizes its KV cache itself, by gpu_memory_utilization%s.", why, told)
-    Report(settings.report, rank).tell("stock", why=f"{why}{told}")
+    addition += f"; {' and '.join(lost)} of kv_cache cannot be kept" if lost else ""
+    logger.warning("sparkd: %s; it sizes its KV cache itself, by gpu_memory_utilization%s.", why, addition)
+    Report(settings.report, rank).tell("stock", why=f"{why}{addition}")
 
 
 def _own(vllm_config: Any, why: str) -> type:
     """The worker class that this platform takes where nobody names one. Raises RuntimeError."""
-    asked = copy.deepcopy(vllm_config)
-    asked.parallel_config.worker_cls = "auto"
+    config = copy.deepcopy(vllm_config)
+    config.parallel_config.worker_cls = "auto"
     try:
-        imported("vllm.platforms", "current_platform").check_and_update_config(asked)
-        module, _, name = str(asked.parallel_config.worker_cls).rpartition(".")
+        imported("vllm.platforms", "current_platform").check_and_update_config(config)
+        module, _, name = str(config.parallel_config.worker_cls).rpartition(".")
         own: type = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError, Missing) as error:
         raise RuntimeError(

@@ -31,11 +31,11 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     # Grouping may change the specifications in place.
     groups = function("get_kv_cache_groups")(vllm_config, copy.deepcopy(specs))
     cache_config = vllm_config.cache_config
-    given, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
+    before, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
     try:
         config = function("get_kv_cache_config_from_groups")(vllm_config, groups, _MUCH)
     finally:
-        cache_config.num_gpu_blocks_override = given
+        cache_config.num_gpu_blocks_override = before
     block_bytes = _MUCH // config.num_blocks
 
     def of(tokens: int) -> int:
@@ -78,8 +78,8 @@ def weight_bits(vllm_config: Any) -> int:
     if method is None:
         return 16
     loader = getattr(getattr(vllm_config, "load_config", None), "model_loader_extra_config", None)
-    said = f"{method} {loader.get('quantize') if isinstance(loader, dict) else ''}".lower()
-    return 8 if "fp8" in said and "fp4" not in said and "int4" not in said else 4
+    words = f"{method} {loader.get('quantize') if isinstance(loader, dict) else ''}".lower()
+    return 8 if "fp8" in words and "fp4" not in words and "int4" not in words else 4
 
 
 def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:
@@ -90,25 +90,25 @@ def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:
 def imported(module: str, name: str) -> Any:
     """`name` of one of vLLM's modules, asked for where it is needed: a release without it sizes its cache itself. Raises Missing."""
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        symbol = getattr(importlib.import_module(module), name, None)
     except ImportError:
-        found = None
-    if found is None:
+        symbol = None
+    if symbol is None:
         raise Missing(f"{module}.{name}")
-    return found
+    return symbol
 
 
 def function(name: str) -> Any:
     for module in _MODULES:
         with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(module), name, None)
-            if found is not None:
-                return found
+            symbol = getattr(importlib.import_module(module), name, None)
+            if symbol is not None:
+                return symbol
     raise Missing(f"{_MODULES[0]}.{name}")
 
 
 def method(holder: Any, name: str) -> Any:
-    found = getattr(holder, name, None)
-    if found is None:
+    bound = getattr(holder, name, None)
+    if bound is None:
         raise Missing(f"{type(holder).__name__}.{name}")
-    return found
+    return bound

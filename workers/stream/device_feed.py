@@ -63,9 +63,9 @@ class Feed:
         if first.view.numel() == source.nbytes and not keep and self._may_lend(first):
             self._lent.append(first)
             return first.view
-        made = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
-        self._copy(itertools.chain((first,), chunks), made)
-        return made
+        tensor = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+        self._copy(itertools.chain((first,), chunks), tensor)
+        return tensor
 
     def fill(self, source: Input, into: torch.Tensor) -> None:
         """The input's bytes into uint8 [nbytes] on the device."""

@@ -30,12 +30,12 @@ class SourceFile:
     def __init__(self, path: str, *, direct: bool | None, block_bytes: int) -> None:
         self.path = path
         try:
-            found = os.stat(path)
+            facts = os.stat(path)
         except OSError as error:
             raise _unreadable(path, "the file cannot be read", error) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(facts.st_mode):
             raise CheckpointError("this is not a regular file", file=path, cure="Name a checkpoint whose shards are files")
-        self.size_bytes = found.st_size
+        self.size_bytes = facts.st_size
         self.alignment = ALIGNMENT
         self.direct = True
         self.fallback_reason: str | None = None
@@ -184,7 +184,7 @@ def _direct_alignment(path: str) -> tuple[int, int] | None:
     """What O_DIRECT needs of memory and of offset and length, in bytes; (0, 0) where it is not possible, None where the kernel (before
     6.1), the C library or the file system does not say. statx(2), STATX_DIOALIGN."""
     call = getattr(ctypes.CDLL(None), "statx", None)
-    found = _Statx()
-    if call is None or call(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, ctypes.byref(found)) or not found.mask & _STATX_DIOALIGN:
+    facts = _Statx()
+    if call is None or call(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, ctypes.byref(facts)) or not facts.mask & _STATX_DIOALIGN:
         return None
-    return found.dio_mem_align, found.dio_offset_align
+    return facts.dio_mem_align, facts.dio_offset_align

@@ -35,33 +35,33 @@ class Family:
     @property
     def followers(self) -> list[str]:
         """The names of the others."""
-        asked = self.asked
-        return [name for number, name in self.names.items() if number not in asked]
+        leaders = self.asked
+        return [name for number, name in self.names.items() if number not in leaders]
 
 
 def families(emitted: Sequence[Emitted]) -> list[Family]:
     """The families among the emitted tensors; a tensor whose shape is not its siblings' has a family of its own."""
-    found: dict[tuple[str, str, tuple[int, ...]], Family] = {}
-    for one in emitted:
-        if (expert := EXPERT.search(one.name)) is None:
+    by_kind: dict[tuple[str, str, tuple[int, ...]], Family] = {}
+    for tensor in emitted:
+        if (expert := EXPERT.search(tensor.name)) is None:
             continue
-        prefix, suffix = one.name[: expert.start(1)], one.name[expert.end(1) :]
-        key = (prefix, suffix, one.shape)
-        if (family := found.get(key)) is None:
-            family = found[key] = Family(one.shape, {}, prefix, suffix)
-        family.names[int(expert[1])] = one.name
-    return list(found.values())
+        prefix, suffix = tensor.name[: expert.start(1)], tensor.name[expert.end(1) :]
+        key = (prefix, suffix, tensor.shape)
+        if (family := by_kind.get(key)) is None:
+            family = by_kind[key] = Family(tensor.shape, {}, prefix, suffix)
+        family.names[int(expert[1])] = tensor.name
+    return list(by_kind.values())
 
 
-def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Target]:
+def answered(groups: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Target]:
     """Completes `taken` for the experts that were not asked, and says where those go whose place follows; the rest vLLM places."""
     straight: dict[str, Target] = {}
-    for family in found:
-        asked = {number: taken[family.names[number]] for number in family.asked}
-        first = next(iter(asked.values()))
-        line = _line({number: one.target for number, one in asked.items() if one.once})
+    for family in groups:
+        leaders = {number: taken[family.names[number]] for number in family.asked}
+        first = next(iter(leaders.values()))
+        line = _line({number: tried.target for number, tried in leaders.items() if tried.once})
         alike = Taken(family.shape, first.region, first.copies)
-        others = {number: name for number, name in family.names.items() if number not in asked}
+        others = {number: name for number, name in family.names.items() if number not in leaders}
         taken.update(dict.fromkeys(others.values(), alike))
         if line is not None and (like := first.target) is not None:
             origin, step = line
@@ -69,9 +69,9 @@ def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Targ
     return straight
 
 
-def stretches(found: Sequence[Family], straight: Mapping[str, Target]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def stretches(groups: Sequence[Family], straight: Mapping[str, Target]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The memory of the first and of the last of experts that are placed straight and whose numbers follow each other."""
-    for family in found:
+    for family in groups:
         numbers = sorted(number for number, name in family.names.items() if name in straight)
         start = 0
         for at in range(1, len(numbers) + 1):
@@ -129,20 +129,20 @@ def _cuts(region: Region, tensor: torch.Tensor) -> bool:
 
 def _line(targets: Mapping[int, Target | None]) -> tuple[int, int] | None:
     """(offset of expert 0, step) in elements of the parameter's memory, where the targets of three experts lie on one line."""
-    known = [(number, target) for number, target in targets.items() if target is not None]
-    if len(known) < 3:
+    placed = [(number, target) for number, target in targets.items() if target is not None]
+    if len(placed) < 3:
         return None
-    (a, first), (b, second), *_ = known
+    (a, first), (b, second), *_ = placed
     step, rest = divmod(second.start - first.start, b - a)
     origin = first.start - a * step
-    if rest or not all(_alike(first, other) and other.start == origin + number * step for number, other in known):
+    if rest or not all(_alike(first, other) and other.start == origin + number * step for number, other in placed):
         return None
     return origin, step
 
 
-def _alike(one: Target, other: Target) -> bool:
-    a, b = one.like, other.like
-    if (one.region, one.dims) != (other.region, other.dims):
+def _alike(first: Target, other: Target) -> bool:
+    a, b = first.like, other.like
+    if (first.region, first.dims) != (other.region, other.dims):
         return False
     return a is b or (
         (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -153,8 +153,8 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
 
 def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str, device: torch.device, tell: Tell) -> int:
     if not formats:
-        known = f"is quantized already ({checkpoint.quantization.method})" if checkpoint.quantization else "has nothing that it quantizes"
-        raise CheckpointError(f"this checkpoint {known}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
+        problem = f"is quantized already ({checkpoint.quantization.method})" if checkpoint.quantization else "has nothing that it quantizes"
+        raise CheckpointError(f"this checkpoint {problem}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
     virtual = VirtualCheckpoint(checkpoint, formats)
     described = quantization_config(formats, linear_modules(checkpoint))
     shards = lay_out(neighbours(layout_of(virtual)[0]))
@@ -221,8 +221,8 @@ def _say(**line: Any) -> None:
 def _check_room(folder: str, need_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < need_bytes:
-        told = f"it needs {need_bytes / GIB:.1f} GiB and its disk has {free_bytes / GIB:.1f} GiB free"
-        raise CheckpointError(told, file=os.path.dirname(folder), cure="Free some, or give a folder on another disk")
+        problem = f"it needs {need_bytes / GIB:.1f} GiB and its disk has {free_bytes / GIB:.1f} GiB free"
+        raise CheckpointError(problem, file=os.path.dirname(folder), cure="Free some, or give a folder on another disk")
 
 
 def _device(name: str) -> torch.device:

@@ -93,8 +93,8 @@ def _flags(tensor: torch.Tensor, *, may_mask: bool = False) -> Sequence[torch.Te
         return _flag(tensor.view(torch.int8), code), _flag(tensor.view(torch.uint8), code | 0x80)
     if not tensor.is_floating_point():
         return ()
-    found = torch.aminmax(tensor)
-    return tuple(torch.where(value.isinf(), 0.0, value) for value in found) if may_mask else tuple(found)
+    extremes = torch.aminmax(tensor)
+    return tuple(torch.where(value.isinf(), 0.0, value) for value in extremes) if may_mask else tuple(extremes)
 
 
 def _flag(codes: torch.Tensor, least: int) -> torch.Tensor:

@@ -62,16 +62,16 @@ class LoadSession:
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> LoadSession | None:
         """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
         stored = cached.checkpoint.tensors
-        needed = {name: one for name, one in handed.items() if not name.endswith(f".{SHAPE}")}
+        needed = {name: tensor for name, tensor in handed.items() if not name.endswith(f".{SHAPE}")}
         if missing := next((name for name in needed if name not in stored), None):
             logger.info("sparkd: the quantized cache %s has no %s, which this model takes: the checkpoint is read.", cached.folder, missing)
             return None
         if damaged := next((name for name in needed if name in cached.damaged), None):
-            told = "sparkd: %s is damaged, the quantized cache %s says, and this model takes it: the checkpoint is read."
-            logger.info(told, damaged, cached.folder)
+            message = "sparkd: %s is damaged, the quantized cache %s says, and this model takes it: the checkpoint is read."
+            logger.info(message, damaged, cached.folder)
             return None
-        whole = all(stored[name].shape == one.whole for name, one in needed.items())
-        if not whole and (odd := next((name for name, one in needed.items() if stored[name].shape != one.shape), None)):
+        whole = all(stored[name].shape == tensor.whole for name, tensor in needed.items())
+        if not whole and (odd := next((name for name, tensor in needed.items() if stored[name].shape != tensor.shape), None)):
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
         virtual = virtual_of(cached, needed.__contains__)
@@ -86,27 +86,27 @@ class LoadSession:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
         for name, tensor in self.pipeline.tensors():
-            one = None if self.cut is None else self.cut[name]
-            if one is not None and not one.is_whole:
-                made = torch.empty(one.whole, dtype=one.dtype, device=tensor.device)
-                made[tuple(slice(at, at + size) for at, size in zip(one.at, one.shape, strict=True))] = tensor
-                tensor = made
+            cut = None if self.cut is None else self.cut[name]
+            if cut is not None and not cut.is_whole:
+                whole = torch.empty(cut.whole, dtype=cut.dtype, device=tensor.device)
+                whole[tuple(slice(at, at + size) for at, size in zip(cut.at, cut.shape, strict=True))] = tensor
+                tensor = whole
             yield name, tensor
 
     def _parts(self, needed: Mapping[str, Handed]) -> dict[str, Target]:
         """Where a rank's own parts go that lie in the cache as they are needed."""
-        found: dict[str, Target] = {}
+        targets: dict[str, Target] = {}
         if self.trace is None:
-            return found
-        for name, one in needed.items():
+            return targets
+        for name, handed in needed.items():
             taken = self.trace.taken.get(name)
             target = self.trace.straight.get(name)
-            if target is None and not one.is_whole and taken is not None and taken.once:
+            if target is None and not handed.is_whole and taken is not None and taken.once:
                 target = taken.target  # it would have to be built whole for the model's own loader, which takes this part of it
-            part = None if target is None else target if one.is_whole else straightened(target, one.at, one.shape)
+            part = None if target is None else target if handed.is_whole else straightened(target, handed.at, handed.shape)
             if part is not None:
-                found[name] = part
-        return found
+                targets[name] = part
+        return targets
 
     def finish(self) -> None:
         """After the load: the cache becomes whole in a thread of its own while the model already answers.
@@ -159,6 +159,6 @@ def _needed(virtual: VirtualCheckpoint, trace: Trace | None) -> Needed:
     # A checkpoint that is quantized already notes shapes, which no kernel reads: one would come after its module has its kernel's layout.
     unread = () if virtual.formats else (f".{SHAPE}",)
     return Needed(
-        regions={name: None if name.endswith(unread) else one.region for name, one in trace.taken.items()},
-        once=frozenset() if trace.late else frozenset(name for name, one in trace.taken.items() if one.once),
+        regions={name: None if name.endswith(unread) else taken.region for name, taken in trace.taken.items()},
+        once=frozenset() if trace.late else frozenset(name for name, taken in trace.taken.items() if taken.once),
     )

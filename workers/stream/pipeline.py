@@ -121,8 +121,8 @@ class Pipeline:
         self._told = receivers.placed
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
-        for one in virtual.emitted():
-            self._emitted.setdefault(one.unit, []).append(one)
+        for emitted in virtual.emitted():
+            self._emitted.setdefault(emitted.unit, []).append(emitted)
         self._regions = needed.regions
         self._once = needed.once
         self._only = needed.only
@@ -183,51 +183,51 @@ class Pipeline:
 
     def handed(self) -> dict[str, Handed]:
         """Everything that a sink is given, before anything is read."""
-        found: dict[str, Handed] = {}
+        handed: dict[str, Handed] = {}
         for plan in self._plans:
             if plan.rows is not None:
-                (one,) = self._emitted[plan.index]
+                (emitted,) = self._emitted[plan.index]
                 first, rows = plan.rows
-                shape = (rows, *one.shape[1:]) if one.shape else ()
-                found[one.name] = Handed(one.dtype, shape, one.shape, (first, *(0 for _ in one.shape[1:])) if one.shape else (), plain=True)
+                shape = (rows, *emitted.shape[1:]) if emitted.shape else ()
+                at = (first, *(0 for _ in emitted.shape[1:])) if emitted.shape else ()
+                handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=True)
             for planned in plan.weights:
                 weight, need = plan.unit.weights[planned.number], planned.need
                 parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
-                for one in self._emitted[plan.index]:
-                    if one.weight == planned.number:
-                        shape = one.shape if one.suffix == SHAPE else tuple(parts[one.suffix][1])
-                        found[one.name] = Handed(
-                            one.dtype, shape, one.shape, _place(one, weight, need) if shape != one.shape else (0, 0), plain=False
-                        )
-        return found
+                for emitted in self._emitted[plan.index]:
+                    if emitted.weight == planned.number:
+                        shape = emitted.shape if emitted.suffix == SHAPE else tuple(parts[emitted.suffix][1])
+                        at = _place(emitted, weight, need) if shape != emitted.shape else (0, 0)
+                        handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=False)
+        return handed
 
     def handed_whole(self) -> dict[str, Handed] | None:
         """The same, at once, where every tensor that is needed is needed whole; else None."""
-        found: dict[str, Handed] = {}
+        handed: dict[str, Handed] = {}
         for index, emitted in self._emitted.items():
             plain = self.virtual.units[index].plain is not None
-            for one in emitted:
+            for tensor in emitted:
                 if self._regions is not None:
-                    region = self._regions.get(one.name)
+                    region = self._regions.get(tensor.name)
                     if region is None:
                         continue
-                    if region != tuple((0, size) for size in one.shape):
+                    if region != tuple((0, size) for size in tensor.shape):
                         return None
-                found[one.name] = Handed(one.dtype, one.shape, one.shape, (0,) * len(one.shape), plain)
-        return found
+                handed[tensor.name] = Handed(tensor.dtype, tensor.shape, tensor.shape, (0,) * len(tensor.shape), plain)
+        return handed
 
     def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors for a sink of the units that emit `names`, made on `device` in one pass; from any thread, without the model. Tensors
         that the sink does not take are made too, and `damaged` gets the names of what of it is made of a NaN or an infinity."""
-        wanted = {index for index, emitted in self._emitted.items() if any(one.name in names for one in emitted)}
-        made: list[tuple[str, torch.Tensor]] = []
+        wanted = {index for index, emitted in self._emitted.items() if any(tensor.name in names for tensor in emitted)}
+        tensors: list[tuple[str, torch.Tensor]] = []
 
         class Keep:
             def add(self, name: str, tensor: torch.Tensor) -> None:
-                made.append((name, tensor))
+                tensors.append((name, tensor))
 
             def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-                made.extend(zip(names, stacked, strict=True))
+                tensors.extend(zip(names, stacked, strict=True))
 
             def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
                 raise RuntimeError(f"{name} is not streamed here")
@@ -238,11 +238,11 @@ class Pipeline:
         alone = Pipeline(self.virtual, device, reader, Needed(regions, only=wanted), Receivers(Keep()), dtype=self._dtype)
         alone._finite = Finite(device, weights_only=regions is None, into=bad)
         for _ in alone.tensors():
-            yield from ((name, tensor) for name, tensor in made if name in names)
-            made.clear()
-        yield from ((name, tensor) for name, tensor in made if name in names)
-        harmed = {index for index in wanted if any(not bad.isdisjoint(one.made_from) for one in self.virtual.units[index].weights)}
-        damaged.update(one.name for index in harmed for one in self._emitted[index])
+            yield from ((name, tensor) for name, tensor in tensors if name in names)
+            tensors.clear()
+        yield from ((name, tensor) for name, tensor in tensors if name in names)
+        harmed = {index for index in wanted if any(not bad.isdisjoint(weight.made_from) for weight in self.virtual.units[index].weights)}
+        damaged.update(tensor.name for index in harmed for tensor in self._emitted[index])
 
     def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit
@@ -263,11 +263,11 @@ class Pipeline:
         part = loaded.view(rows, *emitted.shape[1:]) if emitted.shape else loaded.view(())
         if self.sink is not None:
             self.sink.add(emitted.name, part)
-        made = part
+        tensor = part
         if tuple(part.shape) != emitted.shape:
-            made = torch.empty(emitted.shape, dtype=dtype, device=self._device)
-            made[first : first + rows] = part
-        yield from self._hand_on(emitted.name, made)
+            tensor = torch.empty(emitted.shape, dtype=dtype, device=self._device)
+            tensor[first : first + rows] = part
+        yield from self._hand_on(emitted.name, tensor)
 
     def _run(self, run: Run, feed: Feed) -> None:
         feed.place(run.source, run.memory)
@@ -284,10 +284,10 @@ class Pipeline:
             raw[kind] = []
             for inputs in zip(*(joined[id(plan)] for plan in plans), strict=True):
                 begin = -(-end // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
-                end = begin + sum(one.nbytes for one in inputs)
+                end = begin + sum(source.nbytes for source in inputs)
                 raw[kind].append((begin, end))
-                into |= {id(one): begin + at for one, at in one_behind_the_other(inputs)}
-        fills = [(one, into[id(one)]) for inputs in batch.inputs for one in inputs]
+                into |= {id(source): begin + at for source, at in one_behind_the_other(inputs)}
+        fills = [(source, into[id(source)]) for inputs in batch.inputs for source in inputs]
         with feed.staged(fills, end) as memory:
             for kind, plans in batch.alike.items():
                 yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
@@ -296,14 +296,14 @@ class Pipeline:
         """Units of one shape and format: matrices [units * weights of one unit, N, K], or their parts where they are restated."""
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
-        emitted = {(plan.index, one.weight, one.suffix): one for plan in plans for one in self._emitted[plan.index]}
+        emitted = {(plan.index, each.weight, each.suffix): each for plan in plans for each in self._emitted[plan.index]}
         for suffix, tensor in parts.items():
-            made = [
+            pieces = [
                 (emitted[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)
                 for plan in plans
                 for planned in plan.weights
             ]
-            yield from self._stacked(made, tensor)
+            yield from self._stacked(pieces, tensor)
 
     def _together(self, weights: Sequence[Weight], matrices: torch.Tensor, units: int) -> Parts:
         largest = amax_each(matrices)
@@ -319,33 +319,33 @@ class Pipeline:
             self._finite.look(refs, parts[part])
         return parts
 
-    def _stacked(self, made: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The same part of several weights, [weights, ..]: what goes to places on a line is placed as one."""
-        if made[0][0].suffix == SHAPE:
+        if pieces[0][0].suffix == SHAPE:
             if self.sink is not None:
-                for one, weight, _ in made:
-                    self.sink.add(one.name, torch.tensor(weight.stored.shape, dtype=stacked.dtype))
+                for emitted, weight, _ in pieces:
+                    self.sink.add(emitted.name, torch.tensor(weight.stored.shape, dtype=stacked.dtype))
             return
         if self.sink is not None:
-            self.sink.add_stacked([one.name for one, *_ in made], stacked)
-        targets = [self._target(one, weight, need, stacked.shape[1:]) for one, weight, need in made]
+            self.sink.add_stacked([emitted.name for emitted, *_ in pieces], stacked)
+        targets = [self._target(emitted, weight, need, stacked.shape[1:]) for emitted, weight, need in pieces]
         for start, stop in followers(targets):
             if targets[start] is not None:
-                place_stacked([one for one in targets[start:stop] if one is not None], stacked[start:stop])
-                self._placed([one.name for one, *_ in made[start:stop]])
+                place_stacked([target for target in targets[start:stop] if target is not None], stacked[start:stop])
+                self._placed([emitted.name for emitted, *_ in pieces[start:stop]])
                 continue
-            one, weight, need = made[start]
-            yield from self._hand_on(one.name, _whole(one, weight, need, stacked[start]))
+            emitted, weight, need = pieces[start]
+            yield from self._hand_on(emitted.name, _whole(emitted, weight, need, stacked[start]))
 
-    def _target(self, one: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
+    def _target(self, emitted: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
         """Where a part of a weight goes as it was made, or None."""
-        target = self._straight.get(one.name)
-        if target is None or tuple(shape) == one.shape:
+        target = self._straight.get(emitted.name)
+        if target is None or tuple(shape) == emitted.shape:
             return target
-        return straightened(target, _place(one, weight, need), shape)
+        return straightened(target, _place(emitted, weight, need), shape)
 
     def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
-        raw = [feed.take(one) for one in plan.inputs]
+        raw = [feed.take(source) for source in plan.inputs]
         needed: list[tuple[WeightPlan, torch.Tensor]] = []
         for planned in plan.weights:
             weight, box = plan.unit.weights[planned.number], planned.box
@@ -370,10 +370,10 @@ class Pipeline:
         feed.release()
 
     def _emit(self, plan: Plan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-        for one in self._emitted[plan.index]:
-            if one.weight == planned.number:
-                made = (one, plan.unit.weights[planned.number], planned.need)
-                yield from self._stacked([made], parts[one.suffix].unsqueeze(0))
+        for emitted in self._emitted[plan.index]:
+            if emitted.weight == planned.number:
+                weight = (emitted, plan.unit.weights[planned.number], planned.need)
+                yield from self._stacked([weight], parts[emitted.suffix].unsqueeze(0))
 
     def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         target = self._straight.get(name)
@@ -398,17 +398,17 @@ class Pipeline:
             self._finite.look(refs, tensor)
 
 
-def _whole(one: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
+def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
     """The part in a tensor of the whole shape, for a weight loader that narrows it to this rank by itself."""
-    if tuple(part.shape) == one.shape or math.prod(one.shape) <= 1 or need.is_whole(weight.stored.shape):
-        return part.view(one.shape)
-    row, col = _place(one, weight, need)
-    whole = torch.empty(one.shape, dtype=part.dtype, device=part.device)
+    if tuple(part.shape) == emitted.shape or math.prod(emitted.shape) <= 1 or need.is_whole(weight.stored.shape):
+        return part.view(emitted.shape)
+    row, col = _place(emitted, weight, need)
+    whole = torch.empty(emitted.shape, dtype=part.dtype, device=part.device)
     whole[row : row + part.shape[0], col : col + part.shape[1]] = part
     return whole
 
 
-def _place(one: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
+def _place(emitted: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
     """Row and column of a part of a weight at which what is needed of it begins."""
     n, k = weight.stored.shape
-    return need.row_start // -(-n // one.shape[0]), need.col_start // -(-k // one.shape[1])
+    return need.row_start // -(-n // emitted.shape[0]), need.col_start // -(-k // emitted.shape[1])

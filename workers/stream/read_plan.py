@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.inputs)
+        return sum(source.nbytes for source in self.inputs)
 
     @property
     def plans(self) -> list[Plan]:
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        return (piece for one in self.inputs for piece in one.pieces)
+        return (piece for source in self.inputs for piece in source.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for inputs in self.inputs for one in inputs)
+        return sum(source.nbytes for inputs in self.inputs for source in inputs)
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        return (piece for inputs in self.inputs for one in inputs for piece in one.pieces)
+        return (piece for inputs in self.inputs for source in inputs for piece in source.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | No
     if regions is None:
         n, k = weight.stored.shape
         return WeightSlice(0, n, 0, k)
-    return need_of(weight, ((one.suffix, regions.get(one.name)) for one in emitted if one.weight == number))
+    return need_of(weight, ((tensor.suffix, regions.get(tensor.name)) for tensor in emitted if tensor.weight == number))
 
 
 def _is_restated(weight: Weight) -> bool:
@@ -156,14 +156,14 @@ def kind_of(plan: Plan) -> object | None:
         return None
     kinds = set()
     each = len(plan.inputs) // len(plan.weights)
-    for number, one in enumerate(plan.weights):
-        weight, need, box = plan.unit.weights[one.number], one.need, one.box
+    for number, planned in enumerate(plan.weights):
+        weight, need, box = plan.unit.weights[planned.number], planned.need, planned.box
         stored, scale = weight.stored, weight.scale
         as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
-        if one.slot != number * each or stored.transposed or not as_needed:
+        if planned.slot != number * each or stored.transposed or not as_needed:
             return None
         scaled = None if scale is None else (scale.dtype, scale.shape, weight.scale_shape, weight.scale_origin(need))
-        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled, one.restated))
+        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled, planned.restated))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None
 
 
@@ -241,29 +241,29 @@ def _batch(plans: list[Plan], kinds: list[object]) -> Plan | Batch:
 
 
 def _joined(plan: Plan) -> tuple[Input, ...]:
-    scales = [plan.inputs[one.scale_slot] for one in plan.weights if one.scale_slot is not None]
-    matrices = _one([plan.inputs[one.slot] for one in plan.weights])
+    scales = [plan.inputs[planned.scale_slot] for planned in plan.weights if planned.scale_slot is not None]
+    matrices = _one([plan.inputs[planned.slot] for planned in plan.weights])
     return (matrices, _one(scales)) if scales else (matrices,)
 
 
 def _one(inputs: Sequence[Input]) -> Input:
     """Inputs as one, with pieces that touch in the file as one piece."""
     pieces: list[Piece] = []
-    for piece in (piece for one in inputs for piece in one.pieces):
+    for piece in (piece for source in inputs for piece in source.pieces):
         last = pieces[-1] if pieces else None
         if last is not None and (last.path, last.offset + last.nbytes) == (piece.path, piece.offset):
             pieces[-1] = Piece(last.key, last.path, last.offset, last.nbytes + piece.nbytes)
         else:
             pieces.append(piece)
-    return Input(tuple(pieces), sum(one.nbytes for one in inputs))
+    return Input(tuple(pieces), sum(source.nbytes for source in inputs))
 
 
 def one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]:
     """(input, where it begins)"""
     at = 0
-    for one in inputs:
-        yield one, at
-        at += one.nbytes
+    for source in inputs:
+        yield source, at
+        at += source.nbytes
 
 
 def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | Parts:
@@ -271,11 +271,11 @@ def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> 
     the finished parts of all of them where they are restated."""
     first = plan.weights[0]
     weight = plan.unit.weights[first.number]
-    made = raw[0].view(DTYPES[weight.stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
+    matrices = raw[0].view(DTYPES[weight.stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
     if weight.scale is None:
-        return made
+        return matrices
     scales = raw[1].view(dtype_of(weight.scale)).view(-1, *weight.scale.shape)
-    return undone(weight, first, made, scales, dtype)
+    return undone(weight, first, matrices, scales, dtype)
 
 
 def undone(weight: Weight, planned: WeightPlan, part: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Parts:

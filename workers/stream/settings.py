@@ -42,8 +42,8 @@ class LoaderSettings:
             raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
         if unknown := sorted(set(raw) - set(KEYS)):
             raise CheckpointError(f"the load format spark_stream has no setting {unknown[0]!r}", cure=f"It has {', '.join(KEYS)}")
-        given = {key: value for key, value in raw.items() if value is not None}
-        recipe = QuantizationRecipe.parse(given.pop("quantize", None), environ)
+        settings = {key: value for key, value in raw.items() if value is not None}
+        recipe = QuantizationRecipe.parse(settings.pop("quantize", None), environ)
         for key, kind, what in (
             ("cache_dir", str, "a folder"),
             ("progress", str, "a file"),
@@ -53,18 +53,21 @@ class LoaderSettings:
             ("direct", bool, "true or false"),
             ("enable_weights_track", bool, "true or false"),
         ):
-            if key in given and (not isinstance(given[key], kind) or (kind is int and (isinstance(given[key], bool) or given[key] <= 0))):
-                raise CheckpointError(
-                    f"the setting {key!r} of spark_stream must be {what}, not {given[key]!r}", cure="Mend --model-loader-extra-config"
-                )
-        made = cls(recipe=recipe, **given)
-        smallest = CPU_RING_BYTES if made.ring_bytes is None else made.ring_bytes
-        if made.block_bytes % 4096 or smallest < 2 * made.block_bytes:
+            if key not in settings:
+                continue
+            value = settings[key]
+            is_of_kind = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+            if not is_of_kind or (isinstance(value, int) and kind is int and value <= 0):
+                problem = f"the setting {key!r} of spark_stream must be {what}, not {value!r}"
+                raise CheckpointError(problem, cure="Correct --model-loader-extra-config")
+        parsed = cls(recipe=recipe, **settings)
+        smallest = CPU_RING_BYTES if parsed.ring_bytes is None else parsed.ring_bytes
+        if parsed.block_bytes % 4096 or smallest < 2 * parsed.block_bytes:
             raise CheckpointError(
-                f"ring_bytes {smallest} and block_bytes {made.block_bytes} do not suit each other",
+                f"ring_bytes {smallest} and block_bytes {parsed.block_bytes} do not suit each other",
                 cure="block_bytes is a multiple of 4096 and ring_bytes at least twice that",
             )
-        return made
+        return parsed
 
     def blocks(self, *, on_gpu: bool) -> int:
         """How many blocks the ring has."""

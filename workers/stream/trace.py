@@ -121,9 +121,9 @@ class PhantomTensor(torch.Tensor):
     def __new__(cls, phantom: Phantom, dtype: torch.dtype, device: torch.device) -> PhantomTensor:
         sizes = phantom.sizes()
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        made = torch.Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device, requires_grad=False)
-        made.phantom = phantom
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device, requires_grad=False)
+        tensor.phantom = phantom
+        return tensor
 
     def __repr__(self, **_kwargs: Any) -> str:
         return f"PhantomTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -162,8 +162,8 @@ def _opaque(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         value.phantom.taken.whole()
         if value.phantom.on_copy is not None:
             raise NotAView(str(function))
-        one = torch.ones((), dtype=torch.float32, device=value.device).to(value.dtype).expand(value.shape)
-        return one.contiguous() if value.numel() * value.element_size() <= SMALL_BYTES else one
+        ones = torch.ones((), dtype=torch.float32, device=value.device).to(value.dtype).expand(value.shape)
+        return ones.contiguous() if value.numel() * value.element_size() <= SMALL_BYTES else ones
 
     mutated = args[0] if args and isinstance(args[0], PhantomTensor) and function._schema.is_mutable else None
     result = function(*tree_map(real, args), **tree_map(real, kwargs))
@@ -177,7 +177,7 @@ class NotAView(RuntimeError):
 def _wrapped(shown: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if isinstance(shown, Phantom):
         return PhantomTensor(shown, dtype, device)
-    return [PhantomTensor(one, dtype, device) for one in shown]
+    return [PhantomTensor(phantom, dtype, device) for phantom in shown]
 
 
 def _slice(of: Phantom, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Phantom | None:
@@ -234,16 +234,16 @@ def _unsqueeze(of: Phantom, dim: int) -> Phantom:
 def _squeeze(of: Phantom, dim: int | Sequence[int] | None = None) -> Phantom | None:
     sizes = of.sizes()
     wanted = range(len(sizes)) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {one % len(sizes) for one in wanted if sizes[one] == 1} if sizes else set()
+    gone = {index % len(sizes) for index in wanted if sizes[index] == 1} if sizes else set()
     return Phantom(of.taken, of.region, tuple(d for i, d in enumerate(of.dims) if i not in gone), of.on_copy)
 
 
 def _view(of: Phantom, sizes: Any) -> Phantom | None:
     if isinstance(sizes, torch.dtype):
         return None
-    known = math.prod(size for size in sizes if size != -1)
+    product = math.prod(size for size in sizes if size != -1)
     total = math.prod(of.sizes())
-    return of.shaped([total // known if size == -1 else size for size in sizes]) if known else None
+    return of.shaped([total // product if size == -1 else size for size in sizes]) if product else None
 
 
 def _same(of: Phantom, *_args: Any, **_kwargs: Any) -> Phantom:

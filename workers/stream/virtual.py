@@ -110,8 +110,8 @@ class Weight:
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix -> (dtype, shape) of what is emitted. The note of an int4's shape has no place beside a parameter of vLLM's own name."""
-        made = _parts(self.format, *self.stored.shape)
-        return {suffix: what for suffix, what in made.items() if self.joint == "." or suffix != "weight_shape"}
+        parts = _parts(self.format, *self.stored.shape)
+        return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
 
 class Unit(NamedTuple):
@@ -170,18 +170,18 @@ class VirtualCheckpoint:
         return self._emitted
 
     def _all_emitted(self) -> list[Emitted]:
-        found: list[Emitted] = []
+        emitted: list[Emitted] = []
         for index, unit in enumerate(self.units):
             if unit.plain is not None:
-                found.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
+                emitted.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
             for number, weight in enumerate(unit.weights):
                 for suffix, (dtype, shape) in weight.parts().items():
-                    found.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
-        return found
+                    emitted.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
+        return emitted
 
     @property
     def emitted_bytes(self) -> int:
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.emitted())
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.emitted())
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:
@@ -363,17 +363,17 @@ def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
     return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
 
 
-def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint, used: set[str]) -> list[Weight]:
+def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint, used: set[str]) -> list[Weight]:
     """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py and packed_scale.py."""
-    form = formats.get(found.module) or formats.get(found.experts)
+    form = formats.get(packed.module) or formats.get(packed.experts)
     if form is None or form.name == "bf16":
         return []
     _, rows, cols = ref.shape
     size = rows * cols * DTYPES[ref.dtype].itemsize
     scale = None
     if ref.dtype == "F8_E4M3":
-        scale = scale_of(ref, found.module, checkpoint.tensors)
-        used.update(scales_beside(found.module, checkpoint.tensors))
+        scale = scale_of(ref, packed.module, checkpoint.tensors)
+        used.update(scales_beside(packed.module, checkpoint.tensors))
 
     def weight_of(block: PackedWeight) -> Weight:
         stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
@@ -382,18 +382,18 @@ def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkp
         scaled = block_scale(ref, block, scale)
         return Weight(block.module, form, stored, scaled.ref, scaled, block.joint)
 
-    made = [weight_of(block) for block in blocks(ref, found, checkpoint)]
-    for weight in made[:2]:
+    weights = [weight_of(block) for block in blocks(ref, packed, checkpoint)]
+    for weight in weights[:2]:
         quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
-    return made
+    return weights
 
 
 def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit], first: Callable[[TensorRef], bool]) -> list[Unit]:
-    shard = {one.path: number for number, one in enumerate(checkpoint.shards)}
+    shard = {file.path: number for number, file in enumerate(checkpoint.shards)}
 
     def place(unit: Unit) -> tuple[int, bool, int]:
         if unit.plain is not None:
             return shard[unit.plain.path], not first(unit.plain), unit.plain.offset
-        return min((shard[one.stored.ref.path], True, one.stored.offset) for one in unit.weights)
+        return min((shard[weight.stored.ref.path], True, weight.stored.offset) for weight in unit.weights)
 
     return sorted(units, key=place)

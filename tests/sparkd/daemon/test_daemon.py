@@ -233,7 +233,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_arithmetic(stage: DaemonP
     ended = stage.client.get(f"/admin/v1/operations/{operation}", params={"wait_s": 30}).json()
 
     assert ended["state"] == "FAILED"
-    assert ended["message"].startswith("The KV cache that was asked for needs 100.0 GiB and 62.0 GiB are left: 64.0 GiB are there, less ")
+    assert ended["message"].startswith("The requested KV cache needs 100.0 GiB and 62.0 GiB are left: 64.0 GiB are free, less ")
     assert ended["message"].endswith(". See `sparkd logs greedy`.")
     assert stage.metric("sparkd_model_failures_total", 'model="greedy",reason="KvCacheDoesNotFit"') >= 1
 

@@ -94,7 +94,7 @@ def followed(start: Start, cure: str, sentence: str) -> Start | None:
 
 
 def cures(sentence: str) -> Iterator[str]:
-    yield from re.split(r", or ", sentence.partition("What helps: ")[2].rstrip("."))
+    yield from re.split(r", or ", sentence.partition("To make it fit: ")[2].rstrip("."))
 
 
 def check(start: Start) -> list[str]:

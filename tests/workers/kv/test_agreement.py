@@ -171,7 +171,7 @@ def test_a_rank_without_room_refuses_for_all_before_anything_runs(pair):
     one, other = pair
     other.machine.room = GIB // 4
     said = start(one, other)
-    assert said[1].startswith("Under 0.50 GiB nothing is tried. ")
+    assert said[1].startswith("At least 0.50 GiB must be free before the KV cache can be sized. ")
     assert said[0] == f"rank 1: {said[1]}"
     assert [rank.machine.did for rank in pair] == [[], []]
     assert one.told()["why"] == said[0]

@@ -72,10 +72,10 @@ def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, SPARK, GIB, NEED)
     assert str(raised.value) == (
-        "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA "
-        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. What helps: a shorter context "
+        "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA "
+        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. To make it fit: a shorter context "
         "(max_model_len 16,128 would fit), or a smaller batch (max_num_batched_tokens, max_num_seqs), or 4-bit weights (quantize: nvfp4 "
-        "frees up to 43.1 GiB of 16-bit ones), or ending what else uses the memory."
+        "frees up to 43.1 GiB of 16-bit ones), or ending other programs that use memory."
     )
 
 
@@ -143,13 +143,13 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     assert longest(GIB, need) == 0
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(GIB, Demand(), 0, need)
-    assert "What helps: ending what else uses the memory." in str(raised.value)
+    assert "To make it fit: ending other programs that use memory." in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("room", "asked", "at_most", "says"),
     [
-        (20 * GIB, 13 * GIB, None, "The KV cache that was asked for needs 13.0 GiB and 12.0 GiB are left"),
+        (20 * GIB, 13 * GIB, None, "The requested KV cache needs 13.0 GiB and 12.0 GiB are left"),
         (
             20 * GIB,
             13 * GIB,
@@ -167,19 +167,20 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
             40 * GIB,
             None,
             GIB,
-            "at most 1.00 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit), or a shorter context "
+            "at most 1.00 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit), or a shorter "
+            "context "
             "(max_model_len 7,936 would fit).",
         ),
-        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit)."),
+        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit)."),
         (
             40 * GIB,
             None,
             GIB // 64,
-            "at most 0.02 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit).",
+            "at most 0.02 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit).",
         ),
         # More would be allowed and is not there.
-        (10 * GIB, None, GIB, "and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, "),
-        (10 * GIB, None, GIB, "What helps: a shorter context (max_model_len 7,936 would fit), or "),
+        (10 * GIB, None, GIB, "and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, "),
+        (10 * GIB, None, GIB, "To make it fit: a shorter context (max_model_len 7,936 would fit), or "),
     ],
 )
 def test_other_sentences(room, asked, at_most, says):
@@ -188,7 +189,7 @@ def test_other_sentences(room, asked, at_most, says):
     assert says in str(raised.value)
 
 
-ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 tokens needs 4.02 GiB. What helps: "
+ASKED = "The requested KV cache is 1.00 GiB, and one request of 32,768 tokens needs 4.02 GiB. To make it fit: "
 
 
 @pytest.mark.parametrize("demand", [Demand(), SPARK], ids=["not rehearsed", "rehearsed"])
@@ -196,10 +197,10 @@ ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 
     ("left", "asked", "says"),
     [
         (30 * GIB, GIB, f"{ASKED}a larger cache (kv_cache), or a shorter context (max_model_len 7,936 would fit)."),
-        (30 * GIB, GIB // 64, "needs 4.02 GiB. What helps: a larger cache (kv_cache)."),
+        (30 * GIB, GIB // 64, "needs 4.02 GiB. To make it fit: a larger cache (kv_cache)."),
         (2 * GIB, GIB, f"{ASKED}a shorter context (max_model_len 7,936 would fit)."),
         (GIB // 2, GIB, f"{ASKED}a smaller cache with a shorter context (up to 0.50 GiB and max_model_len 3,840 would fit)."),
-        (0, GIB, "The KV cache that was asked for needs 1.00 GiB and 0.00 GiB are left: "),
+        (0, GIB, "The requested KV cache needs 1.00 GiB and 0.00 GiB are left: "),
     ],
 )
 def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
@@ -211,9 +212,9 @@ def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
 @pytest.mark.parametrize(
     ("sequences", "says"),
     [
-        (None, "What helps: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
-        (4, "What helps: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
-        (1, "What helps: a shorter context (max_model_len 24,320 would fit), or ending"),
+        (None, "To make it fit: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
+        (4, "To make it fit: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
+        (1, "To make it fit: a shorter context (max_model_len 24,320 would fit), or ending"),
     ],
     ids=["bytes", "four requests", "one request"],
 )
@@ -286,12 +287,13 @@ def test_a_start_without_graphs_is_advised_where_it_would_do():
 def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
     said = too_little(GIB // 4, GIB // 2, GIB, NEED, 33 * GIB, learned)
     begin = (
-        "Under 0.50 GiB nothing is tried. One request of 32,768 tokens needs a KV cache of 4.02 GiB and 0.00 GiB are left: 0.25 GiB are "
+        "At least 0.50 GiB must be free before the KV cache can be sized. One request of 32,768 tokens needs a KV cache of 4.02 GiB and "
+        "0.00 GiB are left: 0.25 GiB are "
     )
-    known = "there, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. "
-    unknown = "there, less 1.00 GiB of margin; CUDA graphs and the largest batch, which nobody knows yet, come on top. "
+    known = "free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. "
+    unknown = "free, less 1.00 GiB of margin; CUDA graphs and the largest batch, which are not known yet, come on top. "
     assert said.startswith(
-        begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. What helps: "
+        begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. To make it fit: "
     )
     assert "max_model_len" not in said, "no context is so short"
     assert "4-bit weights (quantize: nvfp4 frees up to 23.7 GiB of 16-bit ones)" in said
@@ -311,7 +313,7 @@ def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
     margin = margin_of(reading.size, None)
     assert margin == int(0.03 * reading.total)
     if gib is None:
-        with pytest.raises(CacheDoesNotFit, match=r"7\.13 GiB are there, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
+        with pytest.raises(CacheDoesNotFit, match=r"7\.13 GiB are free, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
             pool(reading.room, DEMAND, margin, NEED)
         return
     made = pool(reading.room, DEMAND, margin, NEED)

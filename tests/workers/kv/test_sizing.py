@@ -474,7 +474,7 @@ def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, 
 def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     machine = Machine(GIB // 4)
     with pytest.raises(
-        ValueError, match=r"^Under 0\.50 GiB nothing is tried\. .*: 0\.25 GiB are there, less 1\.00 GiB of margin; .* holds 33\.0 GiB\."
+        ValueError, match=r"^At least 0\.50 GiB must be free .*: 0\.25 GiB are free, less 1\.00 GiB of margin; .* holds 33\.0 GiB\."
     ):
         start(machine, tmp_path)
     assert machine.did == []

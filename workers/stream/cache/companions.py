@@ -43,7 +43,7 @@ def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str
 
     described: the quantization_config, empty where the source's own still holds. The records are of these files, the shards not among them.
     """
-    made = [
+    files = [
         _written(os.path.join(folder, "config.json"), config_json(checkpoint.config, described)),
         _written(os.path.join(folder, INDEX), index_json(shards)),
     ]
@@ -51,8 +51,8 @@ def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str
         target = os.path.join(folder, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(path, "rb") as file:
-            made.append(_written(target, file.read(MAX_BYTES)))
-    return [OwnFile(os.path.relpath(path, folder), size_bytes, digest) for path, size_bytes, digest in made]
+            files.append(_written(target, file.read(MAX_BYTES)))
+    return [OwnFile(os.path.relpath(path, folder), size_bytes, digest) for path, size_bytes, digest in files]
 
 
 def companions(folder: str) -> Iterator[tuple[str, str]]:
@@ -75,14 +75,14 @@ def companions_bytes(folder: str) -> int:
 
 def config_json(config: Mapping[str, Any], described: Mapping[str, Any]) -> bytes:
     """The source's config.json with this quantization_config in place of its own."""
-    made = dict(config)
+    written = dict(config)
     if described:
-        made.pop("compression_config", None)
-        text = made.get("text_config")
+        written.pop("compression_config", None)
+        text = written.get("text_config")
         if isinstance(text, Mapping):
-            made["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
-        made["quantization_config"] = dict(described)
-    return json.dumps(made, indent=2, ensure_ascii=False).encode() + b"\n"
+            written["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+        written["quantization_config"] = dict(described)
+    return json.dumps(written, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _written(path: str, data: bytes) -> tuple[str, int, str]:

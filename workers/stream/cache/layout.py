@@ -56,18 +56,18 @@ def neighbours(tensors: Tensors) -> Tensors:
     So a load copies a run of them as one. Only what arrives together is moved: where a layer's experts lie far apart in the source, one
     block of the file would have to wait for all of it.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    ordered: dict[str, tuple[str, tuple[int, ...]]] = {}
     waiting: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
 
     def flush() -> None:
         for family in waiting.values():
-            found.update((name, tensors[name]) for _, name in sorted(family))
+            ordered.update((name, tensors[name]) for _, name in sorted(family))
         waiting.clear()
 
     for name, what in tensors.items():
         if (expert := EXPERT.search(name)) is None:
             flush()
-            found[name] = what
+            ordered[name] = what
             continue
         module, _, part = name[expert.end() :].rpartition(".")
         key = (name[: expert.start()], group_of(module, ""), part)
@@ -75,7 +75,7 @@ def neighbours(tensors: Tensors) -> Tensors:
             flush()
         waiting.setdefault(key, []).append((int(expert[1]), name))
     flush()
-    return found
+    return ordered
 
 
 def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayout]:

@@ -23,26 +23,26 @@ from workers.stream.virtual import Emitted, VirtualCheckpoint
 
 
 def left_out(virtual: VirtualCheckpoint, taken: Container[str]) -> list[Emitted]:
-    return [one for one in virtual.emitted() if one.name not in taken]
+    return [tensor for tensor in virtual.emitted() if tensor.name not in taken]
 
 
 def can_be_completed(virtual: VirtualCheckpoint, left: Sequence[Emitted]) -> bool:
     """Whether it is less than what is taken, in bytes, and no unit is taken in part: its weights share a scale, which the load makes of
     those that are taken alone."""
     units: dict[int, set[str]] = {}
-    for one in left:
-        units.setdefault(one.unit, set()).add(one.name)
-    torn = any(one.unit in units and one.name not in units[one.unit] and one.suffix != SHAPE for one in virtual.emitted())
-    return not torn and 2 * sum(math.prod(one.shape) * one.dtype.itemsize for one in left) < virtual.emitted_bytes
+    for tensor in left:
+        units.setdefault(tensor.unit, set()).add(tensor.name)
+    torn = any(tensor.unit in units and tensor.name not in units[tensor.unit] and tensor.suffix != SHAPE for tensor in virtual.emitted())
+    return not torn and 2 * sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in left) < virtual.emitted_bytes
 
 
 def completed(virtual: VirtualCheckpoint, taken: Tensors) -> tuple[Tensors, frozenset[str]]:
     """As `layout_of`, what is taken first: what comes later is apart from it, so that only one block of a file has to wait for both."""
     whole, plain = layout_of(virtual)
-    return {**taken, **{name: one for name, one in whole.items() if name not in taken}}, plain
+    return {**taken, **{name: what for name, what in whole.items() if name not in taken}}, plain
 
 
 def recipe_without(recipe: Mapping[str, Any], left: Sequence[Emitted]) -> dict[str, Any]:
     """The key of an entry that lacks them."""
-    names = "\0".join(sorted(one.name for one in left))
+    names = "\0".join(sorted(tensor.name for tensor in left))
     return {**recipe, "without": hashlib.sha256(names.encode()).hexdigest()[:16]}

@@ -289,9 +289,9 @@ class ShardWriter:
             ctypes.memmove(target.data_ptr(), view.data_ptr(), view.numel())
 
     def _take(self, slot: Slot, start: int, size: int, behind: Sequence[Slot]) -> None:
-        self._taken.setdefault(slot.name, []).append((start, start + size - sum(one.nbytes for one in behind)))
-        for one in behind:
-            self._taken.setdefault(one.name, []).append((0, one.nbytes))
+        self._taken.setdefault(slot.name, []).append((start, start + size - sum(later.nbytes for later in behind)))
+        for later in behind:
+            self._taken.setdefault(later.name, []).append((0, later.nbytes))
 
     def _raise(self) -> None:
         if self._error is not None:

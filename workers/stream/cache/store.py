@@ -97,7 +97,7 @@ class CachedCheckpoint:
     @property
     def spellings(self) -> list[str]:
         """The formats in it, as its writer noted them."""
-        return [str(one) for one in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
+        return [str(spelling) for spelling in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
 
     @property
     def damaged(self) -> frozenset[str]:
@@ -138,16 +138,16 @@ def find(
         return None
     try:
         manifest = CacheManifest.read(folder)
-        found, why = _check(folder, manifest, CheckpointIdentity.of(checkpoint))
+        cached, reason = _check(folder, manifest, CheckpointIdentity.of(checkpoint))
     except CheckpointError as error:
-        found, why = None, error.message
-    if found is None:
+        cached, reason = None, error.message
+    if cached is None:
         os.close(lock)
-        say(f"The quantized cache {folder} is not valid: {clause(str(why))}.{_removed(folder)}")
+        say(f"The quantized cache {folder} is not valid: {clause(str(reason))}.{_removed(folder)}")
         return None
     with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
         os.utime(os.path.join(folder, USED))
-    return CachedCheckpoint(folder, manifest, found, lock)
+    return CachedCheckpoint(folder, manifest, cached, lock)
 
 
 def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
@@ -295,8 +295,8 @@ def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> 
         return None, f"it was quantized by version {manifest.code} of the code, and this is {CODE_VERSION}"
     if change := manifest.source.change(source):
         return None, change
-    found = read_checkpoint(folder)
-    shards = {os.path.basename(shard.path): shard for shard in found.shards}
+    checkpoint = read_checkpoint(folder)
+    shards = {os.path.basename(shard.path): shard for shard in checkpoint.shards}
     for file in manifest.files:
         shard = shards.pop(file.name, None)
         path = os.path.join(folder, file.name)
@@ -307,7 +307,7 @@ def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> 
             return None, f"{file.name} has {size_bytes} bytes instead of {file.size_bytes}"
         if (shard.header_sha256 if shard else file_sha256(path)) != file.sha256:
             return None, f"{file.name} has changed"
-    return (None, f"{min(shards)} is not one of its files") if shards else (found, None)
+    return (None, f"{min(shards)} is not one of its files") if shards else (checkpoint, None)
 
 
 def _entry(folder: str) -> CacheEntry | None:
@@ -326,12 +326,12 @@ def _entry(folder: str) -> CacheEntry | None:
 
 
 def _size(folder: str) -> int:
-    found = 0
+    size_bytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found += os.path.getsize(os.path.join(parent, name))
-    return found
+                size_bytes += os.path.getsize(os.path.join(parent, name))
+    return size_bytes
 
 
 def _dropped(folder: str) -> int:

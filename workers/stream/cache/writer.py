@@ -69,7 +69,7 @@ class CacheContent:
 class CacheWriter:
     """One entry in the making. state: writing, then written, failed or skipped; reason: why, of the latter two, in a sentence.
 
-    limit_bytes: of the whole cache folder. device: where the tensors are. told: is called with (state, bytes written, reason) at the
+    limit_bytes: of the whole cache folder. device: where the tensors are. on_state: is called with (state, bytes written, reason) at the
     beginning and when the state changes. damaged: the names of what is written and is not finite, which the manifest tells: the next start
     trusts the rest.
     Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
@@ -85,7 +85,7 @@ class CacheWriter:
         device: torch.device | None = None,
         shard_bytes: int = SHARD_BYTES,
         staging: Staging | None = None,
-        told: Callable[[str, int, str | None], None] = lambda _state, _bytes, _reason: None,
+        on_state: Callable[[str, int, str | None], None] = lambda _state, _bytes, _reason: None,
     ) -> None:
         self.state = "writing"
         self.reason: str | None = None
@@ -100,12 +100,12 @@ class CacheWriter:
         self._limit_bytes = limit_bytes
         self._plain = content.plain
         self._notes = dict(content.notes)
-        self._told = told
+        self._on_state = on_state
         self._turn = contextlib.ExitStack()
         self._mine = False
         self._ending = threading.Lock()
         self._writer: ShardWriter | None = None
-        told(self.state, 0, None)
+        on_state(self.state, 0, None)
         try:
             self._source = CheckpointIdentity.of(content.checkpoint)
             self._shards: list[ShardLayout] = lay_out(neighbours(content.layout), shard_bytes)
@@ -217,9 +217,9 @@ class CacheWriter:
             # The turn is ours, so what is left under this name is a dead writer's.
             shutil.rmtree(self._writing, ignore_errors=True)
             need_bytes = sum(shard.size_bytes for shard in self._shards) + companions_bytes(self._checkpoint.folder) + MARGIN_BYTES
-            why = make_room(self._cache_dir, need_bytes, self._limit_bytes)
-            if why is not None:
-                raise _Skipped(why)
+            problem = make_room(self._cache_dir, need_bytes, self._limit_bytes)
+            if problem is not None:
+                raise _Skipped(problem)
             os.mkdir(self._writing)
         return self._writing
 
@@ -231,8 +231,8 @@ class CacheWriter:
         self._copy(writer, [gap for gap in gaps if gap[0].name in self._plain])
         missing = {slot.name: slot for slot, _, _ in gaps if slot.name not in self._plain}
         if missing and refill is not None:
-            why = "the model leaves them out, or the disk was slower than the load"
-            logger.info("sparkd: %d tensors are quantized for the cache after the load: %s.", len(missing), why)
+            reason = "the model leaves them out, or the disk was slower than the load"
+            logger.info("sparkd: %d tensors are quantized for the cache after the load: %s.", len(missing), reason)
         for name, tensor in refill(missing.keys()) if missing and refill is not None else ():
             slot = missing[name]
             if (slot.dtype, slot.nbytes) != (CODES.get(tensor.dtype), tensor.numel() * tensor.element_size()):
@@ -268,8 +268,8 @@ class CacheWriter:
         if self.damaged:
             self._notes[DAMAGED] = sorted(self.damaged)
             first, more = min(self.damaged), len(self.damaged) - 1
-            told = f"{first} and {more} more tensors hold" if more > 1 else f"{first} and another tensor hold" if more else f"{first} holds"
-            logger.warning("sparkd: %s NaN or Inf; this model does not take that, and one that does is refused.", told)
+            others = f" and {more} more tensors hold" if more > 1 else " and another tensor hold" if more else " holds"
+            logger.warning("sparkd: %s%s NaN or Inf; this model does not take that, and one that does is refused.", first, others)
         manifest = CacheManifest(
             self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes
         )
@@ -308,7 +308,7 @@ class CacheWriter:
             logger.info("sparkd: quantized cache of %.2f GiB in %s.", size_bytes / GIB, self.folder)
         else:
             logger.log(logging.INFO if self.state == "skipped" else logging.WARNING, "sparkd: %s", self.reason)
-        self._told(self.state, size_bytes, self.reason)
+        self._on_state(self.state, size_bytes, self.reason)
 
     def _close(self) -> None:
         if self._writer is not None:
@@ -336,7 +336,7 @@ class CacheWriter:
 
 def layout_of(virtual: VirtualCheckpoint) -> tuple[Tensors, frozenset[str]]:
     """(layout, the names that pass through) of all that a virtual checkpoint emits."""
-    layout = {one.name: (CODES[one.dtype], one.shape) for one in virtual.emitted()}
+    layout = {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in virtual.emitted()}
     return layout, frozenset(unit.plain.name for unit in virtual.units if unit.plain is not None)
 
 

@@ -37,20 +37,20 @@ class Quantizer(ABC):
         they are made. Nothing is copied to the host; on a CPU, temporaries are under 8 MiB whatever the shape.
         """
         lead = weight.shape[:-2]
-        made = self.empty(weight) if out is None else dict(out)
+        parts = self.empty(weight) if out is None else dict(out)
         if weight.numel() == 0:
-            return made
+            return parts
         if weight.dim() > 3:
             weight = weight.flatten(0, -3)
         elif weight.dim() == 2:
             weight = weight.unsqueeze(0)
-        flat = {suffix: part.view(-1, *part.shape[len(lead) :]) for suffix, part in made.items()}
+        flat = {suffix: part.view(-1, *part.shape[len(lead) :]) for suffix, part in parts.items()}
         kernels = triton_kernels() if weight.is_cuda else None
         if kernels is None:
             self._fill(weight, flat, global_scale)
         else:
             self._launch(kernels, weight, flat, global_scale)
-        return made
+        return parts
 
     def empty(self, weight: Tensor) -> Parts:
         """Uninitialised parts for a weight [..., N, K], on its device."""

@@ -60,11 +60,11 @@ def dequantize_fp8(
     (weight_scale, weight_scale_inv, scale) is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
     """
     *lead, n, k = part.shape
-    made = torch.empty(part.shape, dtype=dtype, device=part.device) if out is None else out
+    result = torch.empty(part.shape, dtype=dtype, device=part.device) if out is None else out
     scale, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
     # Matrix after matrix as rows of one.
     matrices, height, _ = scale.shape
-    stored, flat, scale = part.flatten(0, -2), made.flatten(0, -2), scale.flatten(0, 1)
+    stored, flat, scale = part.flatten(0, -2), result.flatten(0, -2), scale.flatten(0, 1)
     first = torch.arange(matrices, device=part.device).unsqueeze(1) * height
     rows_of = (first + _index(origin[0], n, rows_each, part.device)).view(-1)
     columns_of = _index(origin[1], k, columns_each, part.device)
@@ -72,7 +72,7 @@ def dequantize_fp8(
         factor = scale.index_select(0, rows_of[rows])
         factor = factor.index_select(1, columns_of[columns]) if columns_each else factor
         flat[rows, columns] = stored[rows, columns].float().mul_(factor)
-    return made
+    return result
 
 
 def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], first: int = 0) -> bool:
@@ -99,10 +99,10 @@ def restated_fp8(part: Tensor, scale: Tensor, shape: tuple[int, ...], form: Form
     rows, columns = _STEPS[form.name]
     down = _index(origin[0], n, rows_each, part.device)[::rows]
     across = _index(origin[1], k, columns_each, part.device)[:: columns or k]
-    made = matrices.index_select(1, down).index_select(2, across)
+    scales = matrices.index_select(1, down).index_select(2, across)
     return {
         "weight": part.clone(memory_format=torch.contiguous_format),
-        "weight_scale": made.reshape(*lead, *made.shape[1:]),
+        "weight_scale": scales.reshape(*lead, *scales.shape[1:]),
     }
 
 

@@ -37,10 +37,10 @@ def ask(
     emitted = virtual.emitted()
     alike = [] if experts_are_spread() else families(emitted)
     skipped = {name for family in alike for name in family.followers}
-    asked = [one for one in emitted if one.name not in skipped]
+    wanted = [tensor for tensor in emitted if tensor.name not in skipped]
     try:
         with torch.no_grad(), writes:
-            loaded = model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
+            loaded = model.load_weights(phantoms(((tensor.name, tensor.shape, tensor.dtype) for tensor in wanted), device, trace))
     except (KeyError, AttributeError) as error:
         ref = source_of(virtual, next(reversed(trace.taken), ""))
         raise CheckpointError(
@@ -59,7 +59,7 @@ def ask(
             error,
         )
         return None
-    if any(one.name not in trace.taken for one in asked):
+    if any(tensor.name not in trace.taken for tensor in wanted):
         return None
     refuse_integers(virtual, trace)
     trace.straight = answered(alike, trace.taken)

@@ -62,8 +62,8 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if (places := self._places.get(function)) is None:
-            arguments = enumerate(function._schema.arguments)
-            places = tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+            aliases = [(at, argument.name, argument.alias_info) for at, argument in enumerate(function._schema.arguments)]
+            places = tuple((at, name) for at, name, alias in aliases if alias is not None and alias.is_write)
             self._places[function] = places
         for at, name in places:
             self.add(args[at] if at < len(args) else kwargs.get(name))
@@ -72,8 +72,8 @@ class Writes(TorchDispatchMode):
     def add(self, written: Any) -> None:
         """written: a tensor, or a list of them; anything else is nothing."""
         if isinstance(written, list | tuple):
-            for one in written:
-                self.add(one)
+            for tensor in written:
+                self.add(tensor)
         elif isinstance(written, torch.Tensor) and not isinstance(written, PhantomTensor) and written.numel():
             self._to.setdefault(written.untyped_storage().data_ptr(), []).append(_Write(*_span(written)))
 
@@ -84,7 +84,7 @@ class Writes(TorchDispatchMode):
 
     def to(self, parameter: torch.Tensor) -> list[_Write]:
         first, last = _span(parameter)
-        return [one for one in self._to.get(parameter.untyped_storage().data_ptr(), ()) if one.first <= last and one.last >= first]
+        return [write for write in self._to.get(parameter.untyped_storage().data_ptr(), ()) if write.first <= last and write.last >= first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,48 +105,48 @@ class LoadOutcome:
 
 
 def storages_of(model: torch.nn.Module) -> dict[str, int]:
-    return {name: one.untyped_storage().data_ptr() for name, one in model.named_parameters(remove_duplicate=False)}
+    return {name: parameter.untyped_storage().data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def refuse_unfilled(asked: LoadOutcome, folder: str, *, quantized: bool) -> None:
+def refuse_unfilled(outcome: LoadOutcome, folder: str, *, quantized: bool) -> None:
     """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's; quantized: by a recipe."""
-    found = unfilled(asked)
-    if not found:
+    empty = unfilled(outcome)
+    if not empty:
         return
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    told = f"it has nothing for {', '.join(found[:_NAMED])}{more} of vLLM's {type(asked.model).__name__}"
-    raise CheckpointError(told, file=folder, cure=_CURE + (_WHOLE if quantized else "") + _ALLOWED)
+    more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+    problem = f"it has nothing for {', '.join(empty[:_NAMED])}{more} of vLLM's {type(outcome.model).__name__}"
+    raise CheckpointError(problem, file=folder, cure=_CURE + (_WHOLE if quantized else "") + _ALLOWED)
 
 
-def unfilled(asked: LoadOutcome) -> list[str]:
+def unfilled(outcome: LoadOutcome) -> list[str]:
     """Names, as a user can look for them: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
-    return list(dict.fromkeys([*_lone(asked), *_parameters(asked)]))
+    return list(dict.fromkeys([*_lone(outcome), *_parameters(outcome)]))
 
 
-def _parameters(asked: LoadOutcome) -> Iterator[str]:
-    for first, last in asked.placed:
-        asked.writes.add_from(first, last)
-    zero = any(type(module).__module__.startswith(_ROUTING_IS_ZERO) for module in asked.model.modules())
+def _parameters(outcome: LoadOutcome) -> Iterator[str]:
+    for first, last in outcome.placed:
+        outcome.writes.add_from(first, last)
+    zero = any(type(module).__module__.startswith(_ROUTING_IS_ZERO) for module in outcome.model.modules())
     aliases: dict[int, list[str]] = {}
-    for name, parameter in asked.model.named_parameters(remove_duplicate=False):
+    for name, parameter in outcome.model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     seen: set[int] = set()
-    for path, module in asked.model.named_modules():
+    for path, module in outcome.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or not _counts(module, name, parameter) or (zero and name in _ROUTING):
                 continue
             seen.add(id(parameter))
             names = aliases[id(parameter)]
-            if any(asked.storages.get(one) != parameter.untyped_storage().data_ptr() for one in names):
+            if any(outcome.storages.get(alias) != parameter.untyped_storage().data_ptr() for alias in names):
                 continue  # the model has put something else in its place
             shown = ".".join(filter(None, (path, _shown(name))))
-            writes = asked.writes.to(parameter)
+            writes = outcome.writes.to(parameter)
             if not writes:
-                if not any(one in asked.loaded for one in names):
+                if not any(alias in outcome.loaded for alias in names):
                     yield shown
                 continue
-            parts = list(_parts(module, name, parameter, writes, asked.experts))
-            if parts and not _shares(asked.model.get_submodule(path.rpartition(".")[0])):
+            parts = list(_parts(module, name, parameter, writes, outcome.experts))
+            if parts and not _shares(outcome.model.get_submodule(path.rpartition(".")[0])):
                 yield f"{shown} ({', '.join(parts)})"
 
 
@@ -203,39 +203,39 @@ def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
     return touched
 
 
-def _lone(asked: LoadOutcome) -> Iterator[str]:
+def _lone(outcome: LoadOutcome) -> Iterator[str]:
     """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all, and halves that all of them lack."""
-    found: dict[tuple[str, str], set[int]] = {}
+    numbers_of: dict[tuple[str, str], set[int]] = {}
     wanted: set[tuple[str, str]] = set()
-    for name, taken in asked.trace.taken.items():
+    for name, taken in outcome.trace.taken.items():
         if (expert := EXPERT.search(name)) is not None:
             kind = name[: expert.start(1)], name[expert.end(1) :]
-            if (numbers := found.get(kind)) is None:
-                numbers = found[kind] = set()
+            if (numbers := numbers_of.get(kind)) is None:
+                numbers = numbers_of[kind] = set()
             numbers.add(int(expert[1]))
             if taken.region is not None:
                 wanted.add(kind)
     layers: dict[str, dict[str, set[int]]] = {}
-    for (prefix, suffix), numbers in found.items():
+    for (prefix, suffix), numbers in numbers_of.items():
         layers.setdefault(prefix, {})[suffix] = numbers
-    gated = _are_gated(asked.model)
+    gated = _are_gated(outcome.model)
     for prefix, kinds in layers.items():
         every = set().union(*(numbers for suffix, numbers in kinds.items() if (prefix, suffix) in wanted))
         for suffix, numbers in kinds.items():
             if (prefix, suffix) in wanted and suffix.rpartition(".")[2] in _FILLED:
                 yield from (f"{prefix}{number}{_shown(suffix)}" for number in sorted(every - numbers))
-        known = {_shown(suffix).removeprefix(".").removesuffix(".weight") for suffix in kinds if (prefix, suffix) in wanted}
+        present = {_shown(suffix).removeprefix(".").removesuffix(".weight") for suffix in kinds if (prefix, suffix) in wanted}
         for pair in _GATED if gated else ():
-            if len(lacking := set(pair) - known) == 1:
+            if len(lacking := set(pair) - present) == 1:
                 yield f"{prefix}*.{lacking.pop()}.weight"
 
 
 def _are_gated(model: torch.nn.Module) -> bool:
     """Whether all of a model's routed experts multiply two products, as vLLM's configuration of them says."""
-    said = [
+    gates = [
         module.moe_config.is_act_and_mul for module in model.modules() if hasattr(getattr(module, "moe_config", None), "is_act_and_mul")
     ]
-    return bool(said) and all(said)
+    return bool(gates) and all(gates)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -82,10 +82,10 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
 
 def _values_of_keys(modules: Iterable[str]) -> dict[str, str]:
     """Module of the values that vLLM has for layers whose keys are their values too (gemma4.py, `attention_k_eq_v`) -> that of the keys."""
-    known = frozenset(modules)
-    keys = (module for module in known if module.endswith(".self_attn.k_proj"))
+    names = frozenset(modules)
+    keys = (module for module in names if module.endswith(".self_attn.k_proj"))
     values = {f"{key.removesuffix('k_proj')}v_proj": key for key in sorted(keys)}
-    return {value: key for value, key in values.items() if value not in known}
+    return {value: key for value, key in values.items() if value not in names}
 
 
 def in_our_formats(described: Mapping[str, Any]) -> bool:
@@ -128,20 +128,20 @@ def patterns(modules: Iterable[str], universe: Iterable[str], *, towers: bool = 
     """
     wanted = dict.fromkeys(modules)
     others = [module for module in universe if module not in wanted]
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     tails: dict[str, list[str]] = {}
     taken = {part for other in others for part in other.split(".")}
     for module in wanted:
         tower = next((part for part in _front(module) if part not in taken), None) if towers else None
         if tower is not None:
-            found[rf"re:(.*\.)?{re.escape(tower)}\..*"] = None
+            result[rf"re:(.*\.)?{re.escape(tower)}\..*"] = None
             if tower in VISION_PARTS and VISION_PARTS.isdisjoint(taken):
-                found[_TOWERS] = None
+                result[_TOWERS] = None
         else:
             tails.setdefault(_tail(module), []).append(module)
     for tail, members in tails.items():
-        found |= dict.fromkeys(_tail_patterns(tail, members, others))
-    return list(found)
+        result |= dict.fromkeys(_tail_patterns(tail, members, others))
+    return list(result)
 
 
 def matches(module: str, pattern: str) -> bool:
@@ -178,7 +178,7 @@ def _front_patterns(front: tuple[str, ...], tail: str, members: list[str], other
         rf"re:{stem}({layers})\.{tail}$",
         *(rf"re:(.*\.)?{re.escape(part)}\.(.*\.)?({layers})\.{tail}$" for part in front[:-1]),
     ]
-    return next(([one] for one in candidates if not any(matches(other, one) for other in others)), members)
+    return next(([candidate] for candidate in candidates if not any(matches(other, candidate) for other in others)), members)
 
 
 def _tail(module: str) -> str:
@@ -245,9 +245,9 @@ def _says(group: Mapping[str, Any], compression: Any, chosen: Format) -> bool:
     )
 
 
-def _agree(said: Any, wanted: Mapping[str, Any] | None) -> bool:
-    if wanted is None or not isinstance(said, Mapping):
-        return wanted is None and not said
+def _agree(stated: Any, wanted: Mapping[str, Any] | None) -> bool:
+    if wanted is None or not isinstance(stated, Mapping):
+        return wanted is None and not stated
     # Older checkpoints do not name the scales' dtype, nor that a weight's scales stand still.
     implied = {"scale_dtype": wanted.get("scale_dtype"), "dynamic": False}
-    return all((implied.get(key) if said.get(key) is None else said[key]) == value for key, value in wanted.items())
+    return all((implied.get(key) if stated.get(key) is None else stated[key]) == value for key, value in wanted.items())

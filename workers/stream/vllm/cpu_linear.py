@@ -97,8 +97,8 @@ class CpuScheme:
         layer.output_size_per_partition = n
         layer.weight_block_size = [BLOCK, BLOCK] if self.form.name == "fp8_block" else None
         for name, kind, shape, dtype, more in _parameters(self.form.name, output_partition_sizes, k, self.group_size):
-            made = vllm_symbol(kind)(data=torch.empty(shape, dtype=dtype), weight_loader=weight_loader, **more)
-            layer.register_parameter(name, made)
+            parameter = vllm_symbol(kind)(data=torch.empty(shape, dtype=dtype), weight_loader=weight_loader, **more)
+            layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing is repacked: plain parameters over the same memory, for torch.compile; NVFP4's divisor for each row where they differ."""

@@ -140,13 +140,13 @@ class CpuMoEMethod(FusedMoEMethodBase):
                     "weight_scale": ("group", (n, k // self.group_size), torch.bfloat16),
                     "weight_shape": ("", (2,), torch.int64),
                 }
-        made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
+        parameters: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
             "weight_packed": ("", (n, k // 2), torch.uint8),
             "weight_scale": ("group", (n, k // self.group_size), torch.float8_e4m3fn if self.form.name == "nvfp4" else torch.uint8),
         }
         if self.form.name == "nvfp4":
-            made["weight_global_scale"] = ("tensor", (parts,) if parts > 1 else (), torch.float32)
-        return made
+            parameters["weight_global_scale"] = ("tensor", (parts,) if parts > 1 else (), torch.float32)
+        return parameters
 
     def _check(self, layer: torch.nn.Module, hidden: int, width: int) -> None:
         group = BLOCK if self.form.name == "fp8_block" and self.moe.tp_size > 1 else self.group_size
@@ -181,9 +181,9 @@ def experts(
             continue
         tokens = places // topk_ids.shape[1]
         weights = topk_weights.flatten()[places].float().unsqueeze(1)
-        given = x[tokens] * weights if weight_on_input else x[tokens]
-        made = down(up(given, expert), expert)
-        out.index_add_(0, tokens, made if weight_on_input else made.mul_(weights))
+        rows = x[tokens] * weights if weight_on_input else x[tokens]
+        product = down(up(rows, expert), expert)
+        out.index_add_(0, tokens, product if weight_on_input else product.mul_(weights))
     return out
 
 
@@ -209,14 +209,14 @@ def _packed_experts(
 ) -> Tensor:
     act = _ACTIVATIONS[activation]
 
-    def up(given: Tensor, expert: int) -> Tensor:
+    def up(rows: Tensor, expert: int) -> Tensor:
         divisor = None if w13_divisor is None else _by_row(w13_divisor[expert], w13.shape[1])
-        made = _gate_up(given, w13[expert], w13_scale[expert], divisor, form, x.dtype)
-        return act(made if w13_bias is None else made.add_(w13_bias[expert]), alpha, beta, limit)
+        product = _gate_up(rows, w13[expert], w13_scale[expert], divisor, form, x.dtype)
+        return act(product if w13_bias is None else product.add_(w13_bias[expert]), alpha, beta, limit)
 
-    def down(given: Tensor, expert: int) -> Tensor:
-        made = matmul(given, w2[expert], w2_scale[expert], None if w2_divisor is None else w2_divisor[expert].view(1), form, x.dtype)
-        return made if w2_bias is None else made.add_(w2_bias[expert])
+    def down(rows: Tensor, expert: int) -> Tensor:
+        product = matmul(rows, w2[expert], w2_scale[expert], None if w2_divisor is None else w2_divisor[expert].view(1), form, x.dtype)
+        return product if w2_bias is None else product.add_(w2_bias[expert])
 
     return experts(x.float(), topk_weights, topk_ids, up, down, expert_map, weight_on_input).to(x.dtype)
 
@@ -299,5 +299,5 @@ def _has_stock_int4(form: Format, layer: torch.nn.Module) -> bool:
         from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static
     except ImportError:
         return False  # a release without them serves through ours
-    given = (moe, kInt4Static, None, FusedMoEActivationFormat.Standard)
-    return bool(CPUExpertsInt4.is_supported_config(CPUExpertsInt4, *given)[0])
+    setup = (moe, kInt4Static, None, FusedMoEActivationFormat.Standard)
+    return bool(CPUExpertsInt4.is_supported_config(CPUExpertsInt4, *setup)[0])

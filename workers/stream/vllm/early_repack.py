@@ -56,7 +56,7 @@ class Early:
             return
         names_of = {id(module): name for name, module in model.named_modules()}
         owners = _owners(model, is_ours)
-        found: dict[int, _Waiting] = {}
+        waiting_of: dict[int, _Waiting] = {}
         filled: dict[int, int] = {}
         doubtful = False
         places: dict[int, tuple[int, int]] = {}  # of a place's `like`: its storage and its elements
@@ -74,12 +74,12 @@ class Early:
             module = owners.get(storage)
             if module is None:
                 continue
-            waiting = found.setdefault(id(module), _Waiting(module, names_of[id(module)]))
+            waiting = waiting_of.setdefault(id(module), _Waiting(module, names_of[id(module)]))
             waiting.left += 1
             waiting.names.append(name)
             self._of[name] = waiting
             filled[storage] = filled.get(storage, 0) + numel
-        for waiting in found.values():
+        for waiting in waiting_of.values():
             if not _is_whole(waiting.module, filled, unread, all_of_them=doubtful):
                 for name in waiting.names:
                     del self._of[name]
@@ -191,26 +191,27 @@ def _owners(model: torch.nn.Module, is_ours: Callable[[Any], bool]) -> dict[int,
     for module in model.modules():
         if (method := getattr(module, "quant_method", None)) is not None:
             methods[id(method)] = methods.get(id(method), 0) + 1
-    found: dict[int, torch.nn.Module] = {}
+    owners: dict[int, torch.nn.Module] = {}
     shared: set[int] = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         ours = method is not None and is_ours(method) and methods[id(method)] == 1 and not _is_offloaded(module)
         for parameter in module.parameters(recurse=False):
             storage = parameter.untyped_storage().data_ptr()
-            if storage in found and found[storage] is not module:
+            if storage in owners and owners[storage] is not module:
                 shared.add(storage)
             if ours:
-                found[storage] = module
+                owners[storage] = module
             else:
                 shared.add(storage)
-    return {storage: module for storage, module in found.items() if storage not in shared}
+    return {storage: module for storage, module in owners.items() if storage not in shared}
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:
     """vLLM brings such weights to the device for its call, and back (device_loading_context): that stays its own affair."""
     parameters = list(module.parameters(recurse=False))
-    return len({one.device for one in parameters}) > 1 or any(hasattr(one, "_vllm_is_uva_offloaded") for one in parameters)
+    devices = {parameter.device for parameter in parameters}
+    return len(devices) > 1 or any(hasattr(parameter, "_vllm_is_uva_offloaded") for parameter in parameters)
 
 
 def _is_whole(module: torch.nn.Module, filled: dict[int, int], unread: Sequence[str], *, all_of_them: bool) -> bool:
@@ -231,7 +232,7 @@ def _let_go(before: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> No
 
     Where the kernel's layout is another view of that memory, it is that view's as well and stays.
     """
-    kept = {id(parameter) for parameter in module.parameters(recurse=False)}
+    staying = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in before:
-        if id(parameter) not in kept:
+        if id(parameter) not in staying:
             parameter.data = parameter.data.new_empty(0)

@@ -26,31 +26,30 @@ _TEXT = 160
 def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
     """The error for the operator in place of `error`, which came up while the class `model` was given the emitted tensor `name`."""
     ref = source_of(virtual, name)
-    said = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
-    reason = type(error).__name__ + (f": {said}" if said else "")
+    message = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
+    reason = type(error).__name__ + (f": {message}" if message else "")
     if ref is None:
         return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=_CURE)
     shape = f"{ref.dtype} of shape {list(ref.shape)}"
-    cure = _CURE + _QUANTIZED if _NO_PLACE in said and name != ref.name else _CURE
+    cure = _CURE + _QUANTIZED if _NO_PLACE in message and name != ref.name else _CURE
     return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=cure)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host has no memory left: many say that by a RuntimeError."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+    is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_ours or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def ended(error: BaseException) -> str:
     """The error for the operator of a load that was ended by something else than its checkpoint."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "The load was ended from outside."
-    said = str(error).partition("\n")[0].rstrip(". ")
+    message = str(error).partition("\n")[0].rstrip(". ")
     if is_out_of_memory(error):
-        return (
-            f"The memory was used up while the weights were loaded ({said or type(error).__name__}). Free some, or choose a smaller format."
-        )
-    return f"The load ended: {type(error).__name__}" + (f": {said}." if said else ".")
+        reason = message or type(error).__name__
+        return f"The memory was used up while the weights were loaded ({reason}). Free some, or choose a smaller format."
+    return f"The load ended: {type(error).__name__}" + (f": {message}." if message else ".")
 
 
 def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
@@ -70,11 +69,11 @@ def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
 
 def source_of(virtual: VirtualCheckpoint, name: str) -> TensorRef | None:
     """The checkpoint's tensor that an emitted one is made from."""
-    one = next((one for one in virtual.emitted() if one.name == name), None)
-    if one is None:
+    emitted = next((emitted for emitted in virtual.emitted() if emitted.name == name), None)
+    if emitted is None:
         return None
-    unit = virtual.units[one.unit]
-    return unit.plain if one.weight is None else unit.weights[one.weight].stored.ref
+    unit = virtual.units[emitted.unit]
+    return unit.plain if emitted.weight is None else unit.weights[emitted.weight].stored.ref
 
 
 def _is_integer(ref: TensorRef) -> bool:

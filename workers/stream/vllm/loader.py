@@ -344,7 +344,7 @@ class SparkStreamLoader(DefaultModelLoader):
             ),
             self._settings.cache_limit_bytes,
             device=device,
-            told=source.progress.cache,
+            on_state=source.progress.cache,
         )
         source.pipeline.sink = source.writer
         return source

@@ -41,8 +41,8 @@ class SparkConfig(CompressedTensorsConfig):
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, *_args: Any, **_kwargs: Any) -> str | None:
         """`spark` where the model's configuration says so: the plugin wrote it there."""
-        said = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
-        return NAME if said == NAME and user_quant in (None, NAME) else None
+        method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        return NAME if method == NAME and user_quant in (None, NAME) else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if current_platform.is_cpu() and (own := self._cpu_method(layer, prefix)) is not None:
@@ -58,10 +58,10 @@ class SparkConfig(CompressedTensorsConfig):
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
             return None if scheme is None else cpu_moe_method(format_of(scheme), layer)
-        if isinstance(layer, LinearBase | ParallelLMHead) and (said := self.get_scheme_dict(layer, prefix)) is not None:
-            made = cpu_scheme(format_of(said))
-            if made is not None:
-                layer.scheme = made
+        if isinstance(layer, LinearBase | ParallelLMHead) and (scheme_dict := self.get_scheme_dict(layer, prefix)) is not None:
+            cpu = cpu_scheme(format_of(scheme_dict))
+            if cpu is not None:
+                layer.scheme = cpu
                 return CompressedTensorsLinearMethod(self)
         return None
 

@@ -82,10 +82,10 @@ def few_at_a_time(
     @functools.wraps(stock)
     def in_place(*args: Any, **kwargs: Any) -> Any:
         args = _positional(stock, args, kwargs)
-        given = [args[at] for at in by_expert if isinstance(args[at], torch.Tensor)]
-        experts = given[0].shape[0]
-        step = max(1, (at_once_bytes or AT_ONCE_BYTES) // max(1, _bytes(given[0]) // max(1, experts)))
-        if experts <= step or any(one.shape[0] != experts for one in given):
+        tensors = [args[at] for at in by_expert if isinstance(args[at], torch.Tensor)]
+        experts = tensors[0].shape[0]
+        step = max(1, (at_once_bytes or AT_ONCE_BYTES) // max(1, _bytes(tensors[0]) // max(1, experts)))
+        if experts <= step or any(tensor.shape[0] != experts for tensor in tensors):
             return stock(*args, **kwargs)
 
         def some(first: int) -> Any:
@@ -95,17 +95,17 @@ def few_at_a_time(
                 cut[layer] = FewExperts(args[layer], last - first)
             return stock(*cut, **kwargs)
 
-        made = some(0)
-        single = isinstance(made, torch.Tensor)
-        parts = (made,) if single else tuple(made)
-        if any(isinstance(one, torch.Tensor) and one.shape[:1] != (step,) for one in parts):
+        result = some(0)
+        single = isinstance(result, torch.Tensor)
+        parts = (result,) if single else tuple(result)
+        if any(isinstance(part, torch.Tensor) and part.shape[:1] != (step,) for part in parts):
             return stock(*args, **kwargs)
-        homes = [one for one in given if one.is_contiguous()]
-        into = [_home(one, experts, step, homes) if isinstance(one, torch.Tensor) else one for one in parts]
+        homes = [tensor for tensor in tensors if tensor.is_contiguous()]
+        into = [_home(part, experts, step, homes) if isinstance(part, torch.Tensor) else part for part in parts]
         for first in range(0, experts, step):
             if first:
-                made = some(first)
-                parts = (made,) if single else tuple(made)
+                result = some(first)
+                parts = (result,) if single else tuple(result)
             for whole, part in zip(into, parts, strict=True):
                 if isinstance(whole, torch.Tensor):
                     whole[first : first + part.shape[0]] = part
@@ -129,15 +129,15 @@ def scales_as_one(stock: Callable[..., Any], careful: Callable[..., Any]) -> Cal
     def in_place(*args: Any, **kwargs: Any) -> Any:
         args = _positional(stock, args, kwargs)
         try:
-            layer, given = args[0], list(args[1:7])
-            key = (layer.params_dtype, *((one.dtype, one.shape[1:]) for one in given))
+            layer, tensors = args[0], list(args[1:7])
+            key = (layer.params_dtype, *((tensor.dtype, tensor.shape[1:]) for tensor in tensors))
             if key not in agreed:
-                two = [one[:2] for one in given]
-                stocks = stock(FewExperts(layer, two[0].shape[0]), *(one.clone() for one in two), *args[7:], **kwargs)
-                ours = _as_one(module, layer.params_dtype, [one.clone() for one in two], _bytes(two[1]))
+                two = [tensor[:2] for tensor in tensors]
+                stocks = stock(FewExperts(layer, two[0].shape[0]), *(tensor.clone() for tensor in two), *args[7:], **kwargs)
+                ours = _as_one(module, layer.params_dtype, [tensor.clone() for tensor in two], _bytes(two[1]))
                 agreed[key] = all(_same(a, b) for a, b in zip(stocks, ours, strict=True))
             if agreed[key]:
-                return _as_one(module, layer.params_dtype, given, SCALES_AT_ONCE_BYTES)
+                return _as_one(module, layer.params_dtype, tensors, SCALES_AT_ONCE_BYTES)
         except _NotAlike as reason:
             logger.info("sparkd: NVFP4 scales are repacked expert by expert: %s.", reason)
         return careful(*args, **kwargs)
@@ -150,8 +150,8 @@ class _NotAlike(Exception):
     """A layer or a release for which the short way is not known to be right."""
 
 
-def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_bytes: int) -> tuple[torch.Tensor, ...]:
-    """(w13, its scales, its second-level scales, w2, ..) in Marlin's layout, in the memory of `given`. Raises _NotAlike."""
+def _as_one(module: Any, dtype: torch.dtype, tensors: list[torch.Tensor], at_once_bytes: int) -> tuple[torch.Tensor, ...]:
+    """(w13, its scales, its second-level scales, w2, ..) in Marlin's layout, in the memory of `tensors`. Raises _NotAlike."""
     try:
         permute, process = module.marlin_permute_scales, module.nvfp4_marlin_process_scales
         factor_of, process_global, repack = (
@@ -161,7 +161,7 @@ def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_
         )
     except AttributeError as error:
         raise _NotAlike(str(error)) from None
-    parts = (given[:3], given[3:])
+    parts = (tensors[:3], tensors[3:])
     # Everything that may turn out otherwise comes before the first weight is written over.
     factors: list[float] = []
     for packed, scales, _ in parts:
@@ -174,7 +174,7 @@ def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_
         if int(largest) >= 0x7F:
             raise _NotAlike("a scale is negative or not a number")
         factors.append(factor_of(largest.view(torch.float8_e4m3fn).to(dtype), dtype))
-    made: list[torch.Tensor] = []
+    repacked: list[torch.Tensor] = []
     for (packed, scales, second), factor in zip(parts, factors, strict=True):
         size_n, size_k = packed.shape[1], packed.shape[2] * 2
 
@@ -183,20 +183,20 @@ def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_
             turned = permute(s=below, size_k=k, size_n=n, group_size=16, is_a_8bit=False)
             return process(turned, scale_factor=factor, a_dtype=dtype)[0].view(part.shape[0], k // 16, n)
 
-        made.append(_repacked(repack, packed, size_n, size_k))
-        made.append(few_at_a_time(rows, (0,), at_once_bytes=at_once_bytes)(scales))
-        made.append(process_global(second, dtype) / factor)
-    return tuple(made)
+        repacked.append(_repacked(repack, packed, size_n, size_k))
+        repacked.append(few_at_a_time(rows, (0,), at_once_bytes=at_once_bytes)(scales))
+        repacked.append(process_global(second, dtype) / factor)
+    return tuple(repacked)
 
 
 def _repacked(repack: Callable[..., Any], packed: torch.Tensor, size_n: int, size_k: int) -> torch.Tensor:
     """By name, for later releases have no permutation. Raises _NotAlike."""
-    known = {"weight": packed, "size_n": size_n, "size_k": size_k, "is_a_8bit": False}
-    known["perm"] = torch.empty(0, dtype=torch.int, device=packed.device)
+    arguments = {"weight": packed, "size_n": size_n, "size_k": size_k, "is_a_8bit": False}
+    arguments["perm"] = torch.empty(0, dtype=torch.int, device=packed.device)
     names = inspect.signature(repack).parameters
-    if not names.keys() <= known.keys():
+    if not names.keys() <= arguments.keys():
         raise _NotAlike(f"{repack.__name__} takes {', '.join(names)}")
-    return repack(**{name: known[name] for name in names})
+    return repack(**{name: arguments[name] for name in names})
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -207,7 +207,7 @@ def _home(part: torch.Tensor, experts: int, step: int, homes: list[torch.Tensor]
     """Where [experts, ...] of a result goes: the memory of an argument of the same size, else new memory."""
     shape = (experts, *part.shape[1:])
     wanted = part.numel() * part.element_size() // step * experts
-    home = next((one for one in homes if _bytes(one) == wanted and one.device == part.device), None)
+    home = next((tensor for tensor in homes if _bytes(tensor) == wanted and tensor.device == part.device), None)
     if home is None or not wanted:
         return torch.empty(shape, dtype=part.dtype, device=part.device)
     homes.remove(home)
@@ -217,12 +217,12 @@ def _home(part: torch.Tensor, experts: int, step: int, homes: list[torch.Tensor]
 def _positional(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments by position; those that were given by name are taken out of kwargs as far as no one before them is missing."""
     code = stock.__code__
-    found = list(args)
+    positional = list(args)
     for name in code.co_varnames[len(args) : code.co_argcount]:
         if name not in kwargs:
             break
-        found.append(kwargs.pop(name))
-    return tuple(found)
+        positional.append(kwargs.pop(name))
+    return tuple(positional)
 
 
 def _replace(stock: Callable[..., Any], name: str, ours: Callable[..., Any]) -> None:

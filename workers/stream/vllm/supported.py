@@ -28,14 +28,14 @@ def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tenso
     """Raises CheckpointError for the first matrix or set of experts whose format vLLM could not take."""
     _refuse_torn_blocks(checkpoint, formats)
     _refuse_experts_without_gate(checkpoint, formats)
-    asked: dict[Format, str] = {}
+    wanted: dict[Format, str] = {}
     for module, form in formats.items():
-        found = packed_of(module)
-        if found is not None and not form.keeps and is_interleaved(checkpoint, found.experts):
-            asked.setdefault(form, module)
-    for form, module in asked.items():
-        if (said := _unserved(form, tensor_parallel_size)) is not None:
-            raise CheckpointError(said[0], file=checkpoint.tensors[module].path, tensor=module, cure=said[1])
+        packed = packed_of(module)
+        if packed is not None and not form.keeps and is_interleaved(checkpoint, packed.experts):
+            wanted.setdefault(form, module)
+    for form, module in wanted.items():
+        if (problem := _unserved(form, tensor_parallel_size)) is not None:
+            raise CheckpointError(problem[0], file=checkpoint.tensors[module].path, tensor=module, cure=problem[1])
 
 
 def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
@@ -54,8 +54,8 @@ def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -
 def _refuse_experts_without_gate(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
     """vLLM 0.26's experts in MXFP4 always have room for a gate beside the up projection, and its kernel then finds half of them empty."""
     for module, form in formats.items():
-        found = _UP.fullmatch(module) if form.name == "mxfp4" else None
-        if found is None or f"{found[1]}.gate_proj.weight" in checkpoint.tensors:
+        match = _UP.fullmatch(module) if form.name == "mxfp4" else None
+        if match is None or f"{match[1]}.gate_proj.weight" in checkpoint.tensors:
             continue
         if not _is_cpu() and not _mxfp4_counts_projections():
             raise CheckpointError(

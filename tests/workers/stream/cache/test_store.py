@@ -173,7 +173,7 @@ def test_a_layer_is_whole_long_before_the_last_byte(cache_dir: str, source: Chec
 def test_what_it_tells_the_load(cache_dir: str, source: Checkpoint) -> None:
     told: list[tuple[str, int, str | None]] = []
 
-    made = written(cache_dir, source, told=lambda *said: told.append(said))
+    made = written(cache_dir, source, on_state=lambda *said: told.append(said))
 
     assert told == [("writing", 0, None), ("written", made.bytes_total, None)]
 
