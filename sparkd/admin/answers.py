@@ -94,7 +94,7 @@ class Status(BaseModel):
 
 
 class Offered(BaseModel):
-    """Somebody at the end of a cable who could join. seen: (interface, address, MAC)."""
+    """A machine at the other end of a cable that could join. seen: (interface, address, MAC)."""
 
     node: str
     cage: str

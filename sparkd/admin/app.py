@@ -363,7 +363,7 @@ async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
-    """What Starlette and FastAPI refuse by themselves: the path, the method, or a body that is no JSON."""
+    """Answers for requests that Starlette and FastAPI refuse themselves: a wrong path or method, or a body that is not JSON."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     if status == 404:
         return await _refuse(request, UnknownRoute(f"The admin API has no such path. {PREFIX}/openapi.json lists it."))

@@ -45,7 +45,7 @@ class Delta:
 
 
 class Client:
-    """One daemon. Every method raises a SparkdError: the daemon's refusal as the class its code names, Unavailable where nobody answers.
+    """One daemon. Every method raises a SparkdError: the daemon's refusal as the class its code names, Unavailable without an answer.
 
     base_url: http://host:port. key: the admin key, or None where the daemon is open. Nothing of the environment's proxies is used, and no
     redirection is followed: the key goes to the host that was named.

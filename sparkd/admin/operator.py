@@ -34,7 +34,7 @@ class Operator:
         self._tell(name, self._registry.add(name, raw, replace=replace))
 
     def lay_recipe(self, name: str, recipe: str) -> str:
-        """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
+        """Give an added model this recipe, under the keys that it has; a name that is free becomes a model of the recipe alone.
 
         Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
         """

@@ -53,7 +53,7 @@ class PullNodes(Protocol):
 
 
 class Pulls:
-    """`find` is the model of a name or an alias, None where nobody has it; `known` the names that there are."""
+    """find: the model of a name or an alias, None for an unknown name. known: all names."""
 
     def __init__(
         self,

@@ -252,7 +252,7 @@ def _stay(config: Config, node_ip: str) -> None:
 
 
 def _end(config: Config, node_ip: str) -> None:
-    """Remove what is left once Ray has ended: ranks, which nobody would look after, and the files."""
+    """Remove what is left once Ray has ended: ranks, which no agent would watch any more, and the files."""
     from sparkd.cluster import membership
     from sparkd.cluster.node_paths import rank_folders
     from sparkd.cluster.ray_node import end_ranks, forget_folder, node_of

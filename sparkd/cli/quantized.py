@@ -32,8 +32,8 @@ class Chosen:
 
 
 def listing(config: Config) -> dict[str, Any]:
-    """What `ls --cached` tells: the folder, its entries, what is being written, and how much of killed loads was removed at this look (or
-    why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
+    """The answer of `ls --cached`: the folder, its entries, what is being written, and how much of killed loads was removed at this look
+    (or why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
     limit_gib, folder = config.quantized_cache.limit_gib, str(config.quantized_path)
     entries = _entries(config)
     swept_bytes, sweep_fault = 0, None
@@ -83,7 +83,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
 
 
 def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[str, str]) -> Chosen:
-    """What `export` makes: a folder, a configured name, or a hub id in the local cache. Raises ConfigError, CheckpointError.
+    """The model that `export` writes: a folder, a configured name, or a hub id in the local cache. Raises ConfigError, CheckpointError.
 
     quantize: a recipe as YAML, in place of the configured one.
     """

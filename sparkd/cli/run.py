@@ -46,7 +46,7 @@ def run(
         from sparkd.recipes.file import refuse_as_model
 
         refuse_as_model(model)
-    # The daemon would refuse them too, as extra_args of an entry, which nobody wrote here.
+    # The daemon would refuse them too, as extra_args of an entry, but here they are no entry's.
     check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
     settings = {key: value for key, value in chosen.items() if value}

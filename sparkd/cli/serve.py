@@ -71,7 +71,7 @@ def serve(
         check_there(source, f"--model {model}")
         entry = name or name_of(source)
         keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
-        # What -o says of the entry stands in it: `models` goes before a dotted key of its own.
+        # An -o for the entry must find the entry there, so `models` comes before its dotted keys.
         for dotted in [key for key in flags if key.startswith(f"models.{entry}.")]:
             *outer, last = dotted.removeprefix(f"models.{entry}.").split(".")
             inner = keys
@@ -97,7 +97,7 @@ def serve(
 
     refuse_another_users(loaded.state_dir)
 
-    # The progress line has the terminal to itself, unless somebody asked to see the log.
+    # The progress line has the terminal to itself, unless --log-level asks for the log.
     quiet = log_level is None and sys.stdout.isatty() and sys.stderr.isatty()
     log_file = logs.set_up(loaded.log_level, loaded.state_dir if quiet else None)
     if log_file:

@@ -147,7 +147,7 @@ class Hooks(Section):
 
 
 class Config(Section):
-    """The whole configuration. Lists are tuples; maps are plain dictionaries that nobody changes."""
+    """The whole configuration. Lists are tuples; maps are plain dictionaries that no code changes."""
 
     listen: Address = "127.0.0.1:4000"
     state_dir: AbsolutePath = STATE_DIR
@@ -192,7 +192,7 @@ class Config(Section):
     def runtime_path(self) -> Path:
         """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7)).
 
-        Below /tmp anybody may have made it first: whoever makes it must check its owner and mode.
+        Below /tmp another user may have created it first, so its creator checks owner and mode.
         """
         if self.runtime_dir is not None:
             return self.runtime_dir

@@ -1,4 +1,4 @@
-"""What `sparkd serve` shows in the terminal: how far the models are, one answer, and how to go on. Never controls anything."""
+"""Shows in the terminal of `sparkd serve` the progress of the models, one answer, and the next commands. It controls nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Console:
     async def run(self, question: str | None) -> None:
         """Follow the loads that are on their way at start, put the question to the first model that is ready, say how to go on.
 
-        On a terminal what happens to models later is told as well; a journal has the log for that. Ends quietly once nobody reads.
+        On a terminal it goes on with later changes of models; a journal has the log for that. It ends quietly once its reader is gone.
         """
         with contextlib.suppress(OSError, SystemExit):
             await self._tell(question)
@@ -137,7 +137,7 @@ class Console:
         self._say("\nCtrl-C ends it, and everything it started.")
 
     def _say(self, marked_up: str) -> None:
-        # Whoever read this may have gone, the terminal included: that must not keep the engines from being stopped.
+        # The reader may be gone, and the terminal too: the engines must be stopped all the same.
         with contextlib.suppress(OSError, SystemExit):
             self._terminal.print(marked_up)
             self._terminal.file.flush()

@@ -223,7 +223,7 @@ class Daemon:
         """Again after Ray was joined: it puts handlers of its own in place."""
         loop.add_signal_handler(signal.SIGINT, self._end_soon, True)
         loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
-        # On a terminal, SIGHUP is the terminal that was closed; anywhere else it is somebody who asks for a reload.
+        # On a terminal, SIGHUP is the terminal that was closed; anywhere else it asks for a reload.
         if sys.stdin is not None and sys.stdin.isatty():
             loop.add_signal_handler(signal.SIGHUP, self._end_soon, True, False)
         else:

@@ -83,7 +83,7 @@ class _ToStderr(logging.Handler):
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except (OSError, ValueError):  # stderr is closed or gone: nobody is left to tell
+        except (OSError, ValueError):  # stderr is closed: the fault can be written nowhere
             return
 
 

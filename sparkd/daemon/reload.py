@@ -87,7 +87,7 @@ class Reloader:
             return {"changed": changed, "later": later, **models}
 
     def _read(self) -> Config:
-        """Whatever a file makes us stumble over, the daemon and its streams must not end by it."""
+        """Turns any error of reading the file into a ConfigError, because the daemon and its streams must survive it."""
         try:
             return self._load()
         except SparkdError:
@@ -99,7 +99,7 @@ class Reloader:
 
 
 def _waits(name: str, config: Config, started_with: Config) -> bool:
-    """Whether this key is another than at the start. Of `memory`, the agents take the guard's settings at once."""
+    """Whether a changed key waits for the next start. The agents take the guard's settings in `memory` at once."""
     if name == "memory":
         now, then = config.memory, started_with.memory
         return (now.sample_s, now.os_reserve_gib) != (then.sample_s, then.os_reserve_gib)

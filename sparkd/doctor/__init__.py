@@ -1,1 +1,1 @@
-"""What on this machine would keep models from being served well, and how to fix it."""
+"""Finds on this machine what would keep models from being served well, and how to fix it."""

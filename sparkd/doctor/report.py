@@ -16,7 +16,7 @@ from sparkd.state.snapshot import ModelView
 
 
 def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> dict[str, Any]:
-    """readings: by a node's name, what `workers.host.inspection.sample` answered; None where nobody did. models: findings on failed
+    """readings: by a node's name, what `workers.host.inspection.sample` answered; None without an answer. models: findings on failed
     models."""
     hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
     silent = [name for name, raw in readings.items() if raw is None]

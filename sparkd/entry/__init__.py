@@ -1,1 +1,1 @@
-"""What a configured model's own files say of its entry: its commit, its parsers, its tasks, its runtime."""
+"""Reads from a configured model's own files what its entry needs: commit, parsers, tasks and runtime."""

@@ -65,7 +65,7 @@ def settings(
 
 
 def expected(*, rdma: bool) -> dict[str, str]:
-    """What `settings` says on each of several nodes with sound rails, in words where it is a node's own."""
+    """The values of `settings` on several nodes with sound rails; a word stands for a value that differs by node."""
     names = {"VLLM_HOST_IP": ADDRESS} | {name: f"={LINK}" if name == "NCCL_SOCKET_IFNAME" else LINK for name in _SOCKET_NAMES}
     return names | ({"NCCL_NET": "IB", "NCCL_IB_HCA": f"={DEVICES}", "NCCL_DEBUG": "INFO"} if rdma else {})
 

@@ -46,7 +46,7 @@ class Rdma:
     received_bytes: int | None = None
 
     def gid_index(self, ip: IPv4Address) -> int | None:
-        """Of RoCE v2 with this address: the only one that a peer in its subnet can use. It moves when an address comes or goes."""
+        """The RoCE v2 entry with this address, the only one that a peer in its subnet can use. It moves when addresses change."""
         return next((gid.index for gid in self.gids if gid.v2 and gid.ip == ip), None)
 
 
@@ -150,7 +150,7 @@ class Fabric:
 
 
 def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> Fabric:
-    """What `workers.host.network.sample` answered, in this module's nouns. address: the node's in the cluster; loopback is none."""
+    """The answer of `workers.host.network.sample`, in this module's nouns. address: the node's in the cluster; loopback is none."""
     rdma = _rdma_of(raw["rdma"])
     interfaces = [_interface(link, rdma) for link in raw["interfaces"]]
     own = _address(address)

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 KEPT_S = 10.0
-# Whoever watches the nodes must not wait for one that is gone.
+# A watcher of the nodes must not wait for a machine that is gone.
 LOOK_TIMEOUT_S = 1.5
 
 
 class Offers:
-    """`look` is Supervisor.fabric, which asks every node: too dear for whoever watches the nodes each second."""
+    """`look` is Supervisor.fabric, which asks every node: too slow for a watcher that looks each second."""
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look

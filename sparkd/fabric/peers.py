@@ -11,8 +11,8 @@ from sparkd.fabric.interfaces import Cage, Fabric
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody who is no node of the cluster. node: who has met it, in which cage. seen: (interface, address, MAC), IPv4 first. answers:
-    whether it has answered just now; else the kernel knows it from before."""
+    """A machine that is not a node of the cluster. node, cage: the node that met it, and where. seen: (interface, address, MAC), IPv4 first.
+    answers: whether it has answered just now; else the kernel knows it from before."""
 
     node: str
     cage: str
@@ -27,8 +27,8 @@ class Peer:
 
 
 def peers(nodes: Sequence[Fabric], members: Collection[str] = ()) -> tuple[Peer, ...]:
-    """The peers of all nodes in their order; one that two of them have met is offered once. members: addresses of those that are of the
-    cluster already, of whom nobody could read what else is theirs."""
+    """The peers of all nodes in their order; one that two of them have met is offered once. members: addresses of nodes
+    of the cluster whose other addresses could not be read."""
     ours = {interface.mac for node in nodes for interface in node.interfaces if interface.mac}
     ours |= {mac for node in nodes for _, address, mac in node.neighbours if address in members}
     taken: set[str] = set()

@@ -25,7 +25,7 @@ Reading = Mapping[str, Any]
 
 
 class FabricNodes:
-    """`read(node)` asks one node what workers.host.network.sample says there; it raises ClusterError where nobody answers."""
+    """`read(node)` asks one node what workers.host.network.sample says there; it raises ClusterError without an answer."""
 
     def __init__(self, read: Callable[[str], Awaitable[Reading]], clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
@@ -68,7 +68,7 @@ class FabricNodes:
         if len(fabrics) <= len(peers):
             return {}
         if not peers:
-            # Alone it meets nobody, so it needs no names.
+            # A node by itself has no peers, so it needs no names.
             fabrics = {node: replace(fabrics[node], address=None)}
         own = fabrics[node]
         others = [other for other in fabrics.values() if other is not own]

@@ -21,7 +21,7 @@ def report(
     proved: Iterable[Mapping[str, str]] = (),
     rates: Sequence[Rate] = (),
 ) -> dict[str, Any]:
-    """readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None where nobody did.
+    """readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None without an answer.
 
     configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
     fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.

@@ -36,7 +36,7 @@ class MemoryBook:
         return f"Nothing is started on {' or '.join(sorted(self.shut))} now: `sparkd status` says why." if self.shut else ""
 
     def free_gib(self, without: Collection[str] = ()) -> dict[str, float]:
-        """node -> GiB that nobody holds, if the models of `without` held nothing."""
+        """node -> GiB that no model holds, if the models of `without` held nothing."""
         free = dict(self.offered)
         for model, places in self.held.items():
             for node, gib in places:

@@ -216,7 +216,7 @@ class OperationState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A long action somebody asked for: what, for which model, how far, and how it ended."""
+    """A long action that was requested: its kind, its model, its progress and its end."""
 
     id: str
     kind: str

@@ -38,7 +38,7 @@ class Agent(NodeFacts, PageCache, Programs):
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
     are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
     and of what the KV cache's workers learned. guard: see workers.guard.guard.Sentry, None looks only. actor: Ray runs it in a process of
-    its own, which stays in memory. Nobody hears what an actor's constructor raises, so this one raises nothing: see `open`. Otherwise
+    its own, which stays in memory. An error of an actor's constructor reaches no caller, so this one raises nothing: see `open`. Otherwise
     raises NodeRefused.
     """
 

@@ -35,7 +35,7 @@ def main() -> None:
     os.dup2(2, 1)
 
     def say(event: Mapping[str, Any]) -> None:
-        # Whoever listens may have gone: then stdin is closed too.
+        # The reader may be gone: then stdin is closed too.
         with suppress(OSError):
             answers.write(json.dumps(event) + "\n")
             answers.flush()

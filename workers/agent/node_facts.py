@@ -1,4 +1,4 @@
-"""What a node's agent answers about its node: network, preparation, Python environments and the files of models. It changes nothing."""
+"""Answers an agent's questions about its node: network, preparation, Python environments and the files of models. It changes nothing."""
 
 from __future__ import annotations
 

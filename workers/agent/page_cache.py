@@ -44,5 +44,5 @@ class PageCache:
                 answer = helper.recv(200).decode("ascii", "replace").strip()
         except OSError as error:
             return f"no root helper on {DROP_SOCKET}: {error.strerror or error}"
-        # `limited`: it was dropped a moment ago, on somebody else's call.
+        # `limited`: it was dropped a moment ago, by another call.
         return "helper" if answer.startswith(("ok", "limited")) else f"the helper said: {answer[:100]}"

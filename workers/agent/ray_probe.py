@@ -1,6 +1,6 @@
 """Asks a Ray head what it is, before a node joins it: versions, session, living nodes. Never joins, never starts a process of Ray.
 
-A program of its own, `python -m workers.agent.ray_probe HOST:PORT`, since Ray's import stays in the memory of whoever asks. The token comes
+A program of its own, `python -m workers.agent.ray_probe HOST:PORT`, since Ray's import stays in its process's memory. The token comes
 by RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}, "agent"}, the last the version
 of the agent that the head's daemon has, null where none tells it; with `--clock` also "ahead_s", by which this clock is ahead of the
 head's, null where no daemon of its tells the time; or {"refused": "token"}, {"refused": "silent", "why"}.

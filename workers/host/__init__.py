@@ -1,1 +1,1 @@
-"""What this machine says of itself, and how a program is started on it."""
+"""Reads this machine's facts, and starts programs on it."""

@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "dmesg": ("dmesg", "--notime"),
 }
 # Kept from one start to the next by vLLM and by what it compiles with.
-# Of vLLM's own folder the compiled code alone: it keeps descriptions of models there too.
+# In vLLM's folder only the compiled code counts: descriptions of models are there too.
 CACHES = (".cache/vllm/torch_compile_cache", ".cache/vllm/deep_gemm", ".cache/flashinfer", ".triton/cache", ".tilelang")
 ENGINE_NAMES = ("VLLM::", "vllm", "sglang", "llama-server", "ollama")
 

@@ -26,7 +26,7 @@ def ordered(name: str) -> tuple[dict[str, Any], Tell]:
 
 
 def _tell(line: Mapping[str, Any]) -> None:
-    # Whoever listens may have gone: then stdin is closed too.
+    # The reader may be gone: then stdin is closed too.
     with suppress(OSError):
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()

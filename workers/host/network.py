@@ -136,7 +136,7 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
 
     flags = link.get("flags")
     up = "UP" in flags if flags is not None else (_flags(said("flags")) & 1) == 1  # IFF_UP, linux/if.h
-    # EINVAL while it is switched off: then nobody knows whether a cable is there.
+    # EINVAL while it is switched off: then the kernel does not know whether a cable is there.
     carrier = said("carrier") if here or flags is None else str(int("LOWER_UP" in flags)) if up else None
     pci = os.path.basename(os.path.realpath(device)) if here and device.exists() else link.get("parentdev")
     return {

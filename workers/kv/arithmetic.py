@@ -1,4 +1,4 @@
-"""How large the KV cache may be, and the sentence where it cannot be large enough. Pure: it reads nothing and asks nobody."""
+"""How large the KV cache may be, and the sentence where it cannot be large enough. Pure: it reads nothing."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class CachePool:
-    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for. limit: why `auto` leaves that."""
+    """bytes: the cache. room: what was there for everything. spare: what of it was not requested. limit: why `auto` leaves that."""
 
     bytes: int
     room: int
@@ -194,7 +194,7 @@ def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeB
 
 def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: int, learned: Demand | None) -> str:
     """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
-    starts needed beside the cache; None where nobody knows."""
+    starts needed beside the cache; None where that is unknown."""
     demand = replace(learned or Demand(), weights=weights)
     case = _Case(room, margin, demand, need)
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which are not known yet, come on top"
@@ -212,7 +212,7 @@ def longest(left: int, need: CacheCosts) -> int:
 def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, int]:
     """About how many tokens and sequences a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its
     tokens, a decoding batch's with its sequences. By vLLM's names, only what must be smaller; empty where no batch is small enough, or
-    nobody knows what one needs."""
+    its needs are unknown."""
     peak = demand.peak - missing / PEAK_FACTOR
     if not demand.peak or peak <= 0:
         return {}

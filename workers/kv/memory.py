@@ -135,7 +135,7 @@ def taken_by_session(proc: Path = PROC) -> int:
         try:
             rollup = (folder / "smaps_rollup").read_text()
         except OSError:
-            continue  # it has ended, or is somebody else's
+            continue  # it has ended, or belongs to another user
         total += next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
     return total
 

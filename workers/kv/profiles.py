@@ -103,7 +103,7 @@ class Profiles:
             return None
 
     def keep(self, key: str, learned: MeasuredProfile, about: Mapping[str, Any]) -> bool:
-        """about: for whoever reads the file. False where it could not be written."""
+        """about: for a reader of the file. False where it could not be written."""
         if self._folder is None:
             return False
         raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about), "engine": self._engine}

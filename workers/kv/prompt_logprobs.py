@@ -2,7 +2,7 @@
 
 A client may ask for them (`prompt_logprobs`, `echo` with `logprobs`), and then vLLM's V1 runner has the logits of a whole chunk of the
 prompt in memory, with a float32 copy: 12 GB for 8,192 tokens of a vocabulary of 152,000. Its V2 runner takes 1,024 rows at a time, 1.5 GB.
-Nobody leaves that free for what is asked once a week; so few rows are taken at a time, as many as a rehearsal tries.
+It would be a waste to keep that free for a rare request. So it takes few rows at a time: as many as a rehearsal tries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gives memory that nobody uses back to the system before it is counted. Never frees what is in use."""
+"""Gives unused memory back to the system before it is counted."""
 
 from __future__ import annotations
 

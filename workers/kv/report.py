@@ -13,7 +13,7 @@ VERSION = 1
 
 
 class Report:
-    """path: None tells nobody. rank: of the tensor-parallel group; rank N > 0 writes to PATH.tpN."""
+    """path: None writes no report. rank: of the tensor-parallel group; rank N > 0 writes to PATH.tpN."""
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._path = path if path is None or rank == 0 else f"{path}.tp{rank}"

@@ -18,7 +18,7 @@ SIZES = ("bytes", "tokens", "sequences")
 # vLLM's own ways to give the cache a size.
 BLOCKS_FLAG = "--num-gpu-blocks-override"
 CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-# A CPU's engine gets this where nobody says a size.
+# A CPU's engine gets this without a configured size.
 CPU_KV_CACHE_GIB = 2
 
 

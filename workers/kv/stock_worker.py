@@ -55,7 +55,7 @@ def _keep(cache_config: Any, why: str, rank: int) -> None:
 
 
 def _own(vllm_config: Any, why: str) -> type:
-    """The worker class that this platform takes where nobody names one. Raises RuntimeError."""
+    """The worker class that this platform takes by default. Raises RuntimeError."""
     config = copy.deepcopy(vllm_config)
     config.parallel_config.worker_cls = "auto"
     try:

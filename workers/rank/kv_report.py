@@ -60,7 +60,7 @@ def read_kv(path: Path) -> dict[str, Any]:
 
 
 def over_nodes(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The answers of read_kv on several nodes, as one: the smallest rank of all decides, and `why` says which it is. Empty for nobody."""
+    """The answers of read_kv on several nodes, as one: the smallest rank decides, and `why` names it. Empty without any."""
     if len(answers) < 2:
         return dict(answers[0]) if answers else {}
     by_rank = sorted((rank for node in answers for rank in node.get("by_rank") or ()), key=lambda rank: rank["rank"])
@@ -99,14 +99,14 @@ def _of_log(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any
     if gib is not None:
         figures["pool_bytes"] = round(gib * GIB)
         figures["bytes_per_token"] = figures["pool_bytes"] / tokens if gib >= EXACT_GIB and tokens else None
-    nobody: dict[str, Any] = {
+    empty: dict[str, Any] = {
         **dict.fromkeys((*(name for name in BY_RANK if name != LIMITED), *_TOLD_OF_ALL)),
         "phase": "stock",
         "rank": 0,
         "ranks": 1,
         "by_rank": [],
     }
-    return {**nobody, **kv, **figures}
+    return {**empty, **kv, **figures}
 
 
 def remove_kv(run_dir: str, rank_id: str) -> None:

@@ -163,7 +163,7 @@ def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, ta
             if rest is not None:
                 return rest
             offset = 0
-        if offset > size:  # truncated by somebody else
+        if offset > size:  # truncated by another program
             offset = 0
         log.seek(offset)
         data = log.read(max_bytes)

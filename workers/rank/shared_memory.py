@@ -72,7 +72,7 @@ def note(run_dir: str, rank_id: str, pids: Iterable[int]) -> None:
 def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
     """Once every process of the rank is gone: removes what is surely its. Returns all of it, largest first: path, bytes, removed, why not.
 
-    Nothing where nobody took notes, of an earlier release's rank or an earlier boot's.
+    Nothing without notes: for a rank of an earlier release or an earlier boot.
     """
     noted, files = read(run_dir, rank_id), segments()
     if noted is None or not candidates(files, noted, os.geteuid()):
@@ -94,7 +94,7 @@ def read(run_dir: str, rank_id: str) -> Note | None:
 
 
 def segments() -> list[Segment]:
-    """Regular files of the folder itself; what lies deeper somebody keeps there on purpose."""
+    """Regular files of the folder itself; a file in a folder below was put there on purpose."""
     result = []
     for name in _names():
         try:

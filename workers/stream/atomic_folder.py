@@ -2,7 +2,7 @@
 
 Where the folder is not there yet, it appears by one rename. One that is there and empty may be a mount point, a link's end, or in a folder
 that is not ours to write in, so nothing is renamed onto it: what was written in a folder inside it moves up, `config.json` last, without
-which it is a checkpoint to nobody.
+which no program takes it for a checkpoint.
 """
 
 from __future__ import annotations

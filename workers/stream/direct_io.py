@@ -181,8 +181,8 @@ _STATX_DIOALIGN = 0x2000
 
 
 def _direct_alignment(path: str) -> tuple[int, int] | None:
-    """What O_DIRECT needs of memory and of offset and length, in bytes; (0, 0) where it is not possible, None where the kernel (before
-    6.1), the C library or the file system does not say. statx(2), STATX_DIOALIGN."""
+    """The alignment that O_DIRECT needs of memory and of offset and length, in bytes; (0, 0) where it is not possible, None where the
+    kernel (before 6.1), the C library or the file system does not say. statx(2), STATX_DIOALIGN."""
     call = getattr(ctypes.CDLL(None), "statx", None)
     facts = _Statx()
     if call is None or call(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, ctypes.byref(facts)) or not facts.mask & _STATX_DIOALIGN:

@@ -166,7 +166,7 @@ def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str
     into.total = pipeline.bytes_total
     try:
         for _ in pipeline.tensors():
-            # The sink takes what is made; here nobody else wants it.
+            # The sink takes the tensors; nothing else needs them here.
             pass
         writer.settle()
         left = next(writer.gaps(), None)

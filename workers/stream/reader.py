@@ -30,7 +30,7 @@ class ReaderClosed(RuntimeError):
 
 
 class RingExhausted(RuntimeError):
-    """The consumer asked for the next chunk while it holds every block: nobody else could free one."""
+    """The consumer asked for the next chunk while it holds every block, so that none can become free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `--model-loader-extra-config` may say to the load format `spark_stream`. Standard library only; never opens a file."""
+"""Reads the settings of the load format `spark_stream` from `--model-loader-extra-config`. Standard library only; opens no file."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ def _written(path: str, data: bytes) -> tuple[str, int, str]:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        with contextlib.suppress(OSError):  # advice: nobody reads it soon
+        with contextlib.suppress(OSError):  # advice: it is not read again soon
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return path, len(data), hashlib.sha256(data).hexdigest()

@@ -1,8 +1,8 @@
 """The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Never writes weights, never imports torch.
 
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
-Whoever reads one holds a shared lock on its manifest, whoever removes one an exclusive lock. `.writing-<entry>` is an entry that is being
-written, under an exclusive lock on `.writing-<entry>.lock`; where nobody holds that lock its writer has died. `.gone-*` is on its way out.
+A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being
+written, under an exclusive lock on `.writing-<entry>.lock`; if that lock is free its writer has died. `.gone-*` is on its way out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CacheEntry:
 
 
 class CachedCheckpoint:
-    """A valid entry that nobody removes until `close`; a context manager. checkpoint: its own headers."""
+    """A valid entry that cannot be removed until `close`; a context manager. checkpoint: its own headers."""
 
     def __init__(self, folder: str, manifest: CacheManifest, checkpoint: Checkpoint, lock: int) -> None:
         self.folder = folder
@@ -344,7 +344,7 @@ def _dropped(folder: str) -> int:
 
 
 def _held_exclusively(entry: CacheEntry, locks: contextlib.ExitStack) -> bool:
-    """Nobody reads it, and nobody begins to until the stack ends."""
+    """Holds the entry until the stack ends, so that no reader has it or gets it."""
     manifest = os.path.join(entry.folder, MANIFEST)
     if not os.path.exists(manifest):
         return True

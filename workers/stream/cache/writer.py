@@ -52,7 +52,7 @@ class _Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheContent:
-    """What a cache is to hold. layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order.
+    """The content of a cache. layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order.
 
     quantization_config: for config.json. plain: the names that are in the source byte for byte. notes: JSON values for the manifest.
     """

@@ -27,7 +27,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What `quantize` emits for one weight [n, k]: suffix -> (dtype, shape)."""
+        """The parts that `quantize` emits for one weight [n, k]: suffix -> (dtype, shape)."""
 
     def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
         """Quantizes [..., N, K] (bfloat16, float16 or float32; below 2**126; any strides) on the device it is on.

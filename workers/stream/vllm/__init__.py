@@ -1,1 +1,1 @@
-"""What the loader knows of vLLM's classes."""
+"""Everything in the loader that depends on vLLM's classes."""
