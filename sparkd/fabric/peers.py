@@ -11,7 +11,7 @@ from sparkd.fabric.interfaces import Cage, Fabric
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A machine that is not a node of the cluster. node, cage: the node that met it, and where. seen: (interface, address, MAC), IPv4 first.
+    """A machine that is not a node of the cluster. node, cage: where it was met. seen: (interface, address, MAC), IPv4 first.
     answers: whether it has answered just now; else the kernel knows it from before."""
 
     node: str
