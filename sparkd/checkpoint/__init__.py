@@ -134,18 +134,18 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
     index = dict(selection.index) if selection.index is not None else None
     expected = {file: _header_bytes(index[file]) if index is not None else 0 for file in selection.files}
     shards: list[Shard] = []
-    found: list[FileTensors] = []
+    files: list[FileTensors] = []
     strays: list[frozenset[bytes]] = []
     for file, (shard, tensors) in zip(selection.files, source.headers(expected), strict=True):
         shards.append(shard)
-        found.append(tensors)
+        files.append(tensors)
         # Popped: the names of 190,000 tensors need not be there twice.
         strays.append(_strays(tensors, index.pop(file), file, source) if index is not None else frozenset())
     # Without a stray each file has what the index says, and the index says nothing twice.
     if index is None or any(strays):
-        found = _without_copies(found, strays)
-        _refuse_copies(found)
-    tensors_by_name = Tensors(found)
+        files = _without_copies(files, strays)
+        _refuse_copies(files)
+    tensors_by_name = Tensors(files)
     if not tensors_by_name:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
@@ -184,7 +184,7 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
     kinds = {os.path.splitext(name)[1] for name in weights}
     # Before the first file of a download is whole only its index speaks.
     begun = INDEX in names and not folder
-    kind = next((one for one in FORMATS if one in kinds), ".safetensors" if begun else None)
+    kind = next((suffix for suffix in FORMATS if suffix in kinds), ".safetensors" if begun else None)
     if kind is None:
         return set()
     weights = _first_copy([name for name in weights if name.endswith(kind)])
@@ -204,7 +204,7 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
 def _numbered(weights: Iterable[str]) -> set[str]:
     """All files of the sets that the numbers in these names speak of."""
     sets = filter(None, map(_NUMBERED.fullmatch, weights))
-    return {f"{one[1]}-{number:05d}-of-{one[2]}{one[3]}" for one in sets for number in range(1, int(one[2]) + 1)}
+    return {f"{match[1]}-{number:05d}-of-{match[2]}{match[3]}" for match in sets for number in range(1, int(match[2]) + 1)}
 
 
 def _without_config(source: Source) -> CheckpointError:
@@ -243,11 +243,11 @@ def _strays(tensors: FileTensors, indexed: bytes, file: str, source: Source) -> 
     names = tensors.split_names()
     if b"\n".join(sorted(names)) == indexed:
         return frozenset()
-    wanted, found = set(indexed.split(b"\n")), set(names)
-    if missing := wanted - found:
-        told = f"{INDEX} says that this tensor is in {file}, and it is not"
-        raise CheckpointError(told, file=source.path(file), tensor=shown(min(missing).decode()), cure="Download index and shard again")
-    return frozenset(found - wanted)
+    wanted, present = set(indexed.split(b"\n")), set(names)
+    if missing := wanted - present:
+        problem = f"{INDEX} says that this tensor is in {file}, and it is not"
+        raise CheckpointError(problem, file=source.path(file), tensor=shown(min(missing).decode()), cure="Download index and shard again")
+    return frozenset(present - wanted)
 
 
 def _without_copies(files: list[FileTensors], strays: list[frozenset[bytes]]) -> list[FileTensors]:
@@ -267,8 +267,8 @@ def _refuse_copies(files: Sequence[FileTensors]) -> None:
     for file in files:
         for name in file.counting_names():
             if name in first:
-                told = f"the same tensor is in {os.path.basename(first[name].path)} too, and no index says which one counts"
-                raise CheckpointError(told, file=file.path, tensor=shown(name), cure="Remove the leftover file")
+                problem = f"the same tensor is in {os.path.basename(first[name].path)} too, and no index says which one counts"
+                raise CheckpointError(problem, file=file.path, tensor=shown(name), cure="Remove the leftover file")
             first[name] = file
 
 

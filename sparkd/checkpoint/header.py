@@ -101,11 +101,11 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
         raise CheckpointError("it is a Git LFS pointer, not the file itself", file=path, cure="Run `git lfs pull` in its folder")
     length = int.from_bytes(prefix, "little")
     if length > size_bytes - PREFIX_BYTES:
-        told = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
-        raise CheckpointError(f"{told}: it is cut off or no safetensors file", file=path, cure=AGAIN)
+        problem = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
+        raise CheckpointError(f"{problem}: it is cut off or no safetensors file", file=path, cure=AGAIN)
     if length > MAX_HEADER_BYTES:
-        told = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that are read"
-        raise CheckpointError(told, file=path, cure="Store the model in more than one file")
+        problem = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that are read"
+        raise CheckpointError(problem, file=path, cure="Store the model in more than one file")
     return length
 
 
@@ -113,16 +113,16 @@ def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tu
     """header: the JSON without its length, checked against the file's size. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
     data_bytes = size_bytes - begin
-    found = _recognised(header, path, data_bytes) if len(header) <= QUICK_BYTES or not is_apart(len(header)) else None
-    if found is None:
-        found = apart(_parsed, header, path, data_bytes) if is_apart(len(header)) else _taken_apart(header, path, data_bytes)
+    tensors = _recognised(header, path, data_bytes) if len(header) <= QUICK_BYTES or not is_apart(len(header)) else None
+    if tensors is None:
+        tensors = apart(_parsed, header, path, data_bytes) if is_apart(len(header)) else _taken_apart(header, path, data_bytes)
     digest = hashlib.sha256(len(header).to_bytes(PREFIX_BYTES, "little") + header).hexdigest()
-    return Shard(path, size_bytes, mtime_ns, begin, digest), found
+    return Shard(path, size_bytes, mtime_ns, begin, digest), tensors
 
 
 def _parsed(header: bytes, path: str, data_bytes: int) -> FileTensors:
-    found = _recognised(header, path, data_bytes)
-    return found if found is not None else _taken_apart(header, path, data_bytes)
+    tensors = _recognised(header, path, data_bytes)
+    return tensors if tensors is not None else _taken_apart(header, path, data_bytes)
 
 
 def open_regular(path: str) -> io.FileIO:
@@ -156,7 +156,7 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
         count += len(level)
         if count > MAX_VALUES:
             raise CheckpointError(f"the JSON in it has more than {MAX_VALUES} values", file=path, cure=cure)
-        level = [inner for one in level if isinstance(one, dict | list) for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [inner for each in level if isinstance(each, dict | list) for inner in (each.values() if isinstance(each, dict) else each)]
     return value
 
 
@@ -262,8 +262,8 @@ def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
         raise CheckpointError(f"the header is a JSON {_json_kind(table)} where an object is expected", file=path, cure=AGAIN)
     metadata = table.pop(_METADATA, None)
     if metadata is not None and not isinstance(metadata, dict):
-        told = f"{_METADATA} in the header is a {_json_kind(metadata)} where an object is expected"
-        raise CheckpointError(told, file=path, cure=AGAIN)
+        problem = f"{_METADATA} in the header is a {_json_kind(metadata)} where an object is expected"
+        raise CheckpointError(problem, file=path, cure=AGAIN)
     begin = PREFIX_BYTES + len(header)
     tensors = [_tensor(name, entry, path, begin) for name, entry in table.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
@@ -276,12 +276,12 @@ def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise _NoJson(f"the key {shown(twice)} stands twice in one object")
-    return made
+    return mapping
 
 
 def _constant(name: str) -> Any:
@@ -298,17 +298,17 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        told = "its entry in the header is not {dtype, shape, data_offsets: [begin, end]}"
-        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN) from None
+        problem = "its entry in the header is not {dtype, shape, data_offsets: [begin, end]}"
+        raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN) from None
     if not name.isprintable() or not name:
         raise CheckpointError("a tensor's name is empty or has control characters", file=path, tensor=shown(name), cure=AGAIN)
     if type(start) is not int or type(end) is not int or not 0 <= start <= end <= MAX_COUNT:
-        told = f"its offsets {shown([start, end])} are not two numbers in ascending order from 0"
-        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+        problem = f"its offsets {shown([start, end])} are not two numbers in ascending order from 0"
+        raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
     count = _bits(dtype, shape, path, name)
     if count != 8 * (end - start):
-        told = f"its offsets hold {end - start} bytes, and {dtype} of shape {shown(shape)} has {shown(f'{count} bits')}"
-        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+        problem = f"its offsets hold {end - start} bytes, and {dtype} of shape {shown(shape)} has {shown(f'{count} bits')}"
+        raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
     return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
 
 
@@ -319,8 +319,8 @@ def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
         cure = "Update sparkd, or store the tensor in another dtype"
         raise CheckpointError(f"its dtype {shown(dtype)} is not known", file=path, tensor=shown(name), cure=cure)
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        told = f"its shape is not an array of at most {MAX_DIMENSIONS} numbers"
-        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+        problem = f"its shape is not an array of at most {MAX_DIMENSIONS} numbers"
+        raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_COUNT:
             raise CheckpointError(f"its shape {shown(shape)} has a member that is not a size", file=path, tensor=shown(name), cure=AGAIN)
@@ -332,15 +332,15 @@ def _check_cover(tensors: Sequence[TensorRef], path: str, begin: int, data_bytes
     """The format has the tensors cover the data without hole or overlap; a download that was cut off shows here."""
     if tensors and (need := max(tensor.offset + tensor.nbytes for tensor in tensors) - begin) > data_bytes:
         last = max(tensors, key=lambda tensor: tensor.offset + tensor.nbytes)
-        told = f"the file is cut off: its header describes {need} bytes of data and {data_bytes} are there"
-        raise CheckpointError(told, file=path, tensor=shown(last.name), cure=AGAIN)
+        problem = f"the file is cut off: its header describes {need} bytes of data and {data_bytes} are there"
+        raise CheckpointError(problem, file=path, tensor=shown(last.name), cure=AGAIN)
     position, before = begin, ""
     for tensor in tensors:
         if tensor.offset != position:
-            told = "overlaps" if tensor.offset < position else "leaves a hole after"
-            reason = f"its data {told} that of {shown(before) if before else 'the header'}"
+            problem = "overlaps" if tensor.offset < position else "leaves a hole after"
+            reason = f"its data {problem} that of {shown(before) if before else 'the header'}"
             raise CheckpointError(reason, file=path, tensor=shown(tensor.name), cure=AGAIN)
         position, before = tensor.offset + tensor.nbytes, tensor.name
     if position != begin + data_bytes:
-        told = f"{begin + data_bytes - position} bytes at its end belong to no tensor"
-        raise CheckpointError(told, file=path, cure=AGAIN)
+        problem = f"{begin + data_bytes - position} bytes at its end belong to no tensor"
+        raise CheckpointError(problem, file=path, cure=AGAIN)

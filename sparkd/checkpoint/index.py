@@ -38,8 +38,8 @@ def read_index(raw: bytes, path: str) -> dict[str, bytes]:
 
 
 def _read(raw: bytes, path: str) -> dict[str, bytes]:
-    found = _recognised(raw)
-    return found if found is not None else _parsed(raw, path)
+    names_of = _recognised(raw)
+    return names_of if names_of is not None else _parsed(raw, path)
 
 
 def _recognised(raw: bytes) -> dict[str, bytes] | None:
@@ -68,13 +68,13 @@ def _recognised(raw: bytes) -> dict[str, bytes] | None:
         last = names[-1]
         for first, after in pairwise([0, *compress(count(1), map(ne, files, islice(files, 1, None))), len(files)]):
             pieces.setdefault(files[first], []).append(b"\n".join(names[first:after]))
-    found = {file.decode(): b"\n".join(names) for file, names in pieces.items()}
-    if not all(map(_is_file_name, found)):
+    names_of = {file.decode(): b"\n".join(names) for file, names in pieces.items()}
+    if not all(map(_is_file_name, names_of)):
         return None
     # Most are sorted, and that is cheaper to see than that no name stands twice.
-    if not ascending and any_twice(name for joined in found.values() for name in joined.split(b"\n")):
+    if not ascending and any_twice(name for joined in names_of.values() for name in joined.split(b"\n")):
         return None
-    return found
+    return names_of
 
 
 def _chunks(raw: bytes, start: int, end: int) -> Iterator[bytes]:
@@ -104,16 +104,16 @@ def _parsed(raw: bytes, path: str) -> dict[str, bytes]:
     weight_map = _object(parsed_json(raw, path, AGAIN), path, AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("it has no weight_map that names a tensor", file=path, cure=AGAIN)
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_file_name(file):
-            told = f"its weight_map names {shown(file)}, which is no file of this folder"
-            raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+            problem = f"its weight_map names {shown(file)}, which is no file of this folder"
+            raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
         if not name.isprintable() or not name:
-            told = "its weight_map names a tensor whose name is empty or has control characters"
-            raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
-        found.setdefault(file, []).append(name)
-    return {file: "\n".join(names).encode() for file, names in found.items()}
+            problem = "its weight_map names a tensor whose name is empty or has control characters"
+            raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
+        names_of.setdefault(file, []).append(name)
+    return {file: "\n".join(names).encode() for file, names in names_of.items()}
 
 
 def _is_file_name(name: str) -> bool:

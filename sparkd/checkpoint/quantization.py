@@ -41,8 +41,8 @@ class SourceQuantization:
         """
         inner = self.details.get("quantization")
         places = [inner, self.details] if isinstance(inner, Mapping) else [self.details]
-        said = [place.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
-        scheme = next((one for one in said if one), None)
+        stated = [place.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
+        scheme = next((entry for entry in stated if entry), None)
         method = str(self.details.get("quant_method") or "modelopt").lower()
         if scheme is None or not method.startswith(("modelopt", "compressed-tensors")):
             return "auto"
@@ -73,9 +73,9 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
     for place in places:
         for key in ("quantization_config", "compression_config"):
-            found = place.get(key)
-            if isinstance(found, Mapping) and found:
-                return found
+            section = place.get(key)
+            if isinstance(section, Mapping) and section:
+                return section
     return None
 
 
@@ -99,9 +99,9 @@ def _method(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str
         return _compressed_tensors(details)
     if method in ("mxfp4", "gpt_oss_mxfp4"):
         return "mxfp4"
-    for known in ("awq", "gptq"):
-        if method.startswith(known):
-            return known
+    for name in ("awq", "gptq"):
+        if method.startswith(name):
+            return name
     return "other"
 
 
@@ -140,8 +140,8 @@ def _compressed_tensors(details: Mapping[str, Any]) -> str:
     strategies = {str(each.get("strategy")) for each in weights}
     if len(strategies) > 1 or (strategies == {"block"} and any(each.get("block_structure") not in (_BLOCK, "128x128") for each in weights)):
         return "compressed-tensors"
-    known = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
-    return known.get(strategies.pop(), "compressed-tensors")
+    methods = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
+    return methods.get(strategies.pop(), "compressed-tensors")
 
 
 def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any]) -> str | None:
@@ -166,8 +166,8 @@ def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any])
 
 
 def _fp8_weights(items: Iterable[tuple[str, TensorRef]]) -> Iterable[tuple[str, TensorRef]]:
-    found = ((name, each) for name, each in items if each.dtype == "F8_E4M3" and len(each.shape) == 2 and name.endswith(".weight"))
-    return islice(found, 64)
+    weights = ((name, each) for name, each in items if each.dtype == "F8_E4M3" and len(each.shape) == 2 and name.endswith(".weight"))
+    return islice(weights, 64)
 
 
 def _product(shape: Iterable[int]) -> int:

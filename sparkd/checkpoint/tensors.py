@@ -125,16 +125,16 @@ class Tensors(Mapping[str, TensorRef]):
         """See the function of this name."""
         if any(file.left_out for file in self._files):
             return _alike(self, pattern, replacement)
-        found: dict[tuple[str, TensorKind], TensorGroup] = {}
+        groups: dict[tuple[str, TensorKind], TensorGroup] = {}
         for file in self._files:
             names = pattern.sub(replacement, file.names.decode()).split("\n") if file.kinds else []
             counts = _counted(names, file.kinds)
-            if new := [key for key in counts if key not in found]:
+            if new := [key for key in counts if key not in groups]:
                 firsts = file.refs_at(_positions(names, file.kinds, new), file.all_names())
-                found.update((key, TensorGroup(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
+                groups.update((key, TensorGroup(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
             for key, count in counts.items():
-                found[key] = found[key]._replace(total=found[key].total + count)
-        return found.values()
+                groups[key] = groups[key]._replace(total=groups[key].total + count)
+        return groups.values()
 
     def _table(self) -> dict[str, TensorRef]:
         if self._by_name is None:
@@ -168,12 +168,12 @@ def _positions(names: Sequence[str], kinds: Sequence[TensorKind], keys: Iterable
 
 
 def _alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
-    found: dict[tuple[str, TensorKind], TensorGroup] = {}
+    groups: dict[tuple[str, TensorKind], TensorGroup] = {}
     for name, tensor in tensors.items():
         key = pattern.sub(replacement, name), TensorKind(tensor.dtype, tensor.shape, tensor.nbytes)
-        known = found.get(key)
-        found[key] = TensorGroup(key[0], tensor, 1) if known is None else known._replace(total=known.total + 1)
-    return found.values()
+        group = groups.get(key)
+        groups[key] = TensorGroup(key[0], tensor, 1) if group is None else group._replace(total=group.total + 1)
+    return groups.values()
 
 
 def any_twice(names: Iterable[Hashable]) -> bool:

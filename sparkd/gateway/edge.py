@@ -210,11 +210,11 @@ class Edge:
                 broken = message["status"] == 500 and (b"content-type", b"text/plain; charset=utf-8") in message["headers"]
                 if not broken:
                     exchange.status = message["status"]
-                    kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                    sized = scope["method"] == "HEAD" or any(name.lower() == b"content-length" for name, _ in kept)
+                    passed: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+                    sized = scope["method"] == "HEAD" or any(name.lower() == b"content-length" for name, _ in passed)
                     to_the_close = client is not None and not sized and not client.takes_chunks
                     own = [(b"x-request-id", exchange.request_id.encode())] + ([] if to_the_close else [(b"date", date())])
-                    message = {**message, "headers": [*kept, *own]}
+                    message = {**message, "headers": [*passed, *own]}
             if broken:  # Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
                 return
             await (client.send_to_the_close if client is not None and to_the_close else send)(message)

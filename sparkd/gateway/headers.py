@@ -57,7 +57,7 @@ def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: 
 
     chunks: whether the client accepts chunked encoding.
     """
-    kept: RawHeaders = [(b"x-request-id", request_id.encode())]
+    passed: RawHeaders = [(b"x-request-id", request_id.encode())]
     streams, chunked = False, status not in (204, 304)
     hidden: list[bytes] = []
     for name, value in headers:
@@ -71,16 +71,16 @@ def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: 
             chunked = False
         elif name == b"content-type" and value[:17].lower() == b"text/event-stream":
             streams = True
-        kept.append((name, value))
+        passed.append((name, value))
     if hidden:
-        kept = [pair for pair in kept if pair[0] not in hidden]
+        passed = [pair for pair in passed if pair[0] not in hidden]
     if streams:
         # Without these, nginx would buffer a stream, and browsers and caches would store it.
-        kept = [pair for pair in kept if pair[0] != b"cache-control"]
-        kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        passed = [pair for pair in passed if pair[0] != b"cache-control"]
+        passed += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     if chunked and chunks:
-        kept.append((b"transfer-encoding", b"chunked"))
-    return kept, streams, chunked
+        passed.append((b"transfer-encoding", b"chunked"))
+    return passed, streams, chunked
 
 
 def _tokens(value: bytes) -> list[bytes]:

@@ -59,22 +59,22 @@ async def outline(body: bytes | bytearray) -> bytes | bytearray:
     turn = _Turn()
     if not body.isascii():
         await _check_utf8(body, turn)
-    made, at = bytearray(), 0
+    result, at = bytearray(), 0
     while at < len(body):
-        kept = _KEPT.match(body, at, at + PIECE_BYTES)
-        if kept is not None:
-            made += _ELEMENT.sub(rb"\1\2\3", kept[0])
-            at = kept.end()
-            await turn.took(len(kept[0]))
+        match = _KEPT.match(body, at, at + PIECE_BYTES)
+        if match is not None:
+            result += _ELEMENT.sub(rb"\1\2\3", match[0])
+            at = match.end()
+            await turn.took(len(match[0]))
         elif body[at] == ord('"'):
             at = await _skip_string(body, at + 1, turn)
             # A string without an end stays without one: the parser reports it.
-            made += b'""' if at <= len(body) else b'"'
+            result += b'""' if at <= len(body) else b'"'
         else:
-            at = await _skip_row(body, at, made, turn)
-        if len(made) > MOST_BYTES:
+            at = await _skip_row(body, at, result, turn)
+        if len(result) > MOST_BYTES:
             raise BodyTooLarge(f"The body has more than {MOST_BYTES} bytes beside long strings and rows of numbers. Send it in parts.")
-    return made
+    return result
 
 
 async def _skip_string(body: bytes | bytearray, at: int, turn: _Turn) -> int:
@@ -85,7 +85,7 @@ async def _skip_string(body: bytes | bytearray, at: int, turn: _Turn) -> int:
     return at + 1 if body[at : at + 1] == b'"' else len(body) + 1
 
 
-async def _skip_row(body: bytes | bytearray, begin: int, made: bytearray, turn: _Turn) -> int:
+async def _skip_row(body: bytes | bytearray, begin: int, result: bytearray, turn: _Turn) -> int:
     """Puts one number in the place of a row of them, between the commas that it begins and ends with."""
     at, first, last = begin, b"", b""
     while (match := _ROW.match(body, at, at + PIECE_BYTES)) is not None:
@@ -96,11 +96,11 @@ async def _skip_row(body: bytes | bytearray, begin: int, made: bytearray, turn: 
         at = match.end()
         await turn.took(len(match[0]))
     if not first:
-        made += b" "
+        result += b" "
     elif first == last == b"," and _is_lone_comma(body, begin, at):
-        made += b","
+        result += b","
     else:
-        made += (b"," if first == b"," else b"") + b"0" + (b"," if last == b"," else b"")
+        result += (b"," if first == b"," else b"") + b"0" + (b"," if last == b"," else b"")
     return at
 
 

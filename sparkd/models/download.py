@@ -116,18 +116,18 @@ def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str)
         path = Path(hf_hub_download(hub.hub_id, name, revision=commit, cache_dir=cache, endpoint=hub.endpoint, token=token))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         # Its message may hold an address with a signature.
-        why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         cure = "Check the network and the disk, then run the same command again to resume."
-        raise CheckpointError(f"{name} could not be downloaded: {why}", file=hub.hub_id, cure=cure) from None
+        raise CheckpointError(f"{name} could not be downloaded: {reason}", file=hub.hub_id, cure=cure) from None
     blob = Path(os.path.realpath(path))
     if len(blob.name) == SHA256_DIGITS:
         buffer = Buffer()
         if sha256_of(blob, buffer) != blob.name:
-            for one in (path, blob):
+            for file in (path, blob):
                 with suppress(OSError):
-                    one.unlink()
-            told = f"{name} does not have the SHA-256 that the hub names and was removed"
-            raise CheckpointError(told, file=hub.hub_id, cure="Run the same command again; if the error stays, check memory and disk")
+                    file.unlink()
+            problem = f"{name} does not have the SHA-256 that the hub names and was removed"
+            raise CheckpointError(problem, file=hub.hub_id, cure="Run the same command again; if the error stays, check memory and disk")
         buffer.close()
     _drop(blob, wait=True)
     return name

@@ -63,8 +63,8 @@ class Hub:
         try:
             validate_repo_id(hub_id)
         except HFValidationError:
-            told = f"{hub_id!r} is neither a folder that is there nor the id of a model on a hub: give a folder, or owner/name."
-            raise ConfigError(told) from None
+            problem = f"{hub_id!r} is neither a folder that is there nor the id of a model on a hub: give a folder, or owner/name."
+            raise ConfigError(problem) from None
         if revision is not None and not is_revision(revision):
             raise ConfigError(f"{hub_id}: {revision[:64]!r} cannot be a revision: give a branch, a tag or a commit.", param="revision")
         self.hub_id = hub_id
@@ -74,15 +74,15 @@ class Hub:
             raise ConfigError("HF_ENDPOINT is no address: give one that begins with https://, or unset it.")
         offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
         if offline.upper() in _TRUE or constants.HF_HUB_OFFLINE:
-            told = "this machine's hub cache lacks some of its files, and HF_HUB_OFFLINE keeps sparkd from asking the hub"
-            raise self.refusal(told, "Unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE, or give a folder")
+            problem = "this machine's hub cache lacks some of its files, and HF_HUB_OFFLINE keeps sparkd from asking the hub"
+            raise self.refusal(problem, "Unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE, or give a folder")
         token = environ.get("HF_TOKEN")
         own = token if token and token != os.environ.get("HF_TOKEN") else None
         self._headers = build_hf_headers(token=own, library_name="sparkd", library_version=__version__)
         self._timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
-    def refusal(self, told: str, cure: str) -> CheckpointError:
-        return CheckpointError(told, file=self.hub_id, cure=cure)
+    def refusal(self, problem: str, cure: str) -> CheckpointError:
+        return CheckpointError(problem, file=self.hub_id, cure=cure)
 
     def listing(self, *, nested: bool = False) -> RepositoryListing:
         """nested: files in its folders too."""
@@ -93,9 +93,9 @@ class Hub:
         commit, siblings = (value.get("sha"), value.get("siblings")) if isinstance(value, dict) else (None, None)
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
             raise self.refusal(f"what {self._host} answers is no listing of a repository", "Check HF_ENDPOINT")
-        files = [one for one in siblings if isinstance(one, dict) and isinstance(one.get("rfilename"), str)]
+        files = [file for file in siblings if isinstance(file, dict) and isinstance(file.get("rfilename"), str)]
         return RepositoryListing(
-            commit, {one["rfilename"]: _size(one.get("size")) for one in files if nested or "/" not in one["rfilename"]}
+            commit, {file["rfilename"]: _size(file.get("size")) for file in files if nested or "/" not in file["rfilename"]}
         )
 
     def whole(self, commit: str, name: str, limit: int) -> bytes:
@@ -144,10 +144,10 @@ class Hub:
             at, size = 0, _size(response.headers.get("Content-Length"))
             upto = end if size is None else min(end, size)
             if response.status_code == 206:
-                found = _RANGE.fullmatch(content_range)
-                if found is None or int(found[1]) != start or not start <= int(found[2]) < end:
+                match = _RANGE.fullmatch(content_range)
+                if match is None or int(match[1]) != start or not start <= int(match[2]) < end:
                     raise self.refusal(f"of {name}, {self._host} answers with another range than it was asked for", "Check HF_ENDPOINT")
-                at, upto, size = start, int(found[2]) + 1, _size(found[3])
+                at, upto, size = start, int(match[2]) + 1, _size(match[3])
             taken = bytearray()
             for piece in self._pieces(response, decoded=False):
                 taken += piece[max(0, start - at) :]
@@ -199,9 +199,9 @@ class Hub:
 
     def _refused(self, response: Response) -> Exception:
         status, code = response.status_code, response.headers.get("X-Error-Code", "")
-        known = "authorization" in {name.lower() for name in self._headers}
+        has_token = "authorization" in {name.lower() for name in self._headers}
         if code == "GatedRepo":
-            whose = "the account of the token has not accepted its terms" if known else "no token was sent"
+            whose = "the account of the token has not accepted its terms" if has_token else "no token was sent"
             cure = f"Accept the terms on {self._host}/{self.hub_id}, and set HF_TOKEN to a token of that account"
             return self.refusal(f"it is gated, and {whose} (HTTP {status})", cure)
         if code == "RevisionNotFound":

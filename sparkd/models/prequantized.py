@@ -38,12 +38,12 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
     shape = _comparable(shape_of(checkpoint.config))
     for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
         try:
-            found = read_checkpoint(folder) if source.startswith("/") else _whole(folder)
-            same = found is not None and found.quantization is not None and _comparable(shape_of(found.config)) == shape
+            candidate = read_checkpoint(folder) if source.startswith("/") else _whole(folder)
+            same = candidate is not None and candidate.quantization is not None and _comparable(shape_of(candidate.config)) == shape
         except CheckpointError:
             continue  # nothing that could be served, so nothing to offer
-        if found is not None and same:
-            yield name, found
+        if candidate is not None and same:
+            yield name, candidate
 
 
 def is_quantized_name(name: str, of: str) -> bool:
@@ -75,12 +75,12 @@ def _cached(hub_id: str, environ: Mapping[str, str]) -> Iterator[tuple[str, Path
     except OSError:
         return
     for folder in folders:
-        found = _HUB_FOLDER.fullmatch(folder.name)
-        if found is None or not is_quantized_name(found["name"], name):
+        match = _HUB_FOLDER.fullmatch(folder.name)
+        if match is None or not is_quantized_name(match["name"], name):
             continue
-        other = f"{found['owner']}/{found['name']}"
+        other = f"{match['owner']}/{match['name']}"
         snapshot = snapshot_of(other, None, environ)
-        if snapshot is not None and (found["owner"] == owner or hub_id in _bases(snapshot)):
+        if snapshot is not None and (match["owner"] == owner or hub_id in _bases(snapshot)):
             yield other, snapshot
 
 
@@ -92,13 +92,13 @@ def _bases(snapshot: Path) -> list[str]:
     except OSError:
         return []
     front = card.removeprefix("---\n").partition("\n---")[0] + "\n" if card.startswith("---\n") else ""
-    found = _BASE.search(front)
-    if found is None:
+    match = _BASE.search(front)
+    if match is None:
         return []
-    listed = [line.strip().lstrip("-") for line in found[2].splitlines()]
-    return [name.strip().strip("'\"") for name in (found[1], *listed) if name.strip()]
+    listed = [line.strip().lstrip("-") for line in match[2].splitlines()]
+    return [name.strip().strip("'\"") for name in (match[1], *listed) if name.strip()]
 
 
 def _whole(snapshot: Path) -> Checkpoint | None:
-    found = complete(snapshot)
-    return assembled(*found) if found is not None else None
+    parts = complete(snapshot)
+    return assembled(*parts) if parts is not None else None

@@ -60,5 +60,5 @@ def refuse_over_admin(own: Table, model: ModelConfig) -> None:
     if model.trusts_code():
         for key in ("model", "revision"):
             if key in own:
-                why = "The recipe runs code that comes with its own model at its own revision"
-                raise ConfigError(f"{key}: {why}: another one is refused over the admin API. Leave {key} out.", param=key)
+                reason = "The recipe runs code that comes with its own model at its own revision"
+                raise ConfigError(f"{key}: {reason}: another one is refused over the admin API. Leave {key} out.", param=key)

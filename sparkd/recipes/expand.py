@@ -86,28 +86,28 @@ def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[Config
     The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. A contradiction is a
     problem; a value of the wrong kind is left for the validation.
     """
-    given = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
+    choices = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
     if entry.get("speculative") is False:
-        given["speculative"] = "off"
+        choices["speculative"] = "off"
     for key, message in contradictions(entry, _words(entry)):
         problems.append(entry.places[key].problem(f"models.{name}.{message}"))
-    if entry.get("recipe") is not None and given["recipe"] is None:
+    if entry.get("recipe") is not None and choices["recipe"] is None:
         return _with_some_model(entry)
-    if all(value is None for value in given.values()):
+    if all(value is None for value in choices.values()):
         return entry
     path = f"models.{name}"
     file, variant = None, None
-    if isinstance(given["recipe"], str):
-        file, variant = _looked_up(given["recipe"], entry.places["recipe"], path, book, problems)
+    if isinstance(choices["recipe"], str):
+        file, variant = _looked_up(choices["recipe"], entry.places["recipe"], path, book, problems)
         if file is None:
             return _with_some_model(entry)
     merged = Table()
-    for layer in _layers(file, variant, given["profile"], entry, merged):
+    for layer in _layers(file, variant, choices["profile"], entry, merged):
         _lay(merged, layer)
     place = entry.places.get("recipe", Location())
     if file is not None and "model" not in entry:
         merged.put("model", file.model(variant), file.place())
-    _lay(merged, _speculation(path, file, variant, given, merged, entry, problems))
+    _lay(merged, _speculation(path, file, variant, choices, merged, entry, problems))
     _lay(merged, entry)
     if file is not None:
         _check_nodes(path, file, merged, problems, place)
@@ -116,14 +116,14 @@ def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[Config
 
 def offered(file: RecipeFile, variant: str | None) -> list[Method]:
     """The choices of speculative decoding that a recipe has."""
-    found = file.speculation(variant)
-    return [method for method in METHODS if method not in ("mtp", "dflash") or getattr(found, method) is not None]
+    drafts = file.speculation(variant)
+    return [method for method in METHODS if method not in ("mtp", "dflash") or getattr(drafts, method) is not None]
 
 
 def default_method(file: RecipeFile, variant: str | None) -> str:
     """How a model of the recipe speculates where nobody chooses: one of METHODS, or vLLM's name of what the recipe's own flags ask for."""
     named = file.speculation(variant).default
-    args = [str(arg) for table in file.settings(variant) if isinstance(found := table.get(_ARGS), list) for arg in found]
+    args = [str(arg) for table in file.settings(variant) if isinstance(listed := table.get(_ARGS), list) for arg in listed]
     config = speculative_config(args)
     return draft_method(config) if named == "off" and config is not None else named
 
@@ -134,12 +134,12 @@ def _looked_up(
     name, variant = book.split(wanted)
     file, wrong = book.read(name, variant)
     if file is None:
-        told = [problem if problem.line else place.problem(f"{path}.recipe: {_of_file(problem)}") for problem in wrong]
+        located = [problem if problem.line else place.problem(f"{path}.recipe: {_of_file(problem)}") for problem in wrong]
         # Two models may have one recipe.
-        problems += [problem for problem in told if problem not in problems]
+        problems += [problem for problem in located if problem not in problems]
     elif variant is not None and variant not in file.recipe.variants:
-        known = ", ".join(file.recipe.variants) or "none"
-        message = f"{path}.recipe: {name} has no variant {variant[:64]!r}{book.no_registry(variant)}. It has: {known}."
+        variants = ", ".join(file.recipe.variants) or "none"
+        message = f"{path}.recipe: {name} has no variant {variant[:64]!r}{book.no_registry(variant)}. It has: {variants}."
         problems.append(place.problem(message))
         return None, None
     return file, variant
@@ -174,16 +174,16 @@ def _speculation(
     path: str,
     file: RecipeFile | None,
     variant: str | None,
-    given: Mapping[str, Any],
+    choices: Mapping[str, Any],
     merged: Table,
     entry: Table,
     problems: list[ConfigProblem],
 ) -> Table:
     """The keys that the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
-    method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Location()))
+    method, place = choices["speculative"], entry.places.get("speculative", entry.places.get("recipe", Location()))
     configured, written = (_speculative(_words(layer)) for layer in (entry, merged))
     if method is None and not configured:
-        method = PROFILES[given["profile"]].speculative if given["profile"] in PROFILES else None
+        method = PROFILES[choices["profile"]].speculative if choices["profile"] in PROFILES else None
         if method is None and file is not None:
             method = file.speculation(variant).default
             if written and method == "off":
@@ -199,21 +199,21 @@ def _speculation(
         return Table()
     try:
         sequences, quantize = (entry.get(key, merged.get(key)) for key in ("max_num_seqs", "quantize"))
-        found = speculating(method, offers, str(model), sequences, quantize is not None)
+        added = speculating(method, offers, str(model), sequences, quantize is not None)
     except ValueError as error:
         problems.append(place.problem(f"{path}.speculative {error}."))
         return Table()
-    if configured or (written and given["speculative"] is None and method != "off"):
+    if configured or (written and choices["speculative"] is None and method != "off"):
         whose = "extra_args" if configured else "the extra_args of the recipe"
         problems.append(place.problem(f"{path}: {SPECULATIVE} in {whose} and 'speculative:' contradict each other: remove one of them."))
-    problems += _contradictions(path, method, found, merged, entry)
-    settings = {key: value for key, value in found.settings.items() if key in found.own or merged.get(key) is None}
-    layer = table_of({**settings, "env": dict(found.env)} if found.env else settings, place)
+    problems += _contradictions(path, method, added, merged, entry)
+    settings = {key: value for key, value in added.settings.items() if key in added.own or merged.get(key) is None}
+    layer = table_of({**settings, "env": dict(added.env)} if added.env else settings, place)
     if isinstance(merged.get(_ARGS), Items):
-        kept = [arg for arg in without(_words(merged), SPECULATIVE[2:]) if flag_name(arg) not in found.drops]
-        merged.put(_ARGS, _items(kept, merged.places[_ARGS]), merged.places[_ARGS])
-    if found.args:
-        layer.put(_ARGS, _items(found.args, place), place)
+        args = [arg for arg in without(_words(merged), SPECULATIVE[2:]) if flag_name(arg) not in added.drops]
+        merged.put(_ARGS, _items(args, merged.places[_ARGS]), merged.places[_ARGS])
+    if added.args:
+        layer.put(_ARGS, _items(added.args, place), place)
     return layer
 
 
@@ -227,27 +227,27 @@ def _speculative(args: Iterable[str]) -> bool:
     return any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
 
 
-def _contradictions(path: str, method: Method, found: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
+def _contradictions(path: str, method: Method, added: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
     """Each key, flag and variable of the model, or of its recipe and profile, that a draft cannot live with."""
-    for key, allowed in found.fixed.items():
+    for key, allowed in added.fixed.items():
         holder = entry if key in entry else merged
         value, needs = holder.get(key), " or ".join(map(str, allowed))
-        if value is None or value in allowed or (holder is merged and key in found.own):
+        if value is None or value in allowed or (holder is merged and key in added.own):
             continue
-        told = f"{path}.{key}: speculative {method} needs {needs}, because {found.why}. Remove {key}, or choose another method."
+        problem = f"{path}.{key}: speculative {method} needs {needs}, because {added.why}. Remove {key}, or choose another method."
         if holder is merged:
-            told = f"{path}.speculative: {method} needs {key} {needs}, because {found.why}, and the recipe has {str(value)[:48]}. "
-            told += f"Set {key} of the model to one of those, or choose another method."
-        yield holder.places[key].problem(told)
-    for flag, wanted in found.flags.items():
+            problem = f"{path}.speculative: {method} needs {key} {needs}, because {added.why}, and the recipe has {str(value)[:48]}. "
+            problem += f"Set {key} of the model to one of those, or choose another method."
+        yield holder.places[key].problem(problem)
+    for flag, wanted in added.flags.items():
         for layer, whose in ((merged, "the recipe"), (entry, path)):
-            given = next((value for *_, value in reversed(list(values_of(_words(layer), flag))) if value.upper() != wanted), None)
-            if given is not None:
+            other = next((value for *_, value in reversed(list(values_of(_words(layer), flag))) if value.upper() != wanted), None)
+            if other is not None:
                 yield layer.places[_ARGS].problem(
-                    f"{path}.speculative: {method} needs --{flag} {wanted}, and extra_args of {whose} have {given[:48]}. "
+                    f"{path}.speculative: {method} needs --{flag} {wanted}, and extra_args of {whose} have {other[:48]}. "
                     "Remove one of them, or choose another method."
                 )
-    for name, wanted in found.env.items():
+    for name, wanted in added.env.items():
         for layer, whose in ((merged, "the recipe"), (entry, path)):
             variables = _merged_map(Table(), layer.get("env"))
             if isinstance(variables, Table) and str(variables.get(name, wanted)) != wanted:

@@ -154,7 +154,7 @@ class RecipeFile:
 
     def settings(self, variant: str | None) -> list[Table]:
         """The keys of a model, the recipe's and then the variant's."""
-        return [found for found in (_inner(self.table, _SETTINGS), _inner(self.table, "variants", variant, _SETTINGS)) if found is not None]
+        return [table for table in (_inner(self.table, _SETTINGS), _inner(self.table, "variants", variant, _SETTINGS)) if table is not None]
 
     def profile(self, name: str) -> Table | None:
         """The keys that the recipe changes in a profile."""
@@ -213,10 +213,10 @@ def refuse_as_model(text: str) -> None:
         return
     with path.open("rb") as file:
         foreign = is_foreign(yaml_file.parse(file.read(yaml_file.MAX_BYTES + 1), text, {}).table)
-    told = "a recipe's file, not a model: put it into your recipes_dir, and give its name"
+    kind = "a recipe's file, not a model: put it into your recipes_dir, and give its name"
     if foreign:
-        told = f"a recipe of another launcher: `sparkd recipes import {quote(text)} --to FILE` makes one of sparkd's, for your recipes_dir"
-    raise ConfigError(f"{text} is {told}.")
+        kind = f"a recipe of another launcher: `sparkd recipes import {quote(text)} --to FILE` makes one of sparkd's, for your recipes_dir"
+    raise ConfigError(f"{text} is {kind}.")
 
 
 def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[ConfigProblem]]:
@@ -275,9 +275,9 @@ def _canonical_settings(table: Table, problems: list[ConfigProblem]) -> None:
             message = f"{'.'.join((*path, name))} is not allowed in a recipe. Set it on the model that uses the recipe."
             problems.append(settings.places[name].problem(message))
             del settings[name]
-        holder[key] = made = canonical(settings, ModelConfig, problems, path)
-        for name, message in contradictions(made, _arguments(made)):
-            problems.append(made.places[name].problem(f"{'.'.join(path)}.{message}"))
+        holder[key] = own = canonical(settings, ModelConfig, problems, path)
+        for name, message in contradictions(own, _arguments(own)):
+            problems.append(own.places[name].problem(f"{'.'.join(path)}.{message}"))
 
 
 def _arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -140,9 +140,9 @@ def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any
     if not isinstance(defaults, Mapping):
         raise ConfigError("defaults must be a map of 'key: value' lines.")
     values = {**defaults, **overrides}
-    if "tensor_parallel" not in overrides and (told := _on_one_node(table, defaults.get("tensor_parallel", 1), version)):
+    if "tensor_parallel" not in overrides and (note := _on_one_node(table, defaults.get("tensor_parallel", 1), version)):
         values["tensor_parallel"] = 1
-        notes.append(told)
+        notes.append(note)
     if isinstance(table.get("model"), str):
         values.setdefault("model", table["model"])
     command = _command(table, values, version, notes, flags)
@@ -181,7 +181,7 @@ def parser_flags(settings: Mapping[str, Any]) -> list[str]:
 def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table) -> Iterator[str]:
     """settings: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses and for a parser that it does
     not have, where the recipe has neither a mod nor the image of a fork."""
-    args, env, given = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
+    args, env, chosen = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
     brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
     listed = table.get("mods")
     mods = [mod for mod in (listed if isinstance(listed, list) else [listed]) if isinstance(mod, str) and _PLAIN.fullmatch(mod)]
@@ -191,17 +191,17 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table
         for *_, value in values_of(args, name):
             if not value.startswith("/") and _PLAIN.fullmatch(value):
                 yield f"--{name} {value} is a file that {whose}: get the file, and write its full path there."
-    if not given or (known := flags()) is None:
+    if not chosen or (installed := flags()) is None:
         return
-    parsers = list(unknown_parsers(given, env, None))
+    parsers = list(unknown_parsers(chosen, env, None))
     if not brought and not is_fork(table.get("container")):
-        for reason in (*misfits(args, env, known), *parsers):
+        for reason in (*misfits(args, env, installed), *parsers):
             raise ConfigError(f"vLLM would refuse an argument of this recipe. {reason}")
     for reason in parsers:
         yield f"{reason} If {whose} it, use an image that has it."
     for flag in filter(None, dict.fromkeys(map(flag_name, args))):
-        if not known.named(flag.rstrip("+")):
-            yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or use an image that has it."
+        if not installed.named(flag.rstrip("+")):
+            yield f"--{flag} is no flag of vLLM {installed.version}, but one that {whose}: remove it, or use an image that has it."
 
 
 def is_fork(image: Any) -> bool:
@@ -260,8 +260,8 @@ def _filled(command: Command, unknown: set[str]) -> None:
     if str(command.settings.get("tensor_parallel")) in unknown:
         name = command.settings.pop("tensor_parallel")
         command.notes.append(f"tensor_parallel is left out: {name} has no value here, and auto chooses by the memory of the nodes.")
-    kept = [*map(str, command.settings.values()), *command.args, *command.served, *command.env.values(), command.model or ""]
-    if missing := next((each for each in sorted(unknown) if any(each in text for text in kept)), None):
+    texts = [*map(str, command.settings.values()), *command.args, *command.served, *command.env.values(), command.model or ""]
+    if missing := next((each for each in sorted(unknown) if any(each in text for text in texts)), None):
         name = missing.strip("{}")
         raise ConfigError(f"the command names {missing}, and defaults has no such key: import it with -o {name}=VALUE.")
 
@@ -272,10 +272,10 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     for name, reason in {**placed, **dict(owned_env(env))}.items():
         notes.append(f"{name} is left out: {reason}.")
         del env[name]
-    said = translated(command.args, env, release)
-    notes += said.notes
-    notes += [f"refused: {reason}" for reason in said.refused]
-    for *_, text in values_of(said.args, SPECULATIVE[2:]):
+    translation = translated(command.args, env, release)
+    notes += translation.notes
+    notes += [f"refused: {reason}" for reason in translation.refused]
+    for *_, text in values_of(translation.args, SPECULATIVE[2:]):
         try:
             json.loads(text)
         except ValueError:
@@ -285,14 +285,15 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
         settings.setdefault("revision", table["model_revision"])
     if command.served:
         settings["served_model_name"] = command.served
-    if said.env:
-        settings["env"] = dict(said.env)
-    if said.args:
-        settings["extra_args"] = list(said.args)
+    if translation.env:
+        settings["env"] = dict(translation.env)
+    if translation.args:
+        settings["extra_args"] = list(translation.args)
     metadata = table.get("metadata") if isinstance(table.get("metadata"), Mapping) else {}
-    told = [str(text).strip() for text in (table.get("description"), (metadata or {}).get("description"), table.get("name")) if text]
+    texts = (table.get("description"), (metadata or {}).get("description"), table.get("name"))
+    descriptions = [str(text).strip() for text in texts if text]
     recipe: dict[str, Any] = {
-        "description": told[0] if told else model,
+        "description": descriptions[0] if descriptions else model,
         "model": model,
         "sources": {},
     }
@@ -315,7 +316,7 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
 
 def _environment(env: Any, notes: list[str]) -> dict[str, str]:
     """Values as text. A variable of the shell in one is looked up by whoever uses the recipe: ${env.NAME} is how our files say it."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for name, value in (env if isinstance(env, Mapping) else {}).items():
         text = ("1" if value else "0") if isinstance(value, bool) else str(value)
         used = sorted({first or second for first, second in _VARIABLE.findall(text)})
@@ -324,8 +325,8 @@ def _environment(env: Any, notes: list[str]) -> dict[str, str]:
             continue
         if used:
             notes.append(f"env.{name} takes {', '.join(used)} from the environment of the recipe's user: check that this is intended.")
-        found[name] = _VARIABLE.sub(lambda match: "${env." + (match[1] or match[2]) + "}", text)
-    return found
+        variables[name] = _VARIABLE.sub(lambda match: "${env." + (match[1] or match[2]) + "}", text)
+    return variables
 
 
 def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
@@ -335,8 +336,8 @@ def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
         most = 1
     if table.get("cluster_only") is True or table.get("mode") == "cluster":
         least = max(2, least) if isinstance(least, int) else 2
-    found = {"min": least, "max": most}
-    return {name: count for name, count in found.items() if isinstance(count, int) and not isinstance(count, bool)} or None
+    counts = {"min": least, "max": most}
+    return {name: count for name, count in counts.items() if isinstance(count, int) and not isinstance(count, bool)} or None
 
 
 def _kind(image: str) -> str:

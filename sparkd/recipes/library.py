@@ -60,22 +60,22 @@ class RecipeLibrary:
 
     def names(self) -> dict[str, Path]:
         """Name -> file, in alphabetical order."""
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for folder in self._folders:
             try:
                 files = [path for path in folder.iterdir() if path.suffix == _SUFFIX and path.is_file()]
             except OSError:
                 continue
             for path in files:
-                found.setdefault(path.stem, path)
-        return dict(sorted(found.items()))
+                paths.setdefault(path.stem, path)
+        return dict(sorted(paths.items()))
 
     def split(self, name: str) -> tuple[str, str | None]:
         """`qwen@long` -> the recipe qwen, its variant long. `qwen@eugr` and `qwen@eugr@long`, where eugr is a registry -> the recipe
         qwen@eugr."""
         recipe, at, rest = name.partition(VARIANT)
         registry, more, variant = rest.partition(VARIANT)
-        if at and (known := self._registries) is not None and registry in known:
+        if at and (registries := self._registries) is not None and registry in registries:
             return f"{recipe}{VARIANT}{registry}", variant if more else None
         return recipe, rest if at else None
 
@@ -121,10 +121,10 @@ class RecipeLibrary:
     def no_registry(self, name: str | None) -> str:
         """That `name` is no registry either, with those that there are, as a part of a message; empty where there are none."""
         try:
-            known = self._registries.known(name) if name is not None and self._registries is not None else ""
+            names = self._registries.known(name) if name is not None and self._registries is not None else ""
         except SparkdError:
             return ""
-        return f", and {name[:64]!r} no registry ({known})" if name is not None and known else ""
+        return f", and {name[:64]!r} no registry ({names})" if name is not None and names else ""
 
     def find(self, name: str) -> RecipeFile:
         """As `read`; raises ConfigError with the first problems."""

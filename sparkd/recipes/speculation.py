@@ -77,8 +77,8 @@ def speculating(method: Method, offered: Speculation | None, model: str, max_num
         config["moe_backend"] = draft.moe_backend
     if method == "mtp":
         fixed = {key: (value,) for key, value in draft.needs.items()}
-        why, own = "the draft works with no other value", frozenset(draft.needs)
-        return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why=why, own=own)
+        reason, own = "the draft works with no other value", frozenset(draft.needs)
+        return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why=reason, own=own)
     # The drafter's attention is left to vLLM. DeepGEMM is incompatible with the draft's path, and other attention crashes on SM121 (14.7).
     attention = {} if any(flag_name(arg) == "attention-backend" for arg in draft.args) else {"attention-backend": "TRITON_ATTN"}
     return Speculating(

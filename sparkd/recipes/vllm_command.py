@@ -156,9 +156,9 @@ def read_arguments(words: Sequence[str], command: Command, table: Table = no_tab
             command.args += [word] if equals else [word, *taken]
     if owned:
         command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(dict.fromkeys(owned))}.")
-    for kept, gone in (("memory_gib", "gpu_memory_utilization"), ("kv_cache", "gpu_memory_utilization")):
-        if kept in command.settings and command.settings.pop(gone, None) is not None:
-            command.notes.append(f"{gone} is left out: the command has {kept} too, which vLLM uses instead.")
+    for used, gone in (("memory_gib", "gpu_memory_utilization"), ("kv_cache", "gpu_memory_utilization")):
+        if used in command.settings and command.settings.pop(gone, None) is not None:
+            command.notes.append(f"{gone} is left out: the command has {used} too, which vLLM uses instead.")
     command.args = _one_speculation(command.args)
 
 
@@ -167,11 +167,11 @@ def _in_full(name: str, table: Table) -> str:
     several."""
     if not name or name in _READ or not any(flag.startswith(name) for flag in _READ):
         return name
-    known = table()
-    found = {flag for flag in _READ if flag.startswith(name)} if known is None else known.named(name)
-    if len(found) > 1 and (known is None or len({known.flags[flag].of for flag in found}) > 1):
-        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in sorted(found)[:4])}: write out which.")
-    return min(found, default=name)
+    flags = table()
+    matches = {flag for flag in _READ if flag.startswith(name)} if flags is None else flags.named(name)
+    if len(matches) > 1 and (flags is None or len({flags.flags[flag].of for flag in matches}) > 1):
+        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in sorted(matches)[:4])}: write out which.")
+    return min(matches, default=name)
 
 
 def _one_speculation(args: list[str]) -> list[str]:
@@ -210,18 +210,18 @@ def _is_flag(word: str) -> bool:
 def _values(words: Sequence[str], start: int, name: str) -> list[str]:
     """The values of the flag before `start`: all words up to the next flag, but of one that takes one value, or none, no more."""
     most = 0 if name in _WITHOUT_VALUE else 1 if name in _KEYS or name in _ONE_VALUE else len(words)
-    found: list[str] = []
+    values: list[str] = []
     for word in words[start : start + most]:
         if _is_flag(word):
             break
-        found.append(word)
-    return found
+        values.append(word)
+    return values
 
 
 def _lines(text: str) -> list[str]:
     """Whole lines: continuations joined, also those with blanks behind the backslash; comments and empty lines left out."""
-    kept = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\[ \t]*(?:\n|$)", " ", "\n".join(kept))
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\[ \t]*(?:\n|$)", " ", "\n".join(lines))
     # A semicolon at the end of a line ends it no more than the line does.
     return [line for each in joined.splitlines() if (line := each.strip().removesuffix(";").rstrip())]
 
@@ -242,12 +242,12 @@ def _split(line: str) -> list[str]:
 
 def _assignments(tokens: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """NAME=value words at the beginning, as `env` and `export` have them, and what is left."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     rest = tokens[1:] if tokens and tokens[0] in ("export", "env", "exec") else tokens
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-        found.append((match[1], match[2]))
+        pairs.append((match[1], match[2]))
         rest = rest[1:]
-    return found, rest
+    return pairs, rest
 
 
 def _served(words: list[str]) -> list[str] | None:

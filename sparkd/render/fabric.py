@@ -20,29 +20,29 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _WRAP = 110
 
 
-def fabric(found: Mapping[str, Any], console: Console) -> None:
+def fabric(report: Mapping[str, Any], console: Console) -> None:
     """What `sparkd.fabric.report.report` answers."""
-    found = all_printable(found)
+    report = all_printable(report)
     double, single = ("══", "──") if console.encoding in ("utf-8", "utf8") else ("==", "--")
-    for node in found["nodes"]:
-        _node(node, found["cables"], console, double)
-    if found["cables"]:
-        console.print(Text.assemble(("Cables", "bold"), f"  ({found['topology']})"))
-        for cable in found["cables"]:
+    for node in report["nodes"]:
+        _node(node, report["cables"], console, double)
+    if report["cables"]:
+        console.print(Text.assemble(("Cables", "bold"), f"  ({report['topology']})"))
+        for cable in report["cables"]:
             _cable(cable, console, double, single)
         console.print()
-    _rates(found.get("rates", ()), console)
-    offers(found.get("offered", ()), console)
-    findings(found["findings"], console)
+    _rates(report.get("rates", ()), console)
+    offers(report.get("offered", ()), console)
+    findings(report["findings"], console)
 
 
-def nodes(found: Mapping[str, Any], console: Console) -> None:
+def nodes(report: Mapping[str, Any], console: Console) -> None:
     """`sparkd nodes`: what `GET /admin/v1/nodes` answers."""
-    found = all_printable(found)
+    report = all_printable(report)
     grid = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("NODE", "AGENT", "MEMORY", "FREE", "LENT", "HELD"):
         grid.add_column(column, no_wrap=True, justify="left" if column in ("NODE", "AGENT") else "right")
-    for node in found["nodes"]:
+    for node in report["nodes"]:
         reading = node["reading"] or {}
         agent = Text("answers", style="green") if node["agent"] else Text("does not answer", style="red")
         sizes = (reading.get("mem_total_bytes"), reading.get("mem_available_bytes"))
@@ -50,35 +50,35 @@ def nodes(found: Mapping[str, Any], console: Console) -> None:
         grid.add_row(
             Text(node["address"] + (" (daemon)" if node["local"] else "")),
             agent,
-            *("-" if one is None else f"{one / (1 << 30):.1f} GiB" for one in sizes),
+            *("-" if size is None else f"{size / (1 << 30):.1f} GiB" for size in sizes),
             "-" if lent is None else f"{lent:g} GiB",
             f"{node['reserved_gib']:g} GiB",
         )
     console.print(grid)
-    offers(found["offered"], console, found["head"])
+    offers(report["offered"], console, report["head"])
 
 
-def offers(found: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
+def offers(machines: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
     """The machines that could join. head: Ray's address of the head; one on loopback nobody can join yet."""
     ready = head is not None and not head.startswith("127.")
     how = f"`sparkd join {head}` there" if ready else "`sparkd join` there (`sparkd token` here prints the command)"
-    for one in all_printable(list(found)):
-        console.print(Text(f"offered  {one['told']}, not joined: run {how}", style="cyan"))
+    for machine in all_printable(list(machines)):
+        console.print(Text(f"offered  {machine['told']}, not joined: run {how}", style="cyan"))
 
 
-def environment(found: Mapping[str, Any], console: Console) -> None:
+def environment(report: Mapping[str, Any], console: Console) -> None:
     """Each node's variables as a shell takes them, the reason below as a comment."""
-    for node, settings in all_printable(found["environment"]).items():
+    for node, settings in all_printable(report["environment"]).items():
         console.print(Text(f"# {node}", style="bold"), soft_wrap=True)
-        for one in settings:
-            if one["value"] is None:
-                console.print(Text(f"# {one['name']} stays unset", style="dim"), soft_wrap=True)
+        for setting in settings:
+            if setting["value"] is None:
+                console.print(Text(f"# {setting['name']} stays unset", style="dim"), soft_wrap=True)
             else:
-                console.print(Text(f"{one['name']}={shlex.quote(one['value'])}"), soft_wrap=True)
-            source = "" if one["source"] == "computed" else f"{one['source']}, "
+                console.print(Text(f"{setting['name']}={shlex.quote(setting['value'])}"), soft_wrap=True)
+            source = "" if setting["source"] == "computed" else f"{setting['source']}, "
             width = min(console.width, _WRAP) if console.is_terminal else console.width
-            told = textwrap.fill(source + one["reason"], width, initial_indent="#   ", subsequent_indent="#   ")
-            console.print(Text(told, style="dim"), soft_wrap=True)
+            reason = textwrap.fill(source + setting["reason"], width, initial_indent="#   ", subsequent_indent="#   ")
+            console.print(Text(reason, style="dim"), soft_wrap=True)
         console.print()
 
 
@@ -116,10 +116,10 @@ def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
 
 
 def _others(title: str, interfaces: Iterable[Mapping[str, Any]], console: Console) -> None:
-    for one in interfaces:
-        live = one["up"] and one["carrier"]
-        shown = f"{_speed(one)} {' '.join(one['addresses']) or 'no address'}" if live else "not connected"
-        console.print(Text(f"  {title:<5}  {one['name']}  {shown.strip()}", style="" if live else "dim"))
+    for interface in interfaces:
+        live = interface["up"] and interface["carrier"]
+        shown = f"{_speed(interface)} {' '.join(interface['addresses']) or 'no address'}" if live else "not connected"
+        console.print(Text(f"  {title:<5}  {interface['name']}  {shown.strip()}", style="" if live else "dim"))
 
 
 def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -150,40 +150,40 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
 
 def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
     """The rates that were measured between two nodes, beside what is normal."""
-    for one in rates:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["at_s"]))
-        beside = f" ({one['normal_gb_s']} is normal)" if one["normal_gb_s"] else ""
-        holds = one.get("holds", True)  # a daemon of an earlier release does not say
-        style = _STYLES[one["verdict"]] if holds else "dim"
-        line = Text(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}", style=style)
+    for rate in rates:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(rate["at_s"]))
+        beside = f" ({rate['normal_gb_s']} is normal)" if rate["normal_gb_s"] else ""
+        holds = rate.get("holds", True)  # a daemon of an earlier release does not say
+        style = _STYLES[rate["verdict"]] if holds else "dim"
+        line = Text(f"Measured  {rate['a']} - {rate['b']}  {rate['gb_s']:.2f} GB/s{beside}", style=style)
         stale = "" if holds else "; the links have changed since, measure again"
-        console.print(line.append(f"  {one['network'] or 'sockets'}, {when}{stale}", style="dim"))
+        console.print(line.append(f"  {rate['network'] or 'sockets'}, {when}{stale}", style="dim"))
 
 
-def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:
+def findings(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Worst first; what is fine and needs nothing is one line for each node."""
-    found = all_printable(list(found))
+    rows = all_printable(list(rows))
     grid = Ragged.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
     fine: dict[str, list[str]] = {}
     listed = []
-    for one in found:
-        if one["verdict"] == "ok" and not one["cure"]:
-            fine.setdefault(one["node"], []).append(one["check"])
+    for finding in rows:
+        if finding["verdict"] == "ok" and not finding["cure"]:
+            fine.setdefault(finding["node"], []).append(finding["check"])
         else:
-            listed.append(one)
-    for one in sorted(listed, key=lambda one: ("fail", "warn", "ok").index(one["verdict"])):
-        told = Text(f"{one['node']}, {one['about']}, {one['check']}: {one['evidence']}")
-        told.append(f"\n{one['cure']}", style="dim" if one["verdict"] == "ok" else "italic")
-        grid.add_row(Text(one["verdict"], style=_STYLES[one["verdict"]]), told)
+            listed.append(finding)
+    for finding in sorted(listed, key=lambda finding: ("fail", "warn", "ok").index(finding["verdict"])):
+        text = Text(f"{finding['node']}, {finding['about']}, {finding['check']}: {finding['evidence']}")
+        text.append(f"\n{finding['cure']}", style="dim" if finding["verdict"] == "ok" else "italic")
+        grid.add_row(Text(finding["verdict"], style=_STYLES[finding["verdict"]]), text)
     for node, checks in fine.items():
         grid.add_row(Text("ok", style=_STYLES["ok"]), Text(f"{node}: {', '.join(dict.fromkeys(checks))}"))
     console.print(grid)
 
 
-def _speed(one: Mapping[str, Any]) -> str:
-    speed = one["speed_mbps"]
+def _speed(interface: Mapping[str, Any]) -> str:
+    speed = interface["speed_mbps"]
     if not speed:
         return ""
     return f"{speed / 1000:g}G" if speed >= 1000 else f"{speed}M"

@@ -1,4 +1,4 @@
-"""How the command line looks: tables, bars, progress lines and plain words for what the admin API answers. Never asks anybody anything."""
+"""How the command line looks: tables, bars, progress lines and plain words for what the admin API answers. It asks no daemon."""
 
 from __future__ import annotations
 
@@ -87,39 +87,39 @@ def progress(console: Console) -> Iterator[Line]:
         yield lambda text, step: status.update(escape(printable(text)))
 
 
-def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, why: str | None = None) -> str:
+def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, reason: str | None = None) -> str:
     """`loading 50% as nvfp4, 31.7 of 63.4 GiB, 5.82 GB/s, about 5 s left`: only what is known, with a bar where `console` is a terminal.
 
-    why: what it waits for, or why it failed, as the daemon says it."""
-    known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
+    reason: what it waits for, or why it failed, as the daemon says it."""
+    facts = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
     words = _STAGES.get(state, state.lower())
-    if why and state in ("STOPPED", "FAILED"):
-        words = why if state == "STOPPED" else f"{words}: {why}"
-    kv = known.get("kv") or {}
+    if reason and state in ("STOPPED", "FAILED"):
+        words = reason if state == "STOPPED" else f"{words}: {reason}"
+    kv = facts.get("kv") or {}
     if state == "SIZING" and kv.get("phase") == "rehearsing" and kv.get("source") in (None, "rehearsal"):
         words = "rehearsing the largest batches, to size the KV cache"
-    if state == "LOADING" and known.get("phase") == "starting":
+    if state == "LOADING" and facts.get("phase") == "starting":
         words = "starting its engine"
-    if known.get("fraction") is not None and known.get("phase") == "loading":
-        cells = f" {bar(known['fraction'], BAR_CELLS, console)}" if console and console.is_terminal else ""
-        words += f"{cells} {known['fraction']:.0%}{_origin(known)}"
+    if facts.get("fraction") is not None and facts.get("phase") == "loading":
+        cells = f" {bar(facts['fraction'], BAR_CELLS, console)}" if console and console.is_terminal else ""
+        words += f"{cells} {facts['fraction']:.0%}{_origin(facts)}"
     parts = [words]
     if state == "LOADING":
-        parts += _amounts(known)
-    if known.get("weights_gib") is not None and len(parts) == 1:
-        parts.append(f"{known['weights_gib']:.2f} GiB of weights")
-    if known.get("kv_tokens") is not None:
-        parts.append(f"KV cache of {known['kv_tokens']:,} tokens")
-    if known.get("eta_s") is not None:
-        parts.append(f"about {known['eta_s']:.0f} s left")
-    if known.get("cache_state") == "writing" and state != "LOADING":
+        parts += _amounts(facts)
+    if facts.get("weights_gib") is not None and len(parts) == 1:
+        parts.append(f"{facts['weights_gib']:.2f} GiB of weights")
+    if facts.get("kv_tokens") is not None:
+        parts.append(f"KV cache of {facts['kv_tokens']:,} tokens")
+    if facts.get("eta_s") is not None:
+        parts.append(f"about {facts['eta_s']:.0f} s left")
+    if facts.get("cache_state") == "writing" and state != "LOADING":
         parts.append("writing the quantized cache")
     return ", ".join(parts)
 
 
 def bar_in(conditions: Iterable[Condition]) -> Condition | None:
     """The first condition that keeps the daemon from loading any model."""
-    return next((one for one in conditions if one.reason in _BARS and one.node is None), None)
+    return next((condition for condition in conditions if condition.reason in _BARS and condition.node is None), None)
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
@@ -149,16 +149,16 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     numbers += ["PID"] if with_pid else []
     table = _table(["MODEL", "STATE", *numbers, "NODE", *(["SOURCE"] if wide else [])], right=numbers)
     for model in shown:
-        known = model["progress"] or {}
+        progress = model["progress"] or {}
         table.add_row(
             escape(model["name"]),
-            _state(model["state"], known, model.get("turn"), bool(model.get("doubt"))),
+            _state(model["state"], progress, model.get("turn"), bool(model.get("doubt"))),
             duration(now_s - model["since_s"]),
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
             *([_or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}")] if wide else []),
-            _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
-            *([*_kv_cells(known.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
+            _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
+            *([*_kv_cells(progress.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             *([str(model["ranks"][0]["pid"]) if model["ranks"] else "-"] if with_pid else []),
             escape(", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-"),
@@ -166,22 +166,22 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         )
     console.print(table)
     for model in shown:
-        known = model["progress"] or {}
-        if model["state"] == "PLANNED" or (model["state"] in ("LOADING", "WARMING", "SIZING") and known):
-            _say(console, f"{model['name']}: {stage(model['state'], known, console)}", "yellow")
-        kv = known.get("kv") or {}
+        progress = model["progress"] or {}
+        if model["state"] == "PLANNED" or (model["state"] in ("LOADING", "WARMING", "SIZING") and progress):
+            _say(console, f"{model['name']}: {stage(model['state'], progress, console)}", "yellow")
+        kv = progress.get("kv") or {}
         if kv.get("why") and model["state"] != "FAILED" and (wide or kv.get("phase") == "stock"):
             _say(console, f"{model['name']}: KV cache: {kv['why']}", "yellow")
         for word in ("source_why", "peak_why") if wide else ():
             if kv.get(word):
                 _say(console, f"{model['name']}: KV cache: {_sized_why(word, str(kv[word]))}", "yellow")
-        if known.get("cache_state") in ("failed", "skipped"):
-            why = known.get("cache_why") or "no reason was given"
-            _say(console, f"{model['name']}: its quantized weights were not cached: {why}", "yellow")
-        if told := " ".join(filter(None, (model["message"], model.get("doubt")))):
+        if progress.get("cache_state") in ("failed", "skipped"):
+            reason = progress.get("cache_why") or "no reason was given"
+            _say(console, f"{model['name']}: its quantized weights were not cached: {reason}", "yellow")
+        if message := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
-            _say(console, f"{model['name']}{reason}: {told}{retry}", _STYLES.get(model["state"], "yellow"))
+            _say(console, f"{model['name']}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -203,10 +203,10 @@ def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def layers(found: Mapping[str, Any], console: Console) -> None:
+def layers(listing: Mapping[str, Any], console: Console) -> None:
     """`sparkd ls --layers`: the classes of tensors, what is made of each, and the sums."""
     table = _table(["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"], right={"COUNT", "BYTES", "RESULT"})
-    for layer in found["layers"]:
+    for layer in listing["layers"]:
         table.add_row(
             escape(printable(layer["name"])),
             layer["class"],
@@ -217,13 +217,13 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
             Text(f"not {layer['refused']}", style="red") if layer["refused"] else layer["format"] or "-",
             _or_dash(layer["result_bytes"], size),
         )
-    total = found["result_bytes"]
-    share = "-" if total is None else f"{total / found['bytes'] if found['bytes'] else 1.0:.0%}"
-    table.add_row("all", "", f"{found['count']:,}", "", "", size(found["bytes"]), share, _or_dash(total, size), style="bold")
+    total = listing["result_bytes"]
+    share = "-" if total is None else f"{total / listing['bytes'] if listing['bytes'] else 1.0:.0%}"
+    table.add_row("all", "", f"{listing['count']:,}", "", "", size(listing["bytes"]), share, _or_dash(total, size), style="bold")
     console.print(table)
-    if found["quantization"]:
-        console.print(f"The checkpoint is quantized already: {found['quantization']}.", markup=False)
-    if (held := found["held"]) is not None:
+    if listing["quantization"]:
+        console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
+    if (held := listing["held"]) is not None:
         if held["refusal"]:
             _say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
@@ -231,23 +231,23 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
         if held["unloaded"]:
             parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
             console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)
-    for note in found["notes"]:
+    for note in listing["notes"]:
         _say(console, note, "yellow")
 
 
-def cached(found: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
+def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
     """`sparkd ls --cached`: the entries, below them why some would not be used, and the sum."""
     now_s = time.time() if now_s is None else now_s
-    rows = found["cached"]
-    if found["swept_bytes"]:
-        console.print(swept(found["swept_bytes"]), markup=False)
-    if found["writing_bytes"]:
-        fault = found["sweep_fault"]
-        told = f", or were left by a load that was killed and cannot be removed ({fault}): run this as sparkd's user" if fault else ""
-        _say(console, f"{size(found['writing_bytes'])} are being written{told}.", "yellow")
+    rows = answer["cached"]
+    if answer["swept_bytes"]:
+        console.print(swept(answer["swept_bytes"]), markup=False)
+    if answer["writing_bytes"]:
+        fault = answer["sweep_fault"]
+        cause = f", or were left by a load that was killed and cannot be removed ({fault}): run this as sparkd's user" if fault else ""
+        _say(console, f"{size(answer['writing_bytes'])} are being written{cause}.", "yellow")
     if not rows:
         hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
-        console.print(f"No quantized weights are kept in {found['folder']}. {hint}", markup=False, soft_wrap=True)
+        console.print(f"No quantized weights are kept in {answer['folder']}. {hint}", markup=False, soft_wrap=True)
         return
     table = _table(["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"], right={"SIZE", "MADE", "USED"})
     for row in rows:
@@ -264,8 +264,8 @@ def cached(found: Mapping[str, Any], console: Console, now_s: float | None = Non
     console.print(table)
     for row in (row for row in rows if not row["valid"]):
         _say(console, f"{row['name']}: {row['fault']}", "yellow")
-    limit = "" if found["limit_bytes"] is None else f" of {size(found['limit_bytes'])}"
-    console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {found['folder']}", markup=False, soft_wrap=True)
+    limit = "" if answer["limit_bytes"] is None else f" of {size(answer['limit_bytes'])}"
+    console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}", markup=False, soft_wrap=True)
 
 
 def swept(size_bytes: int) -> str:
@@ -318,8 +318,8 @@ def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:
 
     Bounded and without chance: a small model that is left to itself may go on to the end of its context, minutes on a CPU.
     """
-    asked = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 512, "temperature": 0}
-    body = json.dumps(asked, ensure_ascii=False)
+    request = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 512, "temperature": 0}
+    body = json.dumps(request, ensure_ascii=False)
     lines = [f"curl {base_url}/v1/chat/completions", "-H 'Content-Type: application/json'", f"-d {shlex.quote(body)}"]
     if needs_key:
         lines.insert(1, '-H "Authorization: Bearer $SPARKD_API_KEY"')
@@ -358,34 +358,34 @@ def _parser_cells(parsers: Mapping[str, Any]) -> list[str]:
     return [escape(str(parsers.get(kind) or "-")) for kind in ("tool", "reasoning")]
 
 
-def _sized_why(word: str, why: str) -> str:
-    return f"sized as it was because {why}" if word == "source_why" else f"{why}; its profile was corrected"
+def _sized_why(word: str, reason: str) -> str:
+    return f"sized as it was because {reason}" if word == "source_why" else f"{reason}; its profile was corrected"
 
 
-def _origin(known: Mapping[str, Any]) -> str:
-    if known.get("source") == "cache":
+def _origin(progress: Mapping[str, Any]) -> str:
+    if progress.get("source") == "cache":
         return " from the quantized cache"
-    return f" as {known['format']}" if known.get("format") else ""
+    return f" as {progress['format']}" if progress.get("format") else ""
 
 
-def _amounts(known: Mapping[str, Any]) -> list[str]:
+def _amounts(progress: Mapping[str, Any]) -> list[str]:
     """Bytes, rate and units, as far as they are known."""
     parts = []
-    if known.get("bytes_total") and known.get("bytes_done") is not None:
-        unit, name = (GIB, "GiB") if known["bytes_total"] >= GIB else (MIB, "MiB")
-        parts.append(f"{known['bytes_done'] / unit:.1f} of {known['bytes_total'] / unit:.1f} {name}")
-    if known.get("bytes_per_s"):
-        parts.append(f"{known['bytes_per_s'] / 1e9:.2f} GB/s")
-    if known.get("units_total") and known.get("units_done") is not None:
-        parts.append(f"{known['units_done']} of {known['units_total']} units")
+    if progress.get("bytes_total") and progress.get("bytes_done") is not None:
+        unit, name = (GIB, "GiB") if progress["bytes_total"] >= GIB else (MIB, "MiB")
+        parts.append(f"{progress['bytes_done'] / unit:.1f} of {progress['bytes_total'] / unit:.1f} {name}")
+    if progress.get("bytes_per_s"):
+        parts.append(f"{progress['bytes_per_s'] / 1e9:.2f} GB/s")
+    if progress.get("units_total") and progress.get("units_done") is not None:
+        parts.append(f"{progress['units_done']} of {progress['units_total']} units")
     return parts
 
 
-def _state(state: str, known: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
+def _state(state: str, progress: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
     """turn: its place among those that wait. doubted: the watchdog has asked its engine a question; where it goes, that matters more."""
     if turn is not None or (doubted and state == "READY"):
         return Text("SUSPECT" if turn is None else f"WAITS {turn}", style="yellow")
-    fraction = known.get("fraction")
+    fraction = progress.get("fraction")
     percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""
     return Text(state + percent, style=_STYLES.get(state, "yellow"))
 

@@ -53,46 +53,46 @@ OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each n
 GENEROUS, NAMED = 12, 4
 
 
-def plan(found: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
+def plan(answer: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
     """every: also the ways that are not legal, one line each."""
-    _head(found, page)
-    choice, refusal = found["choice"], found.get("refusal")
+    _head(answer, page)
+    choice, refusal = answer["choice"], answer.get("refusal")
     if refusal is not None:
         page.line(printable(refusal["message"]) + "\n", "red")
-    _options(found, page, every)
+    _options(answer, page, every)
     if choice is not None:
         _bars(choice, page)
         _how(choice, page)
-        _floor(found, page)
-    for note in found["notes"]:
+        _floor(answer, page)
+    for note in answer["notes"]:
         page.line(printable(note), "yellow")
 
 
-def _head(found: Mapping[str, Any], page: Page) -> None:
-    hardware, asked = found["hardware"], found["asked"]
-    stored = f"{found['quantization']}, " if found["quantization"] else ""
+def _head(answer: Mapping[str, Any], page: Page) -> None:
+    hardware, request = answer["hardware"], answer["asked"]
+    stored = f"{answer['quantization']}, " if answer["quantization"] else ""
     page.line(
         printable(
-            f"{found['model']}: {found['architecture']}, {found['layers']} layers, {stored}{gib(found['bytes'])} on disk"
-            f"{_unloaded(found['unloaded'])}, up to {found['max_len']:,} tokens"
+            f"{answer['model']}: {answer['architecture']}, {answer['layers']} layers, {stored}{gib(answer['bytes'])} on disk"
+            f"{_unloaded(answer['unloaded'])}, up to {answer['max_len']:,} tokens"
         ),
         "bold",
     )
-    if experts := found.get("unknown_experts"):
+    if experts := answer.get("unknown_experts"):
         size, names = gib(sum(experts.values())), ", ".join(list(experts)[:NAMED])
         reason = f"sparkd cannot quantize experts of these names ({names}). Choose a checkpoint that is quantized already"
         page.line(printable(f"{size} keep their precision in every format: {reason}."), "red")
-    requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
-    length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
-    length += f", drafting by {asked['speculative']}" if asked["speculative"] else ""
+    requests = f"{request['requests']} request{'s' if request['requests'] != 1 else ''} at once"
+    length = f"of {request['max_model_len']:,} tokens" if request["max_model_len"] else "of as many tokens as fit"
+    length += f", drafting by {request['speculative']}" if request["speculative"] else ""
     whose = hardware.get("of")
     if whose is not None:
-        nodes = f"{asked['nodes']} nodes of {whose}" if asked["nodes"] > 1 else f"the node of {whose}"
+        nodes = f"{request['nodes']} nodes of {whose}" if request["nodes"] > 1 else f"the node of {whose}"
     else:
-        nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
-    if (entry := found.get("entry")) is not None:
+        nodes = f"{request['nodes']} x {hardware['name']}" if request["nodes"] > 1 else hardware["name"]
+    if (entry := answer.get("entry")) is not None:
         page.line(printable(f"as the entry {entry['name']} of {entry['origin']} has it"))
-    each = " each" if whose is None or asked["nodes"] > 1 else ""
+    each = " each" if whose is None or request["nodes"] > 1 else ""
     page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
 
 
@@ -102,10 +102,10 @@ def _unloaded(sizes: Mapping[str, int]) -> str:
     return f" (vLLM leaves {gib(sum(sizes.values()))} there: {', '.join(words)})" if words else ""
 
 
-def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
+def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
     table = Columns(("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES), frozenset({"NODES", *_FIGURES}))
     rejected = []
-    for number, option in enumerate(found["options"]):
+    for number, option in enumerate(answer["options"]):
         parts = option["footprint"]
         if not option["fits"]:
             rejected.append(option)
@@ -127,11 +127,11 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
         )
     if table.rows:
         page.columns(table)
-        unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in found["options"])
+        unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in answer["options"])
         bound = "-: the speed of this machine is not known" if unknown else "TOKENS/S: upper bound for one request, from memory bandwidth"
         page.line(f"Weights, cache and rest are for one node. {bound}.", "dim")
-        page.line(_sureness(found["options"]), "dim")
-        page.line(_answered(found.get("vllm")) + "\n", "dim")
+        page.line(_sureness(answer["options"]), "dim")
+        page.line(_answered(answer.get("vllm")) + "\n", "dim")
     _rejected(rejected, page, every or not table.rows)
 
 
@@ -175,10 +175,10 @@ def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None
             way = f"{_format(option)} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}{split}"
             ways.setdefault(option["reason"], []).append(way)
     shown = list(ways.items()) if every else list(ways.items())[:GENEROUS]
-    for reason, found in shown:
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        page.line(printable(f"{', '.join(found[:NAMED])}{more}: {reason}."), "yellow")
-    if hidden := len(options) - sum(len(found) for _, found in shown):
+    for reason, choices in shown:
+        more = f" and {len(choices) - NAMED} more" if len(choices) > NAMED else ""
+        page.line(printable(f"{', '.join(choices[:NAMED])}{more}: {reason}."), "yellow")
+    if hidden := len(options) - sum(len(choices) for _, choices in shown):
         page.line(f"{hidden} more are rejected: --all shows why.", "dim")
     if options:
         page.line()
@@ -191,8 +191,8 @@ def _bars(choice: Mapping[str, Any], page: Page) -> None:
     bar = [(letter * width, style) for (_, letter, style), width in zip(SEGMENTS, widths, strict=True)]
     for number in range(choice["nodes"]):
         page.pieces([(f"node {number}  ", ""), *bar, (f"  {gib(parts['memory'])}", "")])
-    known = [((letter, style), (f" {_WORDS[name]} {gib(parts[name])}", "")) for name, letter, style in SEGMENTS if parts[name]]
-    page.pieces([piece for number, pair in enumerate(known) for piece in ([("  ", "")] if number else []) + list(pair)])
+    pairs = [((letter, style), (f" {_WORDS[name]} {gib(parts[name])}", "")) for name, letter, style in SEGMENTS if parts[name]]
+    page.pieces([piece for number, pair in enumerate(pairs) for piece in ([("  ", "")] if number else []) + list(pair)])
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
     page.line(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
@@ -245,11 +245,11 @@ def _told(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
 
 
-def _floor(found: Mapping[str, Any], page: Page) -> None:
+def _floor(answer: Mapping[str, Any], page: Page) -> None:
     page.line("With vLLM's own --gpu-memory-utilization instead:", "bold")
     figures = ("UTILIZATION", "ALLOWED", "FOR THE CACHE")
     table = Columns((*figures, ""), frozenset(figures))
-    for row in found["floor"]:
+    for row in answer["floor"]:
         verdict = "the smallest that works" if row["smallest"] else "works" if row["works"] else "fails"
         style = "bold green" if row["smallest"] else "" if row["works"] else "red"
         table.add(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)

@@ -128,10 +128,10 @@ class _Say:
         self.line(f"\n{text}", style="bold")
 
     def block(self, head: str, lines: Iterable[str]) -> None:
-        found = list(lines)
-        if found:
+        shown = list(lines)
+        if shown:
             self.head(head)
-        for line in found:
+        for line in shown:
             self.line(f"  {line}")
 
 

@@ -47,26 +47,26 @@ class Page:
 
         from sparkd.render.ragged_table import Ragged
 
-        made = Ragged(box=None, pad_edge=False, header_style="bold")
+        grid = Ragged(box=None, pad_edge=False, header_style="bold")
         for name in table.names:
-            made.add_column(name, justify="right" if name in table.right else "left", no_wrap=True)
+            grid.add_column(name, justify="right" if name in table.right else "left", no_wrap=True)
         for cells, style in table.rows:
-            made.add_row(*map(Text, cells), style=style or None)
-        self._console.print(made)
+            grid.add_row(*map(Text, cells), style=style or None)
+        self._console.print(grid)
 
 
 @contextmanager
 def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
     """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
     with ExitStack() as shown:
-        known: Mapping[str, Any] = {}
+        state: Mapping[str, Any] = {}
 
-        def told(done: int, total: int) -> None:
-            nonlocal known
-            if not known:
+        def show(done: int, total: int) -> None:
+            nonlocal state
+            if not state:
                 from sparkd.render.models import progress, terminal
 
-                known = {"line": shown.enter_context(progress(terminal(stderr=True)))}
-            known["line"](f"{source}: headers of {done} of {total} files", "")
+                state = {"line": shown.enter_context(progress(terminal(stderr=True)))}
+            state["line"](f"{source}: headers of {done} of {total} files", "")
 
-        yield told
+        yield show
