@@ -244,7 +244,7 @@ async def test_weights_that_a_copy_removed_or_left_are_told(tmp_path: Path) -> N
 
     told = "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors and 2 more"
     assert f"Removed from {B}, where an earlier pull had put it and {A} has it no longer: {told}. {B} has weights that {A}" in ended.message
-    assert "no pull put there: mine.safetensors; remove or move it there" in ended.message
+    assert "no pull put there: mine.safetensors; move or remove them there" in ended.message
 
 
 async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _dangling(folder: Path) -> None:
     [
         (_remove("config.json"), "there is no config.json in it"),
         (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "an adapter"),
-        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "a model's place in the hub's cache"),
+        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "the folder that the Hub's cache keeps a model in"),
         (_remove(*SHARDS, INDEX), "there are no weights in it"),
         (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "only *.bin, *.gguf"),
         (_remove("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors: the file is not there"),

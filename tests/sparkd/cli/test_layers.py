@@ -104,7 +104,7 @@ def test_columns_that_do_not_divide_are_told() -> None:
     found = listing(made, QuantizationRecipe.parse("int4"))
 
     told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
-    assert found.notes == (f"{told}loading them would fail, so keep them or give them int4-g64 or int4-g32.",)
+    assert found.notes == (f"{told}loading them would fail, so leave them unquantized or give them int4-g64 or int4-g32.",)
     # Nothing becomes of them, nor of all together.
     assert [(layer.format, layer.refused, layer.result_bytes is None) for layer in found.layers] == [
         (None, "int4-g128", True), ("int4-g128", None, False)

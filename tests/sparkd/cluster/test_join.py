@@ -151,7 +151,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     ("told", "words"),
     [
         ({"refused": "token"}, "does not take this token: `sparkd token` on the head prints its own"),
-        ({"refused": "silent", "why": "RpcError"}, "is no Ray head that answers .RpcError."),
+        ({"refused": "silent", "why": "RpcError"}, "No Ray head answers at .*RpcError"),
         (answer(ray="2.59.0"), "The head runs Ray 2.59.0 and this node 2.60.0.*install the same release of sparkd"),
         (answer(python="3.12.1"), "The head runs Python 3.12.1 and this node 3.11"),
         (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), f"The head runs sparkd 9.9 and this node {__version__}"),

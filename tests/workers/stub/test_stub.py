@@ -206,8 +206,8 @@ def test_refuses_a_cache_that_does_not_fit(spawn: Any, tmp_path: Path) -> None:
 
     assert process.wait_exit() == 1
     refused = read_kv(tmp_path / "m.kv")
-    assert (refused["phase"], refused["why"].startswith("The KV cache that was asked for needs 9.00 GiB and ")) == ("refused", True)
-    assert "ValueError: The KV cache that was asked for" in process.log.read_text()
+    assert (refused["phase"], refused["why"].startswith("The requested KV cache needs 9.00 GiB and ")) == ("refused", True)
+    assert "ValueError: The requested KV cache" in process.log.read_text()
 
 
 def test_refuses_what_its_worker_could_not_read(spawn: Any) -> None:
