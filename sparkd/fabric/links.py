@@ -241,7 +241,7 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Link]) -> Iterator[Find
             met = sorted({f"{address} {mac}" for name, address, mac in node.neighbours if name in names})
             evidence = f"it has a link, and its neighbours are {', '.join(met[:4]) if met else 'unknown'}"
             cure = (
-                "To use the Spark at the other end, run `sparkd join` there (`sparkd token` here prints the command). If it should be "
+                "To use the Spark at the other end, run `sparkd join` there (`sparkd token` here prints the command); if it should be "
                 "one of these nodes, check that the addresses of both ends are in one subnet, and ping it."
             )
             yield Finding("peer", WARN, node.node, cage.label, evidence, cure)
