@@ -422,7 +422,7 @@ async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
 
     if whole:
         assert ended.state is OperationState.SUCCEEDED, ended.message
-        assert "The hub was not contacted" in ended.message and f"what {B} has is whole" in ended.message
+        assert "The hub was not contacted" in ended.message and f"what {B} has is complete" in ended.message
         assert [node for node, _ in made.nodes.of("copy")] == [B, A]
     else:
         assert ended.state is OperationState.FAILED and "no listing" in ended.message

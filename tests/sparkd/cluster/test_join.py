@@ -127,8 +127,8 @@ def test_what_is_no_head_of_another_node(text: str, words: str) -> None:
     [
         (TimeoutError(), "nothing came back within 5 s.*firewall"),
         (ConnectionRefusedError(111, "Connection refused"), "nothing listens there.*cluster.port .6379."),
-        (OSError(113, "No route to host"), "no way to it .No route to host."),
-        (OSError(101, "Network is unreachable"), "no way to it"),
+        (OSError(113, "No route to host"), "no route to it .No route to host."),
+        (OSError(101, "Network is unreachable"), "no route to it"),
         (PermissionError(1, "Operation not permitted"), "Operation not permitted"),
     ],
 )

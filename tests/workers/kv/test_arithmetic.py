@@ -154,13 +154,13 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
             20 * GIB,
             13 * GIB,
             None,
-            "helps: a smaller cache (up to 12.0 GiB would fit, which is 2 of 32,768 tokens), or a smaller batch",
+            "fit: a smaller cache (up to 12.0 GiB would fit, which is 2 of 32,768 tokens), or a smaller batch",
         ),
         (
             10 * GIB,
             13 * GIB,
             None,
-            "helps: a smaller cache with a shorter context (up to 2.00 GiB and max_model_len 16,128 would fit), or 4-bit weights",
+            "fit: a smaller cache with a shorter context (up to 2.00 GiB and max_model_len 16,128 would fit), or 4-bit weights",
         ),
         (2 * GIB, None, None, "and 0.00 GiB are left"),
         (
