@@ -125,10 +125,8 @@ async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_
         await made.tick(3)
         view = made.supervisor.snapshot().models["large"]
         assert (view.state, view.reason) == ("FAILED", "DoesNotFit")
-        assert view.message is not None and view.message.endswith(
-            " goes that may (n 40 of 40 GiB). Nothing is started on o now: `sparkd status` says why. Wait for that, or ask for less "
-            "(memory_gib, kv_cache)."
-        )
+        assert view.message is not None
+        assert "(n 40 of 40 GiB). Nothing is started on o now: " in view.message and "(memory_gib, kv_cache)" in view.message
         made.cluster.node_readings = well
         await made.tick(3)
         assert made.state("large") == "LOADING", "it need not wait for its back-off"

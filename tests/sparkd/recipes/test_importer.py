@@ -466,7 +466,7 @@ def test_the_image_of_a_fork_may_know_more_flags() -> None:
         ("model: o/m\nsettings: {}\n", "in neither of the formats"),
         (with_command("vllm serve o/m --max-model-len {length}"), "-o length=VALUE"),
         (with_command("vllm serve o/m --max-num 3"), "--max-num may be any of --max-num-batched-tokens, --max-num-seqs"),
-        (with_command("vllm serve o/m --speculative-config.a 1 --speculative-config.a.b 2"), "no map"),
+        (with_command("vllm serve o/m --speculative-config.a 1 --speculative-config.a.b 2"), "not a map"),
         ("recipe_version: '1'\nmodel: o/m\n", "command is missing"),
         ("runtime: sglang\nmodel: o/m\ndefaults: {}\n", "sparkd runs vLLM only"),
         (with_command("sglang serve o/m"), "does not start with `vllm serve`"),

@@ -81,7 +81,7 @@ def followed(start: Start, cure: str, sentence: str) -> Start | None:
         made = replace(made, demand=start.demand.with_peaks(prefill, decoding))
     if "enforce_eager" in cure:
         made = replace(made, demand=replace(start.demand, graphs=0))
-    if "ending what else" in cure:
+    if "ending other programs" in cure:
         made = replace(made, room=1 << 50)
         if start.reserved is not None:  # it stays in the way
             return None
