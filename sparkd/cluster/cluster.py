@@ -133,7 +133,7 @@ class Cluster:
         differing = {address for address, error in self._link.unmet.items() if isinstance(error, CodeDiffers)}
         for address in differing:
             self._sight.stays(address, time.monotonic())
-        known, self._unreadable = self._unreadable, {}
+        before, self._unreadable = self._unreadable, {}
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
         (here, *others), _ = await asyncio.gather(
@@ -146,7 +146,7 @@ class Cluster:
         looks = [here, *(look for look in others if look is not None)]
         self._sight.begin(time.monotonic())  # the daemon may have been held in the middle of this look
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
-        for of in self._unreadable.keys() - known.keys():
+        for of in self._unreadable.keys() - before.keys():
             log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
         if could_look and self._link.connected:
@@ -181,8 +181,8 @@ class Cluster:
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
         nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
-        asked = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
-        return dict(zip(nodes, await asyncio.gather(*(or_none(one) for one in asked)), strict=True))
+        asking = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
+        return dict(zip(nodes, await asyncio.gather(*(or_none(answer) for answer in asking)), strict=True))
 
     async def runtime(self, interpreter: str) -> NodeRuntime:
         """That of this node, or of another where this one has no vLLM there. Raises RankError where no node in sight has it."""
@@ -264,12 +264,12 @@ class Cluster:
                 await asyncio.to_thread(self._head.keep_closed)
             await self.places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
-            told = error if isinstance(error, ClusterError) else refused_by(error, "This node")
-            trouble = Condition(type(told).__name__, told.message)
+            fault = error if isinstance(error, ClusterError) else refused_by(error, "This node")
+            trouble = Condition(type(fault).__name__, fault.message)
             if self._trouble != trouble:
-                log.error("%s", told.message)
+                log.error("%s", fault.message)
             self._trouble = trouble
-            if isinstance(told, NodeRefused):
+            if isinstance(fault, NodeRefused):
                 # That is this node's fault, not the head's.
                 self._head_is_suspect = False
             return False
@@ -296,10 +296,10 @@ class Cluster:
 
     async def _look_here(self) -> NodeObservation | None:
         """This node, through its agent or, while that is away, with the agent's own code."""
-        found = await self._look(self.node_ip) if self._link.connected else None
-        self._here.sentry.claims = found is None
-        if found:
-            return found
+        view = await self._look(self.node_ip) if self._link.connected else None
+        self._here.sentry.claims = view is None
+        if view:
+            return view
         with self._boundary.around("look"):
             try:
                 return self._looked_at(self.node_ip, await asyncio.to_thread(self._here.observe), agent=False)
@@ -365,5 +365,5 @@ class Cluster:
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self.places.reserved_gib(node_ip)))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
-        self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, why) for rank_id, why in left_out.items()}
+        self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, reason) for rank_id, reason in left_out.items()}
         return NodeObservation(view, ranks)

@@ -26,60 +26,60 @@ async def team_of(
     """
     if len(nodes) < size:
         return ()
-    chosen, why = await fabric.team(nodes, size, rdma=rdma)
-    if why:
-        raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {why}.")
-    found = await asyncio.gather(*(identify(node) for node in chosen))
-    known: dict[str, Identity] = dict(zip(chosen, found, strict=True))
-    told = difference(known)
-    if told is None:
+    chosen, refusal = await fabric.team(nodes, size, rdma=rdma)
+    if refusal:
+        raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.")
+    answers = await asyncio.gather(*(identify(node) for node in chosen))
+    identities: dict[str, Identity] = dict(zip(chosen, answers, strict=True))
+    differing = difference(identities)
+    if differing is None:
         return chosen
-    rest = [node for node in nodes if node not in known]
+    rest = [node for node in nodes if node not in identities]
     others = await asyncio.gather(*(identify(node) for node in rest), return_exceptions=True)
-    known |= {node: one for node, one in zip(rest, others, strict=True) if not isinstance(one, BaseException)}
-    for alike in _alike(nodes, known):
+    identities |= {node: answer for node, answer in zip(rest, others, strict=True) if not isinstance(answer, BaseException)}
+    for alike in _alike(nodes, identities):
         if len(alike) >= size:
-            chosen_instead, why = await fabric.team(alike, size, rdma=rdma)
-            if not why:
-                log.warning("%s goes over %s, since of the nodes before them %s", model, _among(chosen_instead), told)
+            chosen_instead, refusal = await fabric.team(alike, size, rdma=rdma)
+            if not refusal:
+                log.warning("%s goes over %s, since of the nodes before them %s", model, _among(chosen_instead), differing)
                 return chosen_instead
-    raise RankError(f"{model} cannot be shared by {_among(chosen)}: {told}")
+    raise RankError(f"{model} cannot be shared by {_among(chosen)}: {differing}")
 
 
-def _alike(nodes: Sequence[str], known: Mapping[str, Identity]) -> Iterator[list[str]]:
+def _alike(nodes: Sequence[str], identities: Mapping[str, Identity]) -> Iterator[list[str]]:
     """Groups of nodes that would all serve the same, and have it: what the first has, by which the model was counted, or where it has no
     files at all what others have."""
-    first = next(iter(known))
-    able = [node for node in nodes if node in known and known[node]["files"] is not None]
-    left = [node for node in able if all(known[node][name] == known[first][name] for name in PROGRAMS)]
+    first = next(iter(identities))
+    able = [node for node in nodes if node in identities and identities[node]["files"] is not None]
+    left = [node for node in able if all(identities[node][name] == identities[first][name] for name in PROGRAMS)]
     while left:
-        one = first if first in left else left[0]
-        alike = [node for node in left if difference({one: known[one], node: known[node]}) is None]
-        left = [node for node in left if node not in alike] if one != first else []
+        first_left = first if first in left else left[0]
+        alike = [node for node in left if difference({first_left: identities[first_left], node: identities[node]}) is None]
+        left = [node for node in left if node not in alike] if first_left != first else []
         yield alike
 
 
-def difference(found: Mapping[str, Identity]) -> str | None:
+def difference(identities: Mapping[str, Identity]) -> str | None:
     """The first thing in which nodes differ, with the value of each, and what helps; None where they are alike."""
-    return next(_differences(found), None)
+    return next(_differences(identities), None)
 
 
-def _differences(found: Mapping[str, Identity]) -> Iterator[str]:
+def _differences(identities: Mapping[str, Identity]) -> Iterator[str]:
     same = "install the same release of sparkd on all of them and restart their Ray (systemctl restart sparkd-ray)."
     for name, called, cure in (
         ("vllm", "vLLM", "install the same version in the runtime of each (engine.runtime)."),
         ("platform", "the platform", "ranks of one model run on one kind of device."),
         ("plugin", "the build of sparkd's plugin", same),
     ):
-        values = {node: one[name] or "missing" for node, one in found.items()}
+        values = {node: identity[name] or "missing" for node, identity in identities.items()}
         if len(set(values.values())) > 1:
             yield f"{called} is {_each(values)}: {cure}"
-    files = {node: one["files"] for node, one in found.items()}
+    files = {node: identity["files"] for node, identity in identities.items()}
     there = {node: names for node, names in files.items() if names is not None}
     if there and len(there) < len(files):
         lacking = _among(node for node in files if node not in there)
         yield f"the model is not on {lacking}: `sparkd pull MODEL` copies it from {next(iter(there))}."
-    wrong = [told for name in sorted({name for names in there.values() for name in names}) if (told := _file(name, there))]
+    wrong = [sentence for name in sorted({name for names in there.values() for name in names}) if (sentence := _file(name, there))]
     if wrong:
         more = f", and {len(wrong) - 1} more files" if len(wrong) > 1 else ""
         yield f"{wrong[0]}{more}: `sparkd pull MODEL` brings the same files to all of them."

@@ -52,10 +52,10 @@ def find_head(text: str) -> Head:
             "address on the cable (`sparkd fabric` there shows it)."
         )
     try:
-        (*_, found), *_ = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+        (*_, target), *_ = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"{host} has no IPv4 address here ({error.strerror}): give the head's address on the cable instead.") from None
-    ip = str(found[0])
+    ip = str(target[0])
     if is_here(ip):
         raise ConfigError(f"{text} is this node itself: run `sparkd join` on the other one, with the address of this one.")
     try:
@@ -71,26 +71,26 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
 
     Raises RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence.
     """
-    told = probe_head(head.address, token_path, node_ip, "--clock")
-    if told.get("refused") == "token":
+    answer = probe_head(head.address, token_path, node_ip, "--clock")
+    if answer.get("refused") == "token":
         raise RayUnavailable(
             f"The head at {head.address} does not take this token: `sparkd token` on the head prints its own, "
             "`sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` brings it here."
         )
-    if "refused" in told:
-        raise RayUnavailable(f"No Ray head answers at {head.address} ({told['why']}). `sparkd token` on the head prints its address.")
+    if "refused" in answer:
+        raise RayUnavailable(f"No Ray head answers at {head.address} ({answer['why']}). `sparkd token` on the head prints its address.")
     ours = {"ray": importlib.metadata.version("ray"), "python": platform.python_version()}
     for name, called, cure in (("ray", "Ray", _SAME), ("python", "Python", "make both environments with the same Python")):
-        if told[name] and told[name] != ours[name]:
-            raise RayUnavailable(f"The head runs {called} {told[name]} and this node {ours[name]}, which Ray refuses: {cure}.")
-    nodes: Mapping[str, Mapping[str, str]] = told["nodes"]  # type: ignore[assignment]
+        if answer[name] and answer[name] != ours[name]:
+            raise RayUnavailable(f"The head runs {called} {answer[name]} and this node {ours[name]}, which Ray refuses: {cure}.")
+    nodes: Mapping[str, Mapping[str, str]] = answer["nodes"]  # type: ignore[assignment]
     version = nodes.get(head.host, {}).get(VERSION_LABEL)
     if version is not None and version != __version__:
         raise RayUnavailable(f"The head runs sparkd {version} and this node {__version__}: {_SAME}, then restart their Ray.")
-    agent = told.get("agent")
+    agent = answer.get("agent")
     if agent is not None and agent != VERSION:
         raise RayUnavailable(f"The head's daemon has agent {agent} of sparkd {__version__} and this node agent {VERSION}: {_SAME}.")
-    ahead = told.get("ahead_s")
+    ahead = answer.get("ahead_s")
     return ahead if isinstance(ahead, float) else None
 
 

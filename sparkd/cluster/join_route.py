@@ -21,31 +21,31 @@ class Way:
     doubts: tuple[str, ...]
 
 
-def way_to(head: str, routed: str, fabric: Fabric | None, given: str | None = None) -> Way:
+def way_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = None) -> Way:
     """head: the head's IPv4 address. routed: the address that the kernel would talk to it from. fabric: this node, None where its network
-    cannot be read. given: the operator's choice. Raises ConfigError for a choice that this node does not have.
+    cannot be read. choice: the operator's choice. Raises ConfigError for a choice that this node does not have.
     """
-    if given is not None:
-        _checked(given)
+    if choice is not None:
+        _checked(choice)
     if fabric is None:
-        return Way(given or routed, f"{given or routed} is " + ("what was asked for." if given else "what the kernel's route says."), ())
-    own = fabric.holding(IPv4Address(given or routed))
+        return Way(choice or routed, f"{choice or routed} is " + ("what was asked for." if choice else "what the kernel's route says."), ())
+    own = fabric.holding(IPv4Address(choice or routed))
     if own is None:
-        if given:
-            had = ", ".join(f"{one.ip} ({each.name})" for each in fabric.interfaces if each.linked for one in each.addresses)
-            raise ConfigError(f"--node-ip {given}: this node has no such address; it has {had or 'none'}.")
+        if choice:
+            had = ", ".join(f"{address.ip} ({each.name})" for each in fabric.interfaces if each.linked for address in each.addresses)
+            raise ConfigError(f"--node-ip {choice}: this node has no such address; it has {had or 'none'}.")
         return Way(routed, f"{routed} is what the kernel's route says; no interface of this node is known to have it.", ())
-    near = next((one.network for one in own.addresses if IPv4Address(head) in one.network), None)
+    near = next((address.network for address in own.addresses if IPv4Address(head) in address.network), None)
     via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
-    why = f"{given or routed} is {_named(own, fabric)}, {via}{', as asked for' if given else ''}."
-    return Way(given or routed, why, tuple(_doubts(head, own, fabric)))
+    reason = f"{choice or routed} is {_named(own, fabric)}, {via}{', as asked for' if choice else ''}."
+    return Way(choice or routed, reason, tuple(_doubts(head, own, fabric)))
 
 
-def _checked(given: str) -> None:
+def _checked(address: str) -> None:
     try:
-        IPv4Address(given)
+        IPv4Address(address)
     except ValueError:
-        raise ConfigError(f"--node-ip {given} is no IPv4 address: the nodes of a cluster talk to each other by IPv4.") from None
+        raise ConfigError(f"--node-ip {address} is no IPv4 address: the nodes of a cluster talk to each other by IPv4.") from None
 
 
 def _named(own: NetworkInterface, fabric: Fabric) -> str:
@@ -60,9 +60,9 @@ def _doubts(head: str, own: NetworkInterface, fabric: Fabric) -> Iterator[str]:
     if own.kind == QSFP:
         cage = _cage(own, fabric)
         about = {own.name, "QSFP", *([cage.label] if cage else [])}
-        for one in findings(fabric):
-            if one.verdict != OK and one.about in about:
-                yield f"{one.about}: {one.evidence}. {one.cure}"
+        for finding in findings(fabric):
+            if finding.verdict != OK and finding.about in about:
+                yield f"{finding.about}: {finding.evidence}. {finding.cure}"
         return
     rails = [twin for twin in fabric.twins if twin.linked and twin.addresses]
     if rails:
@@ -73,7 +73,7 @@ def _doubts(head: str, own: NetworkInterface, fabric: Fabric) -> Iterator[str]:
         )
     elif own.kind == WIFI:
         yield "Wi-Fi is unsteady: a node that is out of sight for a minute loses its models. Plug a cable in."
-    yield from (f"{one.about}: {one.evidence}. {one.cure}" for one in findings(fabric) if one.verdict == FAIL and rails)
+    yield from (f"{finding.about}: {finding.evidence}. {finding.cure}" for finding in findings(fabric) if finding.verdict == FAIL and rails)
 
 
 def _cage(own: NetworkInterface, fabric: Fabric) -> Cage | None:

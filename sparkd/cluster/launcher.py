@@ -80,12 +80,12 @@ class Engines:
         requested, spec = spec, placement.spec or spec
         for message in await asyncio.to_thread(remember, requested, spec, config):
             (tell or log.info)(message)
-        said = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
-        for note in said.notes:
+        flags = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
+        for note in flags.notes:
             log.info("%s: %s", spec.name, note)
         await self._clear(placement, tell or log.info)
         port = await self._rendezvous(placement)
-        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, said)
+        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, flags)
         if placement.peers and spec.executor == "ray":
             shared["ray"] = {"address": self._link.address, "group": self._link.group_id(spec.name)}
 
@@ -93,8 +93,8 @@ class Engines:
             node = placement.nodes[rank]
             peers = [peer for peer in placement.nodes if peer != node]
             on_gpu, stages = placement.platform == "cuda", placement.tensor == 1
-            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=said.env, pipeline=stages)
-            if peers and not computed and wants_rdma(placement.platform, said.env):
+            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=flags.env, pipeline=stages)
+            if peers and not computed and wants_rdma(placement.platform, flags.env):
                 # Without NCCL_NET=IB, NCCL would use sockets without a warning.
                 problem = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
                 raise RankError(f"{problem}, so the links between its ranks are unknown. Run `sparkd fabric` for the reason.")
@@ -106,7 +106,7 @@ class Engines:
                 # A file name only: each node has its own log folder.
                 "log_path": f"{placement.slug}.rank{rank}.log" if rank else f"{placement.slug}.log",
                 "flags": [*shared["flags"], *parallel],
-                "env": computed | dict(said.env),
+                "env": computed | dict(flags.env),
             }
             private = node != self._here
             return RankHandle(**await self._link.call(node, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S))
@@ -155,8 +155,8 @@ class Engines:
     async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
         """See transport.proof: of the ranks of one model."""
 
-        def lines(one: RankHandle) -> Awaitable[list[str]]:
-            return self._ask(one.node_id, "nccl_lines", one.log_path, timeout_s=NCCL_TIMEOUT_S)
+        def lines(rank: RankHandle) -> Awaitable[list[str]]:
+            return self._ask(rank.node_id, "nccl_lines", rank.log_path, timeout_s=NCCL_TIMEOUT_S)
 
         return await proof(handles, self._fabric, lines, configured)
 
@@ -217,10 +217,10 @@ def _foreign(node: str, process: Mapping[str, Any]) -> str:
     )
 
 
-def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: StartId, said: Translation) -> dict[str, Any]:
+def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: StartId, flags: Translation) -> dict[str, Any]:
     """The fields of workers.rank.spec.RankSpec that all ranks of the model share. Reads the checkpoint's headers."""
     return {
-        **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),
+        **rank_fields(config, spec, placement.platform, placement.entrypoint, flags, placement.vllm),
         "generation": attempt.generation,
         "world": len(placement.nodes),
         "attempt": attempt.rank_id if placement.peers else "",

@@ -57,15 +57,15 @@ def read(config: Config) -> Joined | None:
 
 def applied(config: Config) -> Config:
     """The configuration of a node that has joined: the head, this node's address and the token are those of `sparkd join`."""
-    found = read(config)
-    if found is None:
+    joined = read(config)
+    if joined is None:
         return config
-    said = config.cluster.address
-    if said is not None and said != found.address:
+    configured = config.cluster.address
+    if configured is not None and configured != joined.address:
         raise ConfigError(
-            f"cluster.address is {said} and this node has joined {found.address}: run `sparkd leave`, or take the key out of the file."
+            f"cluster.address is {configured} and this node has joined {joined.address}: run `sparkd leave`, or remove the key."
         )
-    changes = {"address": found.address, "node_ip": found.node_ip, "token_file": token_path(config)}
+    changes = {"address": joined.address, "node_ip": joined.node_ip, "token_file": token_path(config)}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
 
 
@@ -78,8 +78,8 @@ def keep_token(config: Config, token: str) -> None:
     _write(token_path(config), token)
 
 
-def keep(config: Config, found: Joined) -> None:
-    _write(config.state_dir / RECORD, json.dumps(asdict(found)) + "\n")
+def keep(config: Config, joined: Joined) -> None:
+    _write(config.state_dir / RECORD, json.dumps(asdict(joined)) + "\n")
 
 
 def forget(config: Config) -> None:
@@ -94,7 +94,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, text)
     except OSError as error:
-        told = (
+        problem = (
             f"{path} cannot be written: {error.strerror}. Run it as root (sudo sparkd ...), or give a folder of this user by --state-dir."
         )
-        raise StateError(told) from None
+        raise StateError(problem) from None

@@ -53,9 +53,9 @@ class ModelFiles:
         spec = await asyncio.to_thread(at_trusted_commit, spec, self._config())
         return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
 
-    async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
-        """`known` with what the engine itself tells. models: its model list."""
-        return replace(known, routes=await served_routes(upstream), max_model_len=models.max_model_len or known.max_model_len)
+    async def served_abilities(self, upstream: Upstream, abilities: Abilities, models: ServedModels) -> Abilities:
+        """`abilities` with what the engine itself tells. models: its model list."""
+        return replace(abilities, routes=await served_routes(upstream), max_model_len=models.max_model_len or abilities.max_model_len)
 
     async def served_models(self, upstream: Upstream) -> ServedModels | None:
         """See upstream.served_models."""

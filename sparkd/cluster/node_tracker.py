@@ -127,8 +127,8 @@ class Sight:
         self._heard_s |= dict.fromkeys(fresh, now_s)
         self._told_s |= dict.fromkeys(fresh, now_s)
         self.no_raylet -= fresh.keys()
-        kept = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
-        self._seen = {node_id: last for node_id, last in (kept | fresh).items() if now_s - last[1] <= NODE_GRACE_S}
+        earlier = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
+        self._seen = {node_id: last for node_id, last in (earlier | fresh).items() if now_s - last[1] <= NODE_GRACE_S}
         return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)
 
 
@@ -169,15 +169,15 @@ def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None
 
     left_out: takes the reason, by rank id.
     """
-    found = []
+    facts = []
     for raw in ranks:
         try:
-            found.append(_fact_of(raw))
+            facts.append(_fact_of(raw))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            why = raw.get("error") if isinstance(raw, Mapping) else None
+            reason = raw.get("error") if isinstance(raw, Mapping) else None
             if left_out is not None:
-                left_out[str(raw["rank_id"]) if isinstance(raw, Mapping) and "rank_id" in raw else "unknown"] = str(why or error)
-    return tuple(found)
+                left_out[str(raw["rank_id"]) if isinstance(raw, Mapping) and "rank_id" in raw else "unknown"] = str(reason or error)
+    return tuple(facts)
 
 
 def _fact_of(raw: Mapping[str, Any]) -> RankFact:

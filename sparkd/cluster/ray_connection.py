@@ -75,9 +75,9 @@ class RayLink:
         self.address = address
         alive = await self._answer(self._alive_nodes)
         if node_ip not in alive:
-            known = ", ".join(sorted(alive)) or "none"
+            addresses = ", ".join(sorted(alive)) or "none"
             raise RayUnavailable(
-                f"Ray has no living node with the address {node_ip} and the resource {RESOURCE}; it has: {known}. Set cluster.node_ip to "
+                f"Ray has no living node with the address {node_ip} and the resource {RESOURCE}, only: {addresses}. Set cluster.node_ip to "
                 "this node's address in Ray."
             )
         await self._meet(node_ip, alive[node_ip])
@@ -302,8 +302,8 @@ class RayLink:
             group = get_placement_group(_group(model))
         except ValueError:
             return False
-        kept = [{name: amount for name, amount in bundle.items() if name != DEVICE} for bundle in group.bundle_specs]
-        if placement_group_table(group).get("state") != "CREATED" or kept != _bundles(gib, nodes):
+        bundles = [{name: amount for name, amount in bundle.items() if name != DEVICE} for bundle in group.bundle_specs]
+        if placement_group_table(group).get("state") != "CREATED" or bundles != _bundles(gib, nodes):
             return False
         self._groups[model] = group
         return True

@@ -159,7 +159,7 @@ class RayHead:
 
     def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for _, pid in sorted(self._processes(), key=lambda found: found[0] != "raylet"):
+            for _, pid in sorted(self._processes(), key=lambda process: process[0] != "raylet"):
                 _kill(pid, number)
             deadline = time.monotonic() + STOP_GRACE_S
             while any(self._processes()) and time.monotonic() < deadline:
@@ -179,8 +179,8 @@ class RayHead:
 
     def costs(self) -> list[RayProcess]:
         """PSS and CPU time of every process of this head, largest first."""
-        found = [RayProcess(name, pid, _pss_bytes(pid), _cpu_s(pid)) for name, pid in self._processes()]
-        return sorted(found, key=lambda process: -process.pss_bytes)
+        processes = [RayProcess(name, pid, _pss_bytes(pid), _cpu_s(pid)) for name, pid in self._processes()]
+        return sorted(processes, key=lambda process: -process.pss_bytes)
 
     def listeners(self) -> list[str]:
         """`address:port name` of every TCP socket that a process of this head listens on."""
@@ -192,9 +192,9 @@ class RayHead:
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
         folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
         links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
-        told = {NODE_LINKS: ",".join(links)} if links else {}
-        told[NODE_PYTHON] = sys.executable
-        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders | links | told
+        extra = {NODE_LINKS: ",".join(links)} if links else {}
+        extra[NODE_PYTHON] = sys.executable
+        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders | links | extra
 
     def command(self) -> list[str]:
         resources = {"unified_memory_gib": self._memory_gib}
@@ -332,10 +332,10 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
 def is_here(host: str) -> bool:
     """Whether an address is one of this machine's: only those can be bound."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
@@ -374,15 +374,15 @@ def _holds_open(pid: str, inside: str) -> bool:
 
 def _open_files(pid: str) -> list[str]:
     """The targets of a process's descriptors, as far as it is there and ours to see."""
-    found = []
+    targets = []
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                targets.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     except OSError as error:
         if error.errno in LACKS:
             raise
-    return found
+    return targets
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -411,7 +411,7 @@ def _cpu_s(pid: int) -> float:
 
 def _listening(pid: int) -> set[str]:
     """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    found, inodes = set(), {target[8:-1] for target in _open_files(str(pid)) if target.startswith("socket:[")}
+    addresses, inodes = set(), {target[8:-1] for target in _open_files(str(pid)) if target.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
@@ -420,8 +420,8 @@ def _listening(pid: int) -> set[str]:
         for line in lines:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
-                found.add(_address(words[1]))
-    return found
+                addresses.add(_address(words[1]))
+    return addresses
 
 
 def _address(text: str) -> str:

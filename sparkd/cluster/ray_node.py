@@ -42,8 +42,8 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     try:
         runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = f"The runtime directory {runtime} cannot be made: {error.strerror}."
-        raise StateError(f"{why} Set runtime_dir to a folder of this user, on a disk with free space.") from None
+        problem = f"The runtime directory {runtime} cannot be made: {error.strerror}."
+        raise StateError(f"{problem} Set runtime_dir to a folder of this user, on a disk with free space.") from None
     try:
         _run(ray, systemd, again_s)
     finally:
@@ -142,8 +142,8 @@ def _live(ray: RayHead, ended: int, systemd: Systemd) -> str | None:
 
 
 def _session_of(address: str, token_path: Path, node_ip: str) -> str | None:
-    found = probe_head(address, token_path, node_ip).get("session")
-    return str(found) if found else None
+    session = probe_head(address, token_path, node_ip).get("session")
+    return str(session) if session else None
 
 
 def _log_last_words(ray: RayHead, name: str) -> None:

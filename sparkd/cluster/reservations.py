@@ -75,8 +75,8 @@ class Places:
 
     def no_room(self, model: str, gib: int, nodes: int = 1, only: str | None = None) -> NoRoom:
         book, lack = self.book(), Lack(gib, nodes, only)
-        if why := book.returning(model, lack):
-            return MemoryReturns(why, gib, nodes, only)
+        if message := book.returning(model, lack):
+            return MemoryReturns(message, gib, nodes, only)
         return NoRoom(book.no_room(model, lack), gib, nodes, only)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
@@ -95,8 +95,8 @@ class Places:
 
         there: models of which ranks were seen. unseen: nodes that do not answer. Raises RayUnavailable.
         """
-        kept = await self._link.kept_groups()
-        for model, nodes in kept.items():
+        groups = await self._link.kept_groups()
+        for model, nodes in groups.items():
             async with self._change:
                 if model in self._held or model in there or not nodes.isdisjoint(unseen):
                     continue
@@ -106,7 +106,7 @@ class Places:
                 await self._link.release(model)
         seen = self._offered().keys()
         for model, places in list(self._held.items()):
-            if model not in kept and seen >= {node for node, _ in places}:
+            if model not in groups and seen >= {node for node, _ in places}:
                 await self._tell(model)
 
     async def release(self, model: str) -> None:

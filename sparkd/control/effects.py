@@ -69,10 +69,10 @@ class Actions:
     def recall(self, handles: Iterable[RankHandle]) -> None:
         """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
         Engines that hung under that daemon count, and a model that rests for it goes on resting."""
-        known = sorted(handles, key=lambda handle: handle.started_at_s)
-        newest = {handle.model: handle.start for handle in known}
+        ordered = sorted(handles, key=lambda handle: handle.started_at_s)
+        newest = {handle.model: handle.start for handle in ordered}
         for model, start in newest.items():
-            ranks = sorted((one.rank, one.node_id) for one in known if one.model == model and one.start == start)
+            ranks = sorted((each.rank, each.node_id) for each in ordered if each.model == model and each.start == start)
             if record := self._roster.records.get(model):
                 record.attempt = replace(record.attempt, nodes=tuple(node for _, node in ranks))
         self._cluster.expect({node for record in self._roster.records.values() for node in record.attempt.nodes})
@@ -80,7 +80,7 @@ class Actions:
             record = self._roster.records.get(name)
             if record is None:
                 continue
-            record.stalls = tuple(self._clock() - one for one in ago_s)
+            record.stalls = tuple(self._clock() - age_s for age_s in ago_s)
             if len(ago_s) > STALLS and record.desired.want is Want.RUNNING:
                 record.fail("EngineFrozen", _rests(len(ago_s)), self._clock() + STALL_WINDOW_S - ago_s[-1])
                 self.move(record, ModelState.FAILED)
@@ -106,10 +106,10 @@ class Actions:
         except (SparkdError, OSError) as error:
             if isinstance(error, OSError) and error.errno is None:
                 raise  # nothing that a system said: a TimeoutError of some library
-            told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
+            fault = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.attempt = replace(record.attempt, rank_id=None)
-            lasts = isinstance(told, DoesNotFit) and told.lasts
-            self.fail(record, type(told).__name__, told.message, lasts=lasts, client_message=told.client_message)
+            lasts = isinstance(fault, DoesNotFit) and fault.lasts
+            self.fail(record, type(fault).__name__, fault.message, lasts=lasts, client_message=fault.client_message)
             return
         record.attempt = replace(record.attempt, handles=handles)
         for handle in handles:
@@ -145,8 +145,8 @@ class Actions:
             self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
         for handle in handles:
-            told = f"Rank {handle.rank_id}, process {handle.pid}, was adopted as it runs."
-            self._ledger.say("adopted", record.name, told, pid=handle.pid)
+            text = f"Rank {handle.rank_id}, process {handle.pid}, was adopted as it runs."
+            self._ledger.say("adopted", record.name, text, pid=handle.pid)
         self.start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
@@ -210,18 +210,18 @@ class Actions:
             self._ready(record, before)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
-        def say(why: str) -> None:
-            record.attempt = replace(record.attempt, message=why)
-            self._ledger.say("stop", record.name, why)
+        def say(message: str) -> None:
+            record.attempt = replace(record.attempt, message=message)
+            self._ledger.say("stop", record.name, message)
 
         await self._endings.end("stop", record.name, record.name, ranks, say)
 
-    async def destroy(self, ranks: Sequence[RankFact], why: str) -> None:
+    async def destroy(self, ranks: Sequence[RankFact], reason: str) -> None:
         """ranks: all that were seen of one start."""
         start, model = ranks[0].handle.start, ranks[0].handle.model
         record = self._roster.records.get(model)
         for fact in ranks:
-            self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {why}.")
+            self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
         try:
             ended = await self._endings.end("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
         finally:
@@ -268,15 +268,15 @@ class Actions:
         rank_id, env = record.attempt.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
         try:
             counted = moved(handles, before, await self._counters(record) if before else {}, env)
-            said = await self._cluster.engines.transport(handles, env)
+            by_log = await self._cluster.engines.transport(handles, env)
             # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
-            found = in_order((*said, *(one for one in counted if any(other.node == one.node for other in said))))
+            findings = in_order((*by_log, *(finding for finding in counted if any(other.node == finding.node for other in by_log))))
         except ClusterError as error:
             self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return
-        if found and record.attempt.rank_id == rank_id:
-            record.attempt = replace(record.attempt, transport=tuple(asdict(one) for one in found))
-            self._ledger.say("transport", record.name, told_of(found), verdict=found[0].verdict)
+        if findings and record.attempt.rank_id == rank_id:
+            record.attempt = replace(record.attempt, transport=tuple(asdict(finding) for finding in findings))
+            self._ledger.say("transport", record.name, told_of(findings), verdict=findings[0].verdict)
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
@@ -325,8 +325,8 @@ class Actions:
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
-        told = f"{reason}: {message} Next try in {delay_s:.0f} s."
-        self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
+        entry = f"{reason}: {message} Next try in {delay_s:.0f} s."
+        self._ledger.say("failed", record.name, entry, reason=reason, failures=record.failures)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._ledger.operations.running(record, "load"):
             self._wishes.answer(record)

@@ -68,5 +68,5 @@ class Endings:
             if not isinstance(left, BaseException):
                 self._journal.forget_handle(fact.handle.rank_id)
                 self._left(fact.handle, left)
-        if error := next((one for one in results if isinstance(one, BaseException)), None):
+        if error := next((result for result in results if isinstance(result, BaseException)), None):
             raise error

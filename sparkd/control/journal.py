@@ -108,22 +108,22 @@ class Ledger:
 
     def answered(self, rank_id: str) -> Served | None:
         """None where it is not known: then it is asked again."""
-        found = None
+        row = None
         with self._boundary.around("store"):
             try:
-                found = self._store.ranks.answered(rank_id)
+                row = self._store.ranks.answered(rank_id)
             except StateError as error:
                 self._note(error.message)
-        return None if found is None else Served(None if found[0] is None else max(0.0, self.wall() - found[0]), found[1])
+        return None if row is None else Served(None if row[0] is None else max(0.0, self.wall() - row[0]), row[1])
 
     def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
         """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
-        found: dict[str, list[float]] = {}
+        ages: dict[str, list[float]] = {}
         for event in self._store.history.events(0, EVENTS_KEPT, kind="failed"):
             age_s = max(0.0, self.wall() - event.at_s)
             if event.model and event.data.get("reason") == reason and age_s < window_s:
-                found.setdefault(event.model, []).append(age_s)
-        return found
+                ages.setdefault(event.model, []).append(age_s)
+        return ages
 
     def loads(self, now_s: float) -> Loads:
         """The cost of evictions so far, by earlier daemons' events. now_s: this moment, of the clock that the answer goes by."""

@@ -73,12 +73,12 @@ class Gate:
 
     def _shed(self, record: Record) -> None:
         held_by = self._holders(record, self._clock())
-        named = [f"{one['model'] or 'another model'} ({one['memory_gib']:g} GiB)" for one in held_by]
+        named = [f"{holder['model'] or 'another model'} ({holder['memory_gib']:g} GiB)" for holder in held_by]
         held = f" Memory is held by {', '.join(named)}." if named else ""
-        told = "; ".join((*self.pressure.told.values(), *self.release.told.values()))
+        shortage = "; ".join((*self.pressure.told.values(), *self.release.told.values()))
         metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.queue.waiters))
-        why = f"{record.name} cannot be loaded now: {told}.{held}"
-        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
+        problem = f"{record.name} cannot be loaded now: {shortage}.{held}"
+        self._door.turn_away(record, Unavailable(problem, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
             self._wishes.want(record.name, Want.STOPPED, "request")
 

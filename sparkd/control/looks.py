@@ -44,14 +44,14 @@ class ModelLooks:
         spec = record.spec
         if spec is None or record.abilities is not None:
             return
-        found = await self._cluster.models.abilities(spec)
+        abilities = await self._cluster.models.abilities(spec)
         if record.spec is spec and record.abilities is None:
-            record.looked = Looked(record.hash, found)
+            record.looked = Looked(record.hash, abilities)
 
     async def learn(self, record: Record, upstream: Upstream, models: ServedModels) -> None:
         """Ask the engine for the model's abilities. They stay known once the engine has gone."""
         await self.look(record)
-        if (known := record.abilities) is not None:
-            found = await self._cluster.models.served_abilities(upstream, known, models)
-            if record.abilities is known and record.upstream is upstream:
-                record.looked = Looked(record.hash, found)
+        if (before := record.abilities) is not None:
+            learned = await self._cluster.models.served_abilities(upstream, before, models)
+            if record.abilities is before and record.upstream is upstream:
+                record.looked = Looked(record.hash, learned)

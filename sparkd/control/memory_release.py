@@ -102,7 +102,7 @@ class Release:
 
     @property
     def _stuck(self) -> list[Pending]:
-        return [one for one in self._pending if not one.returns and not one.gone]
+        return [pending for pending in self._pending if not pending.returns and not pending.gone]
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -111,34 +111,35 @@ class Release:
             return tuple(
                 Condition(
                     MEMORY_NOT_RELEASED,
-                    f"The memory of {one.model} on {one.node} has not come back; {'that node is unreachable' if one.away else one.cure}.",
-                    one.node,
+                    f"The memory of {pending.model} on {pending.node} has not come back; "
+                    f"{'that node is unreachable' if pending.away else pending.cure}.",
+                    pending.node,
                 )
-                for one in stuck
+                for pending in stuck
             )
-        returning = [one for one in self._pending if one.returns]
+        returning = [pending for pending in self._pending if pending.returns]
         if not returning:
             return ()
-        nodes = {one.node for one in returning}
-        named = ", ".join(f"{one.model} on {one.node}" for one in returning)
+        nodes = {pending.node for pending in returning}
+        named = ", ".join(f"{pending.model} on {pending.node}" for pending in returning)
         node = nodes.pop() if len(nodes) == 1 else None
         return (Condition(MEMORY_RETURNS, f"Memory of ended engines is being released: {named}.", node),)
 
-    def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
+    def left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
         """The leftovers of a rank that has ended on its node besides memory: see workers.rank.lifecycle.stop. Told at once, and again with
         what does not come back."""
         where, node = (handle.model, handle.node_id), handle.node_id
         self._stays.pop(where, None)
-        if removed := [one for one in found if one["removed"]]:
-            size = sum(one["bytes"] for one in removed)
-            told = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node} and no process holds."
-            self._ledger.say("release", handle.model, told, node=node, removed_bytes=size)
-        if stays := [one for one in found if not one["removed"]]:
-            self._stays[where] = f"{_named(stays)}, {_size(sum(one['bytes'] for one in stays))}"
-            for one in stays:
-                cure = f"no process holds it; if it is not needed, `rm {one['path']}` on {node}"
-                told = f"It may have left {one['path']} ({_size(one['bytes'])}) on {node}. It stays, because {one['why']}: {cure}."
-                self._ledger.say("release", handle.model, told, node=node, left_bytes=one["bytes"])
+        if removed := [file for file in files if file["removed"]]:
+            size = sum(file["bytes"] for file in removed)
+            message = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node} and no process holds."
+            self._ledger.say("release", handle.model, message, node=node, removed_bytes=size)
+        if stays := [file for file in files if not file["removed"]]:
+            self._stays[where] = f"{_named(stays)}, {_size(sum(file['bytes'] for file in stays))}"
+            for file in stays:
+                cure = f"no process holds it; if it is not needed, `rm {file['path']}` on {node}"
+                message = f"It may have left {file['path']} ({_size(file['bytes'])}) on {node}. It stays, because {file['why']}: {cure}."
+                self._ledger.say("release", handle.model, message, node=node, left_bytes=file["bytes"])
 
     def look(self, observation: Observation) -> None:
         """Once in each tick, with what the nodes showed."""
@@ -149,13 +150,13 @@ class Release:
         self._note_ends(observation, now_s)
         self._note_living(observation.ranks, looks, now_s)
         alive = [fact for fact in observation.ranks if fact.alive]
-        self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), looks.get(one.node), now_s, alive)]
+        self._pending = [each for each in self._pending if self._waits(each, readings.get(each.node), looks.get(each.node), now_s, alive)]
         self.room_gib = {}
-        for one in self._pending:
-            if one.returns:
-                reading = readings.get(one.node)
-                room = one.memory.room(self._limits(reading.mem_total_bytes)) / GIB if reading else 0.0
-                self.room_gib[one.node] = min(room, self.room_gib.get(one.node, room))
+        for pending in self._pending:
+            if pending.returns:
+                reading = readings.get(pending.node)
+                room = pending.memory.room(self._limits(reading.mem_total_bytes)) / GIB if reading else 0.0
+                self.room_gib[pending.node] = min(room, self.room_gib.get(pending.node, room))
 
     def _note_ends(self, observation: Observation, now_s: float) -> None:
         there = {fact.handle.rank_id for fact in observation.ranks or () if fact.alive or fact.processes}
@@ -171,7 +172,7 @@ class Release:
         # If several ended together, the memory that comes back first counts for the smallest.
         before: dict[str, int] = defaultdict(int)
         beside = frozenset(self._living)
-        for handle, last in sorted(ended, key=lambda one: -one[1].bytes):
+        for handle, last in sorted(ended, key=lambda end: -end[1].bytes):
             whole = last.look.available + last.look.living - before[handle.node_id]
             before[handle.node_id] += last.bytes
             self._pending.append(Pending(handle.model, handle.node_id, last, Returning(last.bytes, whole, now_s), beside))
@@ -186,51 +187,52 @@ class Release:
             while lately[0].look.at_s < now_s - BEFORE_S:
                 lately.popleft()
 
-    def _waits(self, one: Pending, reading: Reading | None, look: NodeSample | None, now_s: float, alive: Sequence[RankFact]) -> bool:
+    def _waits(self, pending: Pending, reading: Reading | None, look: NodeSample | None, now_s: float, alive: Sequence[RankFact]) -> bool:
         """alive: ranks of all nodes. The memory of one that has no weight yet would look like memory that stays away."""
-        waited_s = now_s - one.memory.since_s
-        one.away = reading is None and waited_s >= LIMIT_S
-        one.away_since_s = None if reading is not None else now_s if one.away_since_s is None else one.away_since_s
-        one.gone = one.away_since_s is not None and now_s - one.away_since_s >= GONE_S
+        waited_s = now_s - pending.memory.since_s
+        pending.away = reading is None and waited_s >= LIMIT_S
+        pending.away_since_s = None if reading is not None else now_s if pending.away_since_s is None else pending.away_since_s
+        pending.gone = pending.away_since_s is not None and now_s - pending.away_since_s >= GONE_S
         if reading is None or look is None:
             return True
-        one.memory.look(look)
-        held, missing = one.memory.held, one.memory.missing
-        if one.memory.is_back:
-            metrics.RELEASE_SECONDS.labels(one.node).observe(waited_s)
-            metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(0)
-            told = f"{(held - missing) / GIB:.1f} of {held / GIB:.1f} GiB came back to {one.node} within {waited_s:.1f} s."
-            self._ledger.say("release", one.model, told, node=one.node, seconds=round(waited_s, 2))
+        pending.memory.look(look)
+        held, missing = pending.memory.held, pending.memory.missing
+        if pending.memory.is_back:
+            metrics.RELEASE_SECONDS.labels(pending.node).observe(waited_s)
+            metrics.RELEASE_LEAKED_BYTES.labels(pending.node).set(0)
+            message = f"{(held - missing) / GIB:.1f} of {held / GIB:.1f} GiB came back to {pending.node} within {waited_s:.1f} s."
+            self._ledger.say("release", pending.model, message, node=pending.node, seconds=round(waited_s, 2))
             return False
-        there = [fact for fact in alive if fact.handle.node_id == one.node]
-        if waited_s < LIMIT_S or one.cure or any(_held(fact) is None for fact in there):
+        there = [fact for fact in alive if fact.handle.node_id == pending.node]
+        if waited_s < LIMIT_S or pending.cure or any(_held(fact) is None for fact in there):
             return True
         needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * held
-        if not needs_restart and any(fact.handle.rank_id not in one.beside for fact in there):
+        if not needs_restart and any(fact.handle.rank_id not in pending.beside for fact in there):
             # Free memory sufficed for another load, so nobody waits, and what that one takes cannot be told from so little.
             return False
-        metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(missing)
-        kept = one.kept(reading)
-        who = "" if kept is None else f", {kept / GIB:.1f} of them in the driver"
+        metrics.RELEASE_LEAKED_BYTES.labels(pending.node).set(missing)
+        in_driver = pending.kept(reading)
+        who = "" if in_driver is None else f", {in_driver / GIB:.1f} of them in the driver"
         if not needs_restart:
-            one.cure = "no load waits for it any more"
-        elif kept is not None and kept < REBOOT_BYTES:
-            one.cure = (
+            pending.cure = "no load waits for it any more"
+        elif in_driver is not None and in_driver < REBOOT_BYTES:
+            pending.cure = (
                 "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins there before it is back"
             )
         else:
-            one.cure, one.restart = "no load begins there before it was restarted", True
-        if stays := self._stays.get((one.model, one.node)):
-            one.cure += f", and it may have left {stays}"
-        told = f"{missing / GIB:.1f} of {held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."
-        self._ledger.say("release", one.model, told, node=one.node, missing_bytes=missing, driver_bytes=kept)
+            pending.cure, pending.restart = "no load begins there before it was restarted", True
+        if stays := self._stays.get((pending.model, pending.node)):
+            pending.cure += f", and it may have left {stays}"
+        lacking = f"{missing / GIB:.1f} of {held / GIB:.1f} GiB"
+        message = f"{lacking} have not come back to {pending.node} after {waited_s:.0f} s{who}: {pending.cure}."
+        self._ledger.say("release", pending.model, message, node=pending.node, missing_bytes=missing, driver_bytes=in_driver)
         return needs_restart
 
 
-def _named(found: Sequence[Mapping[str, Any]]) -> str:
+def _named(files: Sequence[Mapping[str, Any]]) -> str:
     """The largest come first."""
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"{', '.join(str(one['path']) for one in found[:NAMED])}{more}"
+    more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
+    return f"{', '.join(str(file['path']) for file in files[:NAMED])}{more}"
 
 
 def _size(size: int) -> str:
@@ -248,9 +250,11 @@ def _looks(ranks: Sequence[RankFact], readings: Mapping[str, Reading], now_s: fl
     for fact in ranks:
         if fact.alive:
             living[fact.handle.node_id] += _held(fact) or 0
-    return {node: NodeSample(now_s, one.mem_available_bytes, living[node], one.unaccounted_bytes) for node, one in readings.items()}
+    return {
+        node: NodeSample(now_s, reading.mem_available_bytes, living[node], reading.unaccounted_bytes) for node, reading in readings.items()
+    }
 
 
 def _readings(observation: Observation) -> Mapping[str, Reading]:
-    found = {node.node_id: node.reading for node in observation.nodes if node.reading}
-    return found or ({observation.reading.node_id: observation.reading} if observation.reading else {})
+    readings = {node.node_id: node.reading for node in observation.nodes if node.reading}
+    return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})

@@ -56,7 +56,7 @@ class Observed:
 
     def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
         progress = [fact.progress for fact in ranks]
-        seen = tuple((one.line_at_s, one.bytes_done, one.units_done) for one in progress)
+        seen = tuple((rank.line_at_s, rank.bytes_done, rank.units_done) for rank in progress)
         cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self._moved
         if seen != before:
             self.told_at_s = now_s

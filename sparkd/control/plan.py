@@ -198,13 +198,13 @@ def _stray(facts: ModelFacts) -> Destroy | None:
         if facts.rank_id is None and (_adoptable(facts, ranks) or (facts.unseen and _adoptable(facts, ranks, whole=False))):
             continue
         if any(fact.handle.config_hash != facts.config_hash for fact in ranks):
-            why = "its configuration changed"
+            reason = "its configuration changed"
         elif all(fact.alive for fact in ranks):
             whole = facts.rank_id is not None or len(ranks) == ranks[0].handle.world
-            why = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
+            reason = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
         else:
-            why = "it died while no daemon watched it"
-        return Destroy(start, facts.name, why)
+            reason = "it died while no daemon watched it"
+        return Destroy(start, facts.name, reason)
     return None
 
 

@@ -46,8 +46,8 @@ class Pressure:
         readings, now_s = _readings(observation), self._clock()
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
         # An agent that is short of memory may miss a look: the time goes on.
-        kept = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in observation.unseen}
-        self._short_since_s = dict.fromkeys(short, now_s) | kept
+        earlier = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in observation.unseen}
+        self._short_since_s = dict.fromkeys(short, now_s) | earlier
         self.shut = frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
         self.is_news = not short.keys() <= self.shut
         self.allows = not self.is_news and bool(readings.keys() - self.shut or not short)
@@ -60,8 +60,8 @@ class Pressure:
             self._evicted_at_s = now_s
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
             node = next(node for node in victim.attempt.nodes if node in pressed)
-            why = short[node].level_why or self.told[node]
-            self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
+            reason = short[node].level_why or self.told[node]
+            self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {reason}")
             self._wishes.want(victim.name, Want.STOPPED, "guard")
 
     def _tell(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
@@ -70,12 +70,13 @@ class Pressure:
                 self._ledger.say("memory", None, f"{self.told[node]}.", node=node, level=reading.level)
         for node in self._levels.keys() - short.keys() - set(unseen):
             self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
-        kept = {node: level for node, level in self._levels.items() if node in unseen}
-        self._levels = kept | {node: reading.level for node, reading in short.items()}
+        hidden = {node: level for node, level in self._levels.items() if node in unseen}
+        self._levels = hidden | {node: reading.level for node, reading in short.items()}
         if short and not self.allows:
             self.conditions = (Condition(MEMORY_SHORT, f"{'; '.join(self.told.values())}; no load begins."),)
         else:
-            self.conditions = tuple(Condition(MEMORY_SHORT, f"{told}; no load begins there.", node) for node, told in self.told.items())
+            shortages = self.told.items()
+            self.conditions = tuple(Condition(MEMORY_SHORT, f"{clause}; no load begins there.", node) for node, clause in shortages)
 
 
 def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
@@ -104,12 +105,12 @@ def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Recor
         and not (record.queue.in_flight or record.queue.waiting or (record.spec and record.spec.pin))
         and now_s - record.queue.last_used_s >= IDLE_S
     ]
-    return min(idle, key=lambda one: (one.spec.priority if one.spec else 0, one.queue.last_used_s, one.name), default=None)
+    return min(idle, key=lambda record: (record.spec.priority if record.spec else 0, record.queue.last_used_s, record.name), default=None)
 
 
 def _readings(observation: Observation) -> dict[str, Reading]:
-    found = {node.node_id: node.reading for node in observation.nodes if node.reading}
-    return found or ({observation.reading.node_id: observation.reading} if observation.reading else {})
+    readings = {node.node_id: node.reading for node in observation.nodes if node.reading}
+    return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})
 
 
 def _told(node: str, reading: Reading) -> str:

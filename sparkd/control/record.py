@@ -134,8 +134,8 @@ class Record:
     @property
     def claims(self) -> bool:
         """Whether others are to make room for it: a client waits, or was told to come back, or an operator has asked for it."""
-        asked = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
-        return asked and self.desired.want is Want.RUNNING
+        requested = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
+        return requested and self.desired.want is Want.RUNNING
 
     def is_taken_over(self, want: Want, by: str) -> bool:
         """An operator's wish takes over a request's, which a client that hangs up would take back, and while the model is not there one

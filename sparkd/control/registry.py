@@ -86,12 +86,12 @@ class Roster:
             record.hash = config_hash(spec, self.config.engine)
         self._names = {name: name for name in self.records} | self.config.names()
         self.ties = self.config.groups.ties(self._names)
-        known = {name: record.hash for name, record in self.records.items() if record.spec}
-        stays = [name for name in known.keys() & before.keys() if known[name] == before[name]]
+        hashes = {name: record.hash for name, record in self.records.items() if record.spec}
+        stays = [name for name in hashes.keys() & before.keys() if hashes[name] == before[name]]
         return {
-            "added": sorted(known.keys() - before.keys()),
-            "removed": sorted(before.keys() - known.keys()),
-            "restarted": sorted(name for name in known.keys() & before.keys() if known[name] != before[name]),
+            "added": sorted(hashes.keys() - before.keys()),
+            "removed": sorted(before.keys() - hashes.keys()),
+            "restarted": sorted(name for name in hashes.keys() & before.keys() if hashes[name] != before[name]),
             "adjusted": sorted(name for name in stays if self.records[name].spec != specs[name]),
             "preload": [name for name in self.config.preload() if name not in preloaded],
         }
@@ -127,14 +127,14 @@ class Roster:
 
     def lay_recipe(self, name: str, recipe: str) -> tuple[str, str | None]:
         """See Supervisor.lay_recipe. The model's name, and what has happened as by `add`."""
-        known = self._names.get(name, name)
-        configured = self._base.models.get(known)
+        model = self._names.get(name, name)
+        configured = self._base.models.get(model)
         if configured is None:
-            return known, self.add(known, {**self._store.wishes.specs().get(known, {}), "recipe": recipe}, replace=True)
+            return model, self.add(model, {**self._store.wishes.specs().get(model, {}), "recipe": recipe}, replace=True)
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
-            raise Conflict(f"The model {known} is in the configuration file: {cure}.")
-        return known, None
+            raise Conflict(f"The model {model} is in the configuration file: {cure}.")
+        return model, None
 
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
@@ -186,9 +186,9 @@ class Roster:
         left_out = [
             Condition(
                 "ModelLeftOut",
-                f"{name}, which was added earlier, cannot be used: {why} Add it again, or remove it with `sparkd rm {name}`.",
+                f"{name}, which was added earlier, cannot be used: {reason} Add it again, or remove it with `sparkd rm {name}`.",
             )
-            for name, why in self._left_out.items()
+            for name, reason in self._left_out.items()
         ]
         unguarded = [
             Condition(
@@ -210,8 +210,8 @@ class Roster:
 
     def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
         before = self._loud
-        told = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in models.items()}
-        self._loud = {name: sentence for name, sentence in told.items() if sentence is not None}
+        remarks = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in models.items()}
+        self._loud = {name: sentence for name, sentence in remarks.items() if sentence is not None}
         for name, sentence in self._loud.items():
             if before.get(name) != sentence:
                 log.warning("the model %s: %s", name, sentence)
@@ -231,8 +231,8 @@ class Roster:
                 # The last boundary of a row that another release may have written: it must not stop a start.
                 log.exception("the model %s, added earlier, cannot be read", name)
                 self._left_out[name] = f"sparkd made an error ({type(error).__name__}); its log has more."
-        for name, why in self._left_out.items():
-            log.warning("the model %s, added earlier, is left out: %s", name, why)
+        for name, reason in self._left_out.items():
+            log.warning("the model %s, added earlier, is left out: %s", name, reason)
         return config
 
     def _damages(self, *tables: str) -> list[Damage]:

@@ -45,9 +45,9 @@ def last_held(looks: Iterable[RankMemory]) -> RankMemory | None:
 
     looks: those shortly before the end. Compilers and staging of a load are gone long before, so the rank's peak does not count.
     """
-    kept = tuple(looks)
-    most = max((look.bytes for look in kept), default=0)
-    return next((look for look in reversed(kept) if look.bytes >= SHARE * most), None)
+    all_looks = tuple(looks)
+    most = max((look.bytes for look in all_looks), default=0)
+    return next((look for look in reversed(all_looks) if look.bytes >= SHARE * most), None)
 
 
 @dataclass(slots=True)

@@ -119,8 +119,8 @@ def _victims(
     budget: Budget,
 ) -> list[ModelFacts] | Wait:
     """The fewest that have to go, those first that nobody would miss; a reason where the end of all that may go would not do."""
-    kept = {asker.name, *ties.companions_of(asker.name)}
-    may_go = [facts for name, facts in models.items() if name not in kept and facts.state in _THERE and not _pinned(facts, models, ties)]
+    spared = {asker.name, *ties.companions_of(asker.name)}
+    may_go = [facts for name, facts in models.items() if name not in spared and facts.state in _THERE and not _pinned(facts, models, ties)]
     passing = {name for name in _present(models, book) if name in models and models[name].state not in _THERE and not models[name].pinned}
     chosen = [facts for facts in may_go if facts.name in rivals]
     names = {facts.name for facts in may_go} | passing

@@ -178,17 +178,17 @@ class Supervisor:
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
                 say_change(self.ledger, kind, name, "file")
-        told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
-        self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
+        summary = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
+        self.ledger.say("config", None, f"The configuration was read again{f' ({summary})' if summary else ''}.")
         self._wake.set()
         return changes
 
-    def tell_refused(self, why: str | None) -> None:
+    def tell_refused(self, reason: str | None) -> None:
         """Record why the last reload was refused. None: it was accepted."""
-        if why is not None:
-            self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {why}")
-        message = f"The configuration file was rejected: {why}"
-        self._refused = Condition("ConfigRefused", message) if why is not None else None
+        if reason is not None:
+            self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
+        message = f"The configuration file was rejected: {reason}"
+        self._refused = Condition("ConfigRefused", message) if reason is not None else None
 
     def drain(self, *, wholly: bool = True) -> None:
         """Shut the queue: end all waits and give no new lease. wholly=False still gives leases of models that are READY."""
@@ -301,7 +301,7 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__})
         self._agents = agents
 
-    def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
+    def _plan(self, observed: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
         """The next actions and the scheduler's turn. Changes nothing.
 
         is_open: the cluster knows which nodes are open. If that or the holders of memory are unknown, the plan starts nothing.
@@ -310,11 +310,11 @@ class Supervisor:
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():
             with around("facts", name):
-                facts[name] = found.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
-        strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
+                facts[name] = observed.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
+        strangers = tuple(fact for fact in observed.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):
-            bar = bar_of(found.observation, self._gate, strangers)
+            bar = bar_of(observed.observation, self._gate, strangers)
             whose = self._swap.turn(facts, bar)
             can_place = is_open and bar is None and len(facts) == len(self.registry.records)
         return plan(facts, strangers, can_place, now_s, whose), whose

@@ -43,14 +43,14 @@ def view(registry: Roster, record: Record, now_s: float, doubt: str | None = Non
     # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
     asked_s = record.queue.asked_since_s if record.turn is not None else None
     since_s = record.since_wall_s if asked_s is None else registry.wall() - (now_s - asked_s)
-    given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
+    configured = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
     return ModelView(
         name=record.name,
         aliases=tuple(n for n in spec.served_names() if n != record.name) if spec else (),
         unlisted=spec.unlisted if spec else True,
         default=spec.default if spec else False,
         metadata=spec.metadata if spec else {},
-        max_model_len=record.abilities.max_model_len if record.abilities else given,
+        max_model_len=record.abilities.max_model_len if record.abilities else configured,
         source=spec.model if spec else "",
         quantize=spec.quantize if spec else None,
         kv_cache=spec.kv_cache if spec else None,

@@ -100,9 +100,9 @@ class Pulse:
         if beat is None or self._clock() - self._heard_at_s.get(record.name, -math.inf) > HEARD_S:
             return None
         silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
-        gpus = [one for node in record.attempt.nodes if (one := self._readings.get(node)) and one.gpu_power_w is not None]
-        computes = any(one.gpu_power_w >= HANGING_W for one in gpus if one.gpu_power_w is not None)
-        hangs = bool(gpus) and not computes and all((one.gpu_busy_percent or 0.0) >= HANGING_PERCENT for one in gpus)
+        gpus = [gpu for node in record.attempt.nodes if (gpu := self._readings.get(node)) and gpu.gpu_power_w is not None]
+        computes = any(gpu.gpu_power_w >= HANGING_W for gpu in gpus if gpu.gpu_power_w is not None)
+        hangs = bool(gpus) and not computes and all((gpu.gpu_busy_percent or 0.0) >= HANGING_PERCENT for gpu in gpus)
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
         idle_s, busy_s = (IDLE_S, BUSY_S) if record.attempt.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
         quiet = hangs or (is_idle and not computes)
@@ -114,9 +114,9 @@ class Pulse:
         if question_s is not None and self._clock() - question_s < (ANSWER_S if record.attempt.world > 1 else ALONE_ANSWER_S):
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
-        asked = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
-        told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
-        return f"{told}: {'a rank or the way to it' if record.attempt.world > 1 else 'it'} hangs; all of it is started again."
+        sign = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
+        problem = f"{sign}, and for {silent_s:.0f} s no token came and {how}"
+        return f"{problem}: {'a rank or the way to it' if record.attempt.world > 1 else 'it'} hangs; all of it is started again."
 
     def doubt(self, record: Record) -> str | None:
         """The sentence of an engine that was asked a question and has not answered it yet; None of one that nobody suspects."""
@@ -131,9 +131,9 @@ class Pulse:
         """One for each node where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
         unknown = "The GPU's power and kernels are not known; see `sparkd doctor`."
         return tuple(
-            Condition("GpuSilent", f"{node}: {one.device_trouble}. {unknown}", node)
-            for node, one in self._readings.items()
-            if one.device_trouble
+            Condition("GpuSilent", f"{node}: {reading.device_trouble}. {unknown}", node)
+            for node, reading in self._readings.items()
+            if reading.device_trouble
         )
 
     async def _ask(self, record: Record) -> None:
