@@ -220,7 +220,7 @@ def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate
     )
     gate.look(110, nodes=seen(here), seconds=LIMIT_S)
     assert (gate.release.room_gib, gate.release.shut) == ({}, {"o"})
-    assert gate.reasons == [("MemoryNotReleased", "o")] and "out of sight" in str(gate.release.conditions)
+    assert gate.reasons == [("MemoryNotReleased", "o")] and "unreachable" in str(gate.release.conditions)
     gate.look(110, nodes=seen(here, there))
     assert gate.told == ["58.0 of 58.0 GiB have not come back to o after 92 s: no load begins there before it was restarted."]
     assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB))), "it was restarted"

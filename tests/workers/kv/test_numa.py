@@ -165,7 +165,7 @@ def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits
 def test_ranks_find_out_with_whom_they_share(monkeypatch, others, ranks, sharers):
     monkeypatch.setattr(cpu, "nodes_bound", lambda _proc: frozenset({1}))
     monkeypatch.setattr(cpu, "boot_id", lambda: "here")
-    monkeypatch.setattr(cpu, "host", lambda kept: MemoryReading(128 * GIB, 60 * GIB, 60 * GIB, 0) if kept == {1} else None)
+    monkeypatch.setattr(cpu, "host", lambda nodes_kept: MemoryReading(128 * GIB, 60 * GIB, 60 * GIB, 0) if nodes_kept == {1} else None)
     worker: Any = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=1 + len(others)))
     rehearsal = cpu.CpuRehearsal(worker)
     rehearsal.meet(lambda mine: [mine, *others])
