@@ -76,7 +76,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
     names it for.
     """
     groups: dict[str, _Group] = {}
-    known: dict[str, tuple[str, FormatChoice, str]] = {}
+    groups_of: dict[str, tuple[str, FormatChoice, str]] = {}
     strange: dict[str, None] = {}
     likeness, towers = Likeness(), towers_of(checkpoint.config)
     for name, tensor in checkpoint.tensors.items():
@@ -85,13 +85,13 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
             if is_unknown_expert(name, tensor) and not choose(name, "expert").format.keeps:
                 strange.setdefault(_NUMBERS.sub("*", name))
             continue
-        before, found, after = module.partition(".experts.")
+        before, mark, after = module.partition(".experts.")
         number, _, rest = after.partition(".")
-        key = f"{before}.experts.0.{rest}" if found and rest and number.isdigit() else module
-        if key not in known:
+        key = f"{before}.experts.0.{rest}" if mark and rest and number.isdigit() else module
+        if key not in groups_of:
             kind = tensor_class(name, tensor.shape, towers)
-            known[key] = group_of(key, kind), choose(key, kind), kind
-        group_name, choice, kind = known[key]
+            groups_of[key] = group_of(key, kind), choose(key, kind), kind
+        group_name, choice, kind = groups_of[key]
         likeness.see(key, module, kind, tensor)
         if tensor.dtype == "F8_E4M3" and kind == "expert" and len(tensor.shape) == 3:
             _refuse_unknown_fp8(module, tensor, checkpoint)
@@ -118,15 +118,15 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
             split.setdefault(_told(group, chosen), []).append(group)
         if chosen.keeps and group.stored_fp8 and source is not None:
             chosen = source
-        if chosen.name == "fp8_block" and (why := _without_blocks(group, checkpoint)):
-            odd.setdefault(why, []).append(group)
+        if chosen.name == "fp8_block" and (adjustment := _without_blocks(group, checkpoint)):
+            odd.setdefault(adjustment, []).append(group)
             chosen = FP8
         if not chosen.keeps:
             formats.update(dict.fromkeys(group.modules, chosen))
     order_of = ((module, formats[module]) for name, tensor in checkpoint.tensors.items() if (module := _module(name, tensor)) in formats)
-    told = [_counted(told, len(found)) for told, found in (*split.items(), *odd.items())]
-    told += [f"{name} holds experts in a layout that is not known here: they keep their precision." for name in strange]
-    return Assignment(order_of, told)
+    adjustments = [_counted(sentence, len(places)) for sentence, places in (*split.items(), *odd.items())]
+    adjustments += [f"{name} holds experts in a layout that is not known here: they keep their precision." for name in strange]
+    return Assignment(order_of, adjustments)
 
 
 def is_unknown_expert(name: str, tensor: TensorRef) -> bool:
@@ -165,19 +165,19 @@ def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:
     """Why these modules cannot have fp8-block, told without their numbers; None where they can. Raises CheckpointError if one was named."""
     for module in group.modules:
         tensor = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
-        why = misfit(module, group.kind, tensor, checkpoint.config)
-        if why is None:
+        problem = misfit(module, group.kind, tensor, checkpoint.config)
+        if problem is None:
             continue
         if any(choice.named and choice.format.name == "fp8_block" for choice in group.choices):
-            leaves = sorted({one.rpartition(".")[2] for one in group.modules})
+            leaves = sorted({name.rpartition(".")[2] for name in group.modules})
             raise CheckpointError(
-                f"it {why}, which fp8-block cannot express",
+                f"it {problem}, which fp8-block cannot express",
                 file=tensor.path,
                 tensor=tensor.name,
                 cure=f"Choose fp8 for {', '.join(leaves)} instead",
             )
         whole = ", and all that vLLM runs with it as one," if len(group.modules) > 1 else ""
-        return f"{_NUMBERS.sub('*', module)} {why}: it{whole} gets fp8 in place of fp8-block"
+        return f"{_NUMBERS.sub('*', module)} {problem}: it{whole} gets fp8 in place of fp8-block"
     return None
 
 
@@ -191,5 +191,5 @@ def _told(group: _Group, chosen: Format) -> str:
     return f"{parts}; vLLM runs them as one, so all of them {result}"
 
 
-def _counted(told: str, count: int) -> str:
-    return f"{told} (in {count} {'place' if count == 1 else 'places'})."
+def _counted(sentence: str, count: int) -> str:
+    return f"{sentence} (in {count} {'place' if count == 1 else 'places'})."

@@ -34,7 +34,7 @@ def misfit(module: str, kind: str, tensor: TensorRef, config: Mapping[str, Any])
     if len(siblings) > 1:
         odd = leaf != siblings[-1] and rows % BLOCK
         return f"has {rows} rows, no multiple of the {BLOCK} that share a scale, and vLLM puts others below them" if odd else None
-    part = next((one for one in _parts(leaf, rows, config) if one % BLOCK), None)
+    part = next((size for size in _parts(leaf, rows, config) if size % BLOCK), None)
     return f"has a part of {part} rows, no multiple of the {BLOCK} that share a scale" if part else None
 
 

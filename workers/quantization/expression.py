@@ -140,19 +140,19 @@ class Expression:
 
     def _reached(self, states: Iterable[int], start: bool = False, end: bool = False) -> int:
         """States that take a character, wait for the end or complete a match, without taking anything."""
-        found = 0
+        reached = 0
         waiting = list(states)
         seen = set(waiting)
         while waiting:
             at = waiting.pop()
             state = self._states[at]
             if at == 0 or state.character is not None or (state.anchor == "$" and not end):
-                found |= 1 << at
+                reached |= 1 << at
             elif state.anchor != "^" or start:
-                waiting += [one for one in state.following if one not in seen]
+                waiting += [following for following in state.following if following not in seen]
                 seen.update(state.following)
         self._charge(_STATE_STEPS * len(seen))
-        return found
+        return reached
 
     def _state(self, following: list[int], character: re.Pattern[str] | None = None, anchor: str = "") -> int:
         if len(self._states) >= MAX_STATES:
@@ -314,11 +314,11 @@ class _Parser:
             if self._text.startswith(written, self._at):
                 self._at += len(written)
                 return _Anchor(anchor)
-        found = _CHARACTER.match(self._text, self._at)
-        if found is None:
+        match = _CHARACTER.match(self._text, self._at)
+        if match is None:
             raise Unreadable(f"{self._text[self._at : self._at + 2]!r} cannot be matched in linear time; write it without")
-        self._at = found.end()
-        return _Text(re.compile(found[0]))
+        self._at = match.end()
+        return _Text(re.compile(match[0]))
 
     def _repeated(self, part: _Node) -> _Node:
         while mark := self._next():

@@ -121,8 +121,8 @@ def _parsed(text: Any, where: str) -> tuple[str, int | None]:
 def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, where: str) -> Format:
     name, spelled = parsed
     if own is not None and (type(own) is not int or (spelled is not None and own != spelled)):
-        told = f"{own!r} is no whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
-        raise refused(where, f"group_size {told}; give it once: 32, 64 or 128")
+        problem = f"{own!r} is no whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
+        raise refused(where, f"group_size {problem}; give it once: 32, 64 or 128")
     size = own if own is not None else spelled
     if name != "int4":
         if size is not None and size != _FIXED_GROUPS.get(name):

@@ -35,8 +35,8 @@ _EXPERTS_OF_MIXTRAL = ("w1", "w2", "w3")
 def group_of(module: str, kind: str) -> str:
     """The same text for modules that must have one format: the experts of a layer, the parts of one matrix. kind: its tensor_class."""
     if kind == "expert":
-        before, found, _ = module.partition(".experts.")
-        return f"{before}.experts" if found else module.rpartition(".")[0]
+        before, mark, _ = module.partition(".experts.")
+        return f"{before}.experts" if mark else module.rpartition(".")[0]
     parent, _, leaf = module.rpartition(".")
     return f"{parent}.{_LEADER[leaf]}" if leaf in _LEADER else module
 
@@ -50,10 +50,10 @@ def members_of(module: str, kind: str) -> tuple[str, ...]:
     """The modules whose choices decide about this one, by name alone: itself, its siblings, and the parts it stands for."""
     parent, _, leaf = module.rpartition(".")
     if kind == "expert" or leaf == "experts":
-        before, found, _ = module.partition(".experts")
+        before, mark, _ = module.partition(".experts")
         own = () if leaf == "experts" else (leaf,)
         names = _EXPERTS_OF_MIXTRAL if leaf in _EXPERTS_OF_MIXTRAL else _EXPERTS
-        stem = f"{before}.experts.0" if found else parent
+        stem = f"{before}.experts.0" if mark else parent
         return tuple(f"{stem}.{name}" for name in dict.fromkeys((*own, *names)))
     siblings = (*siblings_of(leaf), *_WHOLE.get(leaf, ()))
     return tuple(f"{parent}.{name}" if parent else name for name in siblings)

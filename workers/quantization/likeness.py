@@ -41,8 +41,8 @@ class Likeness:
             return
         beside = self._columns.setdefault((parent, siblings[0]), tensor)
         if beside.shape[1] != tensor.shape[1]:
-            told = f"its {tensor.shape[1]} columns are not those of {beside.name}, {beside.shape[1]}, which vLLM runs with it as one"
-            raise _unlike(tensor, told)
+            problem = f"its {tensor.shape[1]} columns are not those of {beside.name}, {beside.shape[1]}, which vLLM runs with it as one"
+            raise _unlike(tensor, problem)
 
     def done(self) -> None:
         for shapes in self._experts.values():

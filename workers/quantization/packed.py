@@ -53,27 +53,27 @@ class PackedWeight:
 def packed_of(name: str) -> Packed | None:
     """name: of a tensor of three dimensions, or its module; None where it is not one of the layouts that are known."""
     module = name.removesuffix(".weight")
-    if found := _PACKED.match(name):
-        return Packed(module, found[1], found[2])
-    if found := _GRANITE.match(name):
-        return Packed(module, f"{found[1]}.experts", _WHICH[found[2]], upright=True)
+    if match := _PACKED.match(name):
+        return Packed(module, match[1], match[2])
+    if match := _GRANITE.match(name):
+        return Packed(module, f"{match[1]}.experts", _WHICH[match[2]], upright=True)
     return None
 
 
 def in_vllm(module: str) -> str:
     """A module's path below which vLLM has its experts (`..block_sparse_moe.experts.gate_up_proj`); any other's own."""
-    found = packed_of(module)
-    return module if found is None else f"{found.experts}.{found.which}"
+    packed = packed_of(module)
+    return module if packed is None else f"{packed.experts}.{packed.which}"
 
 
-def blocks(ref: TensorRef, found: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
-    """The weights of a packed tensor. found: what its name tells.
+def blocks(ref: TensorRef, packed: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
+    """The weights of a packed tensor. packed: what its name tells.
 
     The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
     and [I, H] its transpose. A square block stands as its sibling does. Raises CheckpointError where none of it tells.
     """
-    experts, which = found.experts, found.which
-    transposed = not found.upright and _transposed(ref, which, checkpoint)
+    experts, which = packed.experts, packed.which
+    transposed = not packed.upright and _transposed(ref, which, checkpoint)
     count, rows, cols = ref.shape
     if is_interleaved(checkpoint, experts):
         return [PackedWeight(f"{experts}.{expert}.{_JOINED_NAMES[which]}", expert, transposed, joint=JOINED) for expert in range(count)]

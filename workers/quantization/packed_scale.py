@@ -43,23 +43,23 @@ class BlockScale:
 
 def scale_of(packed: TensorRef, module: str, tensors: Mapping[str, TensorRef]) -> TensorRef:
     """The scale beside a packed FP8 tensor. Raises CheckpointError where there is none."""
-    found = next((tensors[name] for suffix in _WEIGHTS if (name := f"{module}{suffix}") in tensors), None)
-    if found is None:
+    scale = next((tensors[name] for suffix in _WEIGHTS if (name := f"{module}{suffix}") in tensors), None)
+    if scale is None:
         raise CheckpointError(
             f"packed experts in FP8 have no scale beside them: {module}_scale_inv, _weight_scale or _scale is expected",
             file=packed.path,
             tensor=packed.name,
             cure=_CURE,
         )
-    refuse_codes(found)
-    return found
+    refuse_codes(scale)
+    return scale
 
 
 def refuse_codes(scale: TensorRef) -> None:
     """Raises CheckpointError for an FP8 weight's scale that is no fraction: codes of E8M0 as bytes would be taken as numbers."""
     if scale.dtype not in _SCALES:
-        told = f"an FP8 weight's scale holds {scale.dtype}, and {', '.join(_SCALES)} are known"
-        raise CheckpointError(told, file=scale.path, tensor=scale.name, cure=_CURE)
+        problem = f"an FP8 weight's scale holds {scale.dtype}, and {', '.join(_SCALES)} are known"
+        raise CheckpointError(problem, file=scale.path, tensor=scale.name, cure=_CURE)
 
 
 def scales_beside(module: str, tensors: Container[str]) -> list[str]:
@@ -69,8 +69,8 @@ def scales_beside(module: str, tensors: Container[str]) -> list[str]:
 
 def packed_module_of(name: str) -> str | None:
     """The module of packed experts that a tensor of this name would be a scale of; None for any other name."""
-    found = _SCALE.fullmatch(name)
-    return found[1] if found is not None and packed_of(found[1]) is not None else None
+    match = _SCALE.fullmatch(name)
+    return match[1] if match is not None and packed_of(match[1]) is not None else None
 
 
 def block_scale(packed: TensorRef, block: PackedWeight, scale: TensorRef) -> BlockScale:

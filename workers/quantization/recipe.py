@@ -67,10 +67,10 @@ class QuantizationRecipe:
         environ: where VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE are looked up. They are rules only where
         `value` says nothing (None, "" or {}): a configuration that speaks is the whole truth, and a note names the variables it leaves out.
         """
-        given = environ or {}
+        environment = environ or {}
         if value is None or value == "" or value == {}:
-            return QuantizationRecipe(BF16, variables.rules_of(given), variables.notes_of(given))
-        unused = variables.set_in(given)
+            return QuantizationRecipe(BF16, variables.rules_of(environment), variables.notes_of(environment))
+        unused = variables.set_in(environment)
         notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()
         if not isinstance(value, Mapping):
             return QuantizationRecipe(Format.parse(value), notes=notes)
@@ -111,9 +111,9 @@ class QuantizationRecipe:
             told[plain.told] = None
             return BARRED
 
-        made = assign(checkpoint, choose)
-        made.adjustments = (*self.notes, *told, *made.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
-        return made
+        assignment = assign(checkpoint, choose)
+        assignment.adjustments = (*self.notes, *told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
+        return assignment
 
     def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
         """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
@@ -170,11 +170,11 @@ class _Deciding:
 
     def _too_costly(self, number: int | None) -> CheckpointError:
         if number is None:
-            why = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
-            return CheckpointError(why, cure="Let fewer rules stand for several names each")
+            problem = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
+            return CheckpointError(problem, cure="Let fewer rules stand for several names each")
         rule = self._rules[number]
-        why = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
-        return CheckpointError(why, cure="Write it with fewer repetitions and alternatives")
+        problem = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
+        return CheckpointError(problem, cure="Write it with fewer repetitions and alternatives")
 
 
 def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping[FormatRule, str]) -> Iterator[str]:
@@ -273,14 +273,14 @@ def _patterns(value: Any, where: str) -> list[str]:
     return [pattern.strip() for pattern in patterns]
 
 
-def _no_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+def _no_unknown(value: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
     for key in value:
-        if key not in known:
+        if key not in keys:
             import difflib
 
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(str(key), keys, n=1)
             hint = f"; did you mean {near[0]}" if near else ""
-            raise refused(where, f"the key {key!r} is not known{hint}; known are {', '.join(known)}")
+            raise refused(where, f"the key {key!r} is not known{hint}; known are {', '.join(keys)}")
 
 
 # The recipe that leaves a model as it is stored.

@@ -88,8 +88,8 @@ def kept_unless_named(module: str, kind: str) -> frozenset[str]:
         return VISION_PARTS.intersection(parts) or frozenset(parts[:1])
     if kind in _KEPT_CLASSES or leaf in _KEPT_LEAVES:
         return frozenset({leaf})
-    if found := _KEPT_PARTS.intersection(parts):
-        return found
+    if parts_kept := _KEPT_PARTS.intersection(parts):
+        return parts_kept
     if kind == "other" and not any(part.isdigit() for part in parts):
         return frozenset({leaf})
     return frozenset()
@@ -120,23 +120,23 @@ def _written(match: str, source: str) -> str:
 
 def _component(part: str, match: str, source: str) -> str:
     """One component: `*` and `?` stay inside it, `[..]` is a set of characters, `[!..]` its complement."""
-    made, rest = "", part
+    pattern, rest = "", part
     while rest:
         mark, rest = rest[0], rest[1:]
         if mark in "*?":
-            made += "[^.]*" if mark == "*" else "[^.]"
+            pattern += "[^.]*" if mark == "*" else "[^.]"
             continue
         if mark != "[":
-            made += re.escape(mark)
+            pattern += re.escape(mark)
             continue
         inside, closed, rest = rest.partition("]")
         negated = inside.startswith("!")
         inner = re.sub(r"([\\^\[&~|])", r"\\\1", inside.removeprefix("!"))
         if not closed or not inner:
             raise refused(source, f"{match!r} has a `[` without its `]`")
-        made += f"[{'^.' if negated else ''}{inner}]"
+        pattern += f"[{'^.' if negated else ''}{inner}]"
         try:
-            re.compile(made)
+            re.compile(pattern)
         except re.error as error:
             raise refused(source, f"{match!r} has a set that cannot be read: {error}") from None
-    return made
+    return pattern

@@ -15,15 +15,15 @@ NAMES = (*LAYERS, NF4_GROUP_SIZE)
 
 def rules_of(environ: Mapping[str, str]) -> tuple[FormatRule, ...]:
     """`all`, or names separated by commas such as `moe,q_proj,o_proj,lm_head`. Raises ConfigError, which names the variable."""
-    found: list[FormatRule] = []
+    rules: list[FormatRule] = []
     for variable, (spelling, priority) in LAYERS.items():
         words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
         if words and spelling == "nf4":
             raise refused(
                 f"{variable}={','.join(words)}", "nf4 is not built yet; name these layers in VLLM_MXFP4_LAYERS, or use `quantize: nvfp4`"
             )
-        found += [FormatRule(word, Format(spelling), priority, source=variable) for word in words]
-    return tuple(found)
+        rules += [FormatRule(word, Format(spelling), priority, source=variable) for word in words]
+    return tuple(rules)
 
 
 def notes_of(environ: Mapping[str, str]) -> tuple[str, ...]:

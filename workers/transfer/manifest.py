@@ -79,15 +79,15 @@ class ModelManifest:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelManifest:
         """Raises RankError for what is no manifest, and for names that would lead out of the model's folder."""
         try:
-            made = cls(**{**raw, "files": tuple(File(**one) for one in raw["files"])})
-            wrong = next(filter(None, (made._wrong(), *(file.wrong() for file in made.files))), None)
+            manifest = cls(**{**raw, "files": tuple(File(**entry) for entry in raw["files"])})
+            wrong = next(filter(None, (manifest._wrong(), *(file.wrong() for file in manifest.files))), None)
         except (TypeError, KeyError, ValueError) as error:
             raise RankError(
                 f"The list of a model's files cannot be read ({type(error).__name__}): start the same release on all nodes."
             ) from None
         if wrong:
-            raise RankError(f"{str(made.model)[:200]}: {wrong}.")
-        return made
+            raise RankError(f"{str(manifest.model)[:200]}: {wrong}.")
+        return manifest
 
     def _wrong(self) -> str | None:
         """Why this cannot be a model's; None where it can."""
@@ -124,11 +124,11 @@ def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) ->
         files = tuple(_files(folder))
     except OSError as error:
         raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
-    made = ModelManifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
-    top = place_of(made, environ).top if made.commit is not None else folder
+    manifest = ModelManifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
+    top = place_of(manifest, environ).top if manifest.commit is not None else folder
     begun = next(top.rglob(f"*{PART}"), None) is not None
     lacks = _lacks_weights(folder, {file.name for file in files})
-    return replace(made, partial=begun or (made.commit is not None and lacks), lacks=lacks)
+    return replace(manifest, partial=begun or (manifest.commit is not None and lacks), lacks=lacks)
 
 
 def place_of(manifest: ModelManifest, environ: Mapping[str, str]) -> ModelFolder:
@@ -154,12 +154,12 @@ def lacking(manifest: ModelManifest, environ: Mapping[str, str]) -> dict[str, An
     return {"path": str(place.top), "bytes": need, "free_bytes": _free(place.top)}
 
 
-def refuse_without_room(model: str, told: Mapping[str, Any]) -> None:
+def refuse_without_room(model: str, space: Mapping[str, Any]) -> None:
     """Raises RankError where the disk cannot hold what is lacking."""
-    if told["bytes"] + SPARE_BYTES > told["free_bytes"] and told["bytes"]:
+    if space["bytes"] + SPARE_BYTES > space["free_bytes"] and space["bytes"]:
         raise RankError(
-            f"{told['path']} has {told['free_bytes']:,} bytes free and {model} needs {told['bytes']:,} more, and {SPARE_BYTES >> 30} GiB "
-            "stays free: make room, or set HF_HOME in engine.env to a larger disk."
+            f"{space['path']} has {space['free_bytes']:,} bytes free and {model} needs {space['bytes']:,} more, and {SPARE_BYTES >> 30} "
+            "GiB stays free: make room, or set HF_HOME in engine.env to a larger disk."
         )
 
 
@@ -213,5 +213,5 @@ def _free(path: Path) -> int:
     """The free bytes of the file system that the nearest folder that is there lies on, for this user."""
     while not path.is_dir() and path != path.parent:
         path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize

@@ -65,16 +65,16 @@ class PartialFile:
             file = self._open if self._stands else None
         return _reads(file, buffer, *span(self.file.size, index)) if file else None
 
-    def keep(self, index: int, buffer: Buffer, told: str) -> bool:
+    def keep(self, index: int, buffer: Buffer, checksum: str) -> bool:
         """Write a chunk, whose sum the other end has told, to the disk. False where the bytes do not have that sum."""
         offset, size = span(self.file.size, index)
-        if digest(buffer.view[:size]) != told:
+        if digest(buffer.view[:size]) != checksum:
             return False
         if self._open is None:
             raise RankError(f"{self.to} was closed while it was fetched.")
         self._open.write(buffer, offset, size)
         with self._lock, open(self._sums, "a", encoding="ascii") as journal:
-            journal.write(f"{index} {told}\n")
+            journal.write(f"{index} {checksum}\n")
         return True
 
     def done(self, index: int, how: str) -> bool:
@@ -138,7 +138,7 @@ class PartialFile:
         if first != self._heading():
             return {}
         words = [line.split() for line in lines if line.endswith("\n")]
-        return {int(index): told for index, told in (pair for pair in words if len(pair) == 2)}
+        return {int(index): checksum for index, checksum in (pair for pair in words if len(pair) == 2)}
 
 
 def _reads(file: ChunkFile | None, buffer: Buffer, offset: int, size: int) -> str | None:

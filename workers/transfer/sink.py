@@ -205,7 +205,7 @@ class _Link:
     def ask(self, method: str, file: File, index: int, buffer: Buffer) -> str:
         """The SHA-256 of a chunk by the other end, hex; after GET `buffer` has its bytes. Raises RankError."""
         offset, size = span(file.size, index)
-        why = "another connection has failed"
+        reason = "another connection has failed"
         for attempt in range(ATTEMPTS):
             own, other, port = self._ways[self._turn % len(self._ways)]
             try:
@@ -216,13 +216,13 @@ class _Link:
                 with link.getresponse() as response:
                     return _taken(response, buffer, size if method == GET else 0)
             except (HTTPException, OSError) as error:
-                why = f"{other}:{port} from {own}: {getattr(error, 'strerror', None) or error}"
+                reason = f"{other}:{port} from {own}: {getattr(error, 'strerror', None) or error}"
             self.close()
             self._turn += 1
             if self._is_over():
                 break
             time.sleep(PAUSE_S * attempt)
-        raise RankError(f"The node that has it cannot be reached ({why}). What was verified stays: run the same again to go on.")
+        raise RankError(f"The node that has it cannot be reached ({reason}). What was verified stays: run the same again to go on.")
 
     def close(self) -> None:
         if self._link is not None:

@@ -184,10 +184,10 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     source = TransferSource(ModelManifest.from_dict(order["manifest"]), str(order["key"]))
     try:
-        told: dict[str, Any] = {"ports": {address: source.listen(address) for address in order["binds"]}}
+        answer: dict[str, Any] = {"ports": {address: source.listen(address) for address in order["binds"]}}
     except OSError as error:
-        told = {"error": f"{', '.join(order['binds'])} cannot be listened on: {error.strerror or error}."}
-    sys.stdout.write(json.dumps(told) + "\n")
+        answer = {"error": f"{', '.join(order['binds'])} cannot be listened on: {error.strerror or error}."}
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
     while source.idle_s() < IDLE_S and not select.select([sys.stdin], [], [], LOOK_S)[0]:
         pass

@@ -57,10 +57,10 @@ def _note(folder: Path, names: Iterable[str]) -> None:
 def _noted(folder: Path) -> Mapping[str, list[int]]:
     """The files that the last complete copy put there, or found to be the source's; nothing where none did."""
     try:
-        found = json.loads((folder / NOTE).read_bytes())
+        note = json.loads((folder / NOTE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 def _mark(path: Path) -> list[int]:
