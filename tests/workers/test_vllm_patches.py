@@ -49,7 +49,7 @@ REPLACED = {
 OWN = {
     ("workers/quantization/formats.py", "error.explanation"),  # of our own error
     ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
-    ("workers/kv/stock_worker.py", "asked.parallel_config.worker_cls"),  # of another one
+    ("workers/kv/stock_worker.py", "config.parallel_config.worker_cls"),  # of another one
     ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
     ("workers/stream/vllm/cpu_linear.py", "layer.input_size_per_partition"),
     ("workers/stream/vllm/cpu_linear.py", "layer.logical_widths"),

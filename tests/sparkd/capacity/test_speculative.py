@@ -110,7 +110,7 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     ("model", "method", "asked", "told"),
     [
         ("plain", "mtp", {}, "LlamaForCausalLM has no layers here that predict tokens ahead"),
-        ("plain", "dflash", {}, "nothing is known of a DFlash drafter for this model"),
+        ("plain", "dflash", {}, "sparkd knows no DFlash drafter for this model"),
         ("z-lab/none", "dflash", {}, "choose off, ngram or suffix"),
         ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "a DFlash drafter works on a BF16 cache only"),
     ],
