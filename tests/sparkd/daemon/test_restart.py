@@ -75,10 +75,10 @@ def test_a_restart_refuses_nobody_and_breaks_no_stream(daemon: tuple[ActivatedDa
 
     with ThreadPoolExecutor(6) as pool:
         askers = [pool.submit(keep_asking) for _ in range(6)]
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 20, 30, "requests come in")
+        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, 30, "requests come in")
         made.restart()
         made.settled()
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 20, 60, "requests come in again")
+        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, 60, "requests come in again")
         over.set()
         assert all(one.result() > 5 for one in askers)
     assert streams.whole() == 8
