@@ -27,7 +27,7 @@ from workers.kv.profiles import KeptProfile
 from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.quantization.recipe import AS_IT_IS
 
-# Of the files of a checkpoint whose headers are of no kind that is counted: what a batch takes beside its weights.
+# A checkpoint whose headers are of no kind that is counted is taken by the size of its files: a batch takes a tenth beside them.
 LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
 # Tensor-parallel and pipeline-parallel size.

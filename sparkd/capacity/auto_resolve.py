@@ -67,7 +67,7 @@ def resolved(
     plain, asked = candidates[0], candidates[0].args.max_model_len
     if asked != AUTO and len(candidates) == 1:
         return plain
-    known = consulted(plain, hardware, ways, evidence).completed(plain.model.inventory)
+    completed = consulted(plain, hardware, ways, evidence).completed(plain.model.inventory)
     room = room_of(plain.args, hardware, free_bytes)
 
     def at(one: Candidate, tokens: int) -> Account | None:
@@ -80,15 +80,15 @@ def resolved(
         found = at(one, tokens)
         return found is not None and room.holds(found)
 
-    most = asked if isinstance(asked, int) else known.shape.max_len
+    most = asked if isinstance(asked, int) else completed.shape.max_len
     step = CONTEXT_STEP if asked == AUTO else most
     enough = min(most, DEFAULT_CONTEXT) if asked == AUTO else most
     legal = [one for one in candidates if not any(uneven_groups(one.model)) and illegal(one, hardware, ways, evidence) is None]
-    found = [(one, largest(partial(fits, one), most, step)) for one in legal]
-    best = next((pair for pair in found if pair[1] >= enough), None)
-    best = best or max(found, key=lambda pair: pair[1], default=(plain, 0))
-    if not best[1] and found:
-        best = min(found, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
+    lengths = [(one, largest(partial(fits, one), most, step)) for one in legal]
+    best = next((pair for pair in lengths if pair[1] >= enough), None)
+    best = best or max(lengths, key=lambda pair: pair[1], default=(plain, 0))
+    if not best[1] and lengths:
+        best = min(lengths, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
     one, tokens = best
     chosen = _of_length(one, tokens)
     if asked != AUTO or not tokens or account(chosen, hardware, evidence, ways) is None:

@@ -120,7 +120,7 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
 
 def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
     """free_gib: the most that a node has beside the other models; offered_gib: what it lends. ways: over how many ranks, each on a node of
-    its own. Of what was `auto` the decision is in the requirement's args. Reads nothing, but may ask vLLM's kept answers. Raises
+    its own. The requirement's args have what was decided for `auto`. Reads nothing, but may ask vLLM's kept answers. Raises
     CheckpointError as sparkd.capacity.account.account."""
     args, headers, here, known = subject.args, subject.headers, subject.hardware, None
     if subject.candidates:

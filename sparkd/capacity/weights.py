@@ -150,17 +150,17 @@ class Inventory:
 
         Raises CheckpointError as QuantizationRecipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
-        made = self._formatted.get(recipe)
-        if made is None:
+        formatted = self._formatted.get(recipe)
+        if formatted is None:
             try:
                 assignment = recipe.assign(self.checkpoint)
-                made = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
+                formatted = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
             except CheckpointError as error:
-                made = error
-            self._formatted[recipe] = made
-        if isinstance(made, CheckpointError):
-            raise made.with_traceback(None)
-        return made
+                formatted = error
+            self._formatted[recipe] = formatted
+        if isinstance(formatted, CheckpointError):
+            raise formatted.with_traceback(None)
+        return formatted
 
     def unmet(self, recipe: QuantizationRecipe) -> tuple[str, ...]:
         """A sentence for each thing that a recipe with rules asks for and does not get, or asks of nothing, as `sparkd ls --layers` has

@@ -222,7 +222,7 @@ class _Link:
             if self._is_over():
                 break
             time.sleep(PAUSE_S * attempt)
-        raise RankError(f"The node that has it cannot be reached ({reason}). What was verified stays: run the same again to go on.")
+        raise RankError(f"The node that has it cannot be reached ({reason}). Run the same again to go on: the verified part stays.")
 
     def close(self) -> None:
         if self._link is not None:
