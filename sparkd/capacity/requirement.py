@@ -22,8 +22,8 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.inquiry.flag_table import refused
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
+from sparkd.inquiry.parser_answers import refused
 from sparkd.models.folder import unusable
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,28 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
     if valid is not None:
         problems += _keys(valid, reading, path, environ)
         problems += _machine(valid, reading.tree)
-        for model in valid.models.values():
-            problems += _Entry(model, valid, reading.tree).problems()
+        entries = [_Entry(model, valid, reading.tree) for model in valid.models.values()]
+        _ask_parsers(entries, valid)
+        for entry in entries:
+            problems += entry.problems()
     seen: dict[tuple[str | None, int | None, str], ConfigProblem] = {}
     for problem in problems:
         seen.setdefault((problem.file, problem.line, problem.message), problem)
     return yaml_file.masked(in_order(seen.values()), reading.env_names, environ)
+
+
+def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
+    """Of each environment at once, for all of its models: an answer takes as long as an import of vLLM."""
+    subjects: dict[Path | None, list[tuple[Sequence[str], Mapping[str, str]]]] = {}
+    for entry in entries:
+        if entry.judged is not None:
+            subjects.setdefault(entry.runtime, []).append(entry.judged)
+    if not subjects:
+        return
+    from sparkd.inquiry.parser_answers import announce, refused_of
+
+    for runtime, asked in subjects.items():
+        refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
 
 
 def _without_wrong(reading: ConfigReading, problems: list[ConfigProblem]) -> Config | None:
@@ -219,8 +235,15 @@ class _Entry:
         self._loads = quantize.unreachable(model, env) is None
         self._model = model if self._loads else model.model_copy(update={"quantize": None})
         self._env = env if kv_cache.unreadable(model, env) is None else kv_cache.without_variables(env)
-        self._runtime = model.runtime_of(valid.engine)
+        self.runtime = model.runtime_of(valid.engine)
         self._vllm = model.runs_vllm(valid.engine)
+
+    @property
+    def judged(self) -> tuple[Sequence[str], Mapping[str, str]] | None:
+        """The flags and variables that its vLLM's parser judges; None where nothing in them is other than a number."""
+        if not self._vllm or not (self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED)):
+            return None
+        return self._model.vllm_flags(), self._env
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from self._of_itself()
@@ -244,8 +267,8 @@ class _Entry:
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
             yield self._at("entrypoint", f"{entrypoint!r} is no module of Python. {_NAME_ONE}")
-        elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self._runtime):
-            where = "beside sparkd" if self._runtime is None else f"in the environment of {self._runtime}"
+        elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self.runtime):
+            where = "beside sparkd" if self.runtime is None else f"in the environment of {self.runtime}"
             yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
         yield from self._of_numbers()
 
@@ -267,11 +290,11 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.inquiry.flag_table import refused
+        from sparkd.inquiry.parser_answers import refused
         from sparkd.vllm.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
 
         flags = self._model.vllm_flags()
-        translation = translated(flags, self._env, release_in(self._runtime))
+        translation = translated(flags, self._env, release_in(self.runtime))
         for note in translation.notes:
             yield self._at_flag(note, "warning")
         for refusal in translation.refused:
@@ -282,12 +305,12 @@ class _Entry:
             for *_, path in values_of(flags, name):
                 if path.startswith("/") and not os.path.lexists(path):
                     yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
-        for note in unknown_parsers(flags, self._env, self._runtime):
+        for note in unknown_parsers(flags, self._env, self.runtime):
             yield self._at_flag(FlagNote(note.name, note.reason))
-        for refusal in (*unknown_formats(flags, self._env, self._runtime), *unknown_drafts(translation.args, self._env, self._runtime)):
+        for refusal in (*unknown_formats(flags, self._env, self.runtime), *unknown_drafts(translation.args, self._env, self.runtime)):
             yield self._at_flag(refusal)
-        if self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED):
-            for refusal in refused(flags, self._env, self._runtime, self._config.state_dir, ask=True, aloud=True):
+        if self.judged is not None:
+            for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)
 
     def _of_files(self) -> Iterator[ConfigProblem]:
@@ -318,12 +341,12 @@ class _Entry:
             counted = not isinstance(broken, CheckpointUncounted)
             yield self._at("model", broken.message, "error" if counted else "warning")
         reasons = {
-            "max_model_len": too_long(args, release_in(self._runtime)),
+            "max_model_len": too_long(args, release_in(self.runtime)),
             "quantize": uneven(args),
         }
         for sentence in unmet(args):
             yield self._at("quantize", sentence, "warning", bare=True)
-        answers = partial(kept_here, runtime=InquiryRuntime(self._runtime, places(self._config.state_dir)))
+        answers = partial(kept_here, runtime=InquiryRuntime(self.runtime, places(self._config.state_dir)))
         for key, reason in [*reasons.items(), *misfits(args, model.speculative, self._config.engine.platform, Evidence(ask=answers))]:
             if reason:
                 yield self._at(key, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from workers.host import regular_file
 if TYPE_CHECKING:
     from sparkd.recipes.library import RecipeLibrary
     from sparkd.schema.yaml_file import ConfigProblem
-    from sparkd.vllm.arg_check import FlagTable
+    from sparkd.vllm.arg_check import Refusal
     from sparkd.vllm.releases import Release
 
 recipes = typer.Typer(
@@ -127,7 +128,7 @@ def check(
     problems: list[ConfigProblem] = []
     choices, count = [], 0
     for path in files or list(book.names().values()):
-        file, wrong = load(path, AsWritten(), _flags)
+        file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
         count += 1
         if file is not None:
@@ -176,7 +177,7 @@ def import_(
     if origin and not document.problems and not is_foreign(document.table):
         converted = Imported({}, raw.decode(), ())
     else:
-        converted = imported(raw, shown, _pairs(settings or []), release, _flags, origin)
+        converted = imported(raw, shown, _pairs(settings or []), release, _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
     converted = with_risks(converted, recipe)
     if origin:
@@ -206,12 +207,17 @@ def import_(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _flags() -> FlagTable | None:
-    """The flags of the vLLM beside sparkd; reading them takes as long as its import, once."""
+def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[Refusal]] | None:
+    """What the parser of the vLLM beside sparkd refuses; asking it takes as long as its import."""
     from sparkd.cli.config_file import config_of
-    from sparkd.inquiry.flag_table import announce, flag_table, places
+    from sparkd.inquiry.parser_answers import announce, answers, places
+    from sparkd.vllm.arg_check import ANOTHER_PARSER
+    from sparkd.vllm.installed import full_version_in
 
-    return flag_table(None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
+    if any(name in env for name in ANOTHER_PARSER):
+        return None
+    (refusals,) = answers([args], None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
+    return None if refusals is None else (full_version_in(None) or "", refusals)
 
 
 def _book(folder: Path | None) -> RecipeLibrary:

@@ -14,13 +14,13 @@ from sparkd.config.config import ModelConfig, parse_model
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipes.expand import PROFILES, default_method, offered
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
-from sparkd.recipes.importer import Imported, imported, is_fork, parser_flags
+from sparkd.recipes.importer import Imported, Parser, imported, is_fork, no_parser, parser_flags
 from sparkd.recipes.library import VARIANT, AsWritten, RecipeLibrary
 from sparkd.recipes.registry import is_of_hub
 from sparkd.recipes.speculation import NOTES
-from sparkd.recipes.vllm_command import Table, no_table
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, parse
+from sparkd.vllm.arg_check import Refusal
 from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.translate import draft_method, speculative_config, translated
 from sparkd.vllm.unknown_names import unknown_parsers
@@ -86,8 +86,8 @@ class Checked:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-    """A recipe's file, ours or one that has to be imported; what the import leaves out are warnings. table: as for the import."""
+def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> tuple[RecipeFile | None, list[ConfigProblem]]:
+    """A recipe's file, ours or one that has to be imported; what the import leaves out are warnings. parser: as for the import."""
     try:
         raw = regular_file.read(path, MAX_BYTES + 1)
     except OSError:
@@ -97,7 +97,7 @@ def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tup
         file, problems = recipe_of(path.stem, document, str(path), environ)
         return file, [*problems, *(misnamed(file) if file is not None else ())]
     try:
-        recipe = imported(raw, str(path), table=table)
+        recipe = imported(raw, str(path), parser=parser)
     except ConfigError as error:
         return None, [ConfigProblem(str(path), error.line, error.explanation)]
     file_, problems = parse_recipe(path.stem, recipe.text.encode(), f"{path} (imported)", environ)
@@ -192,7 +192,7 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
     try:
         done = subprocess.run(
             module_command(runtime, "workers.engine.parse_args"),
-            input=json.dumps([each.line for each in resolved]),
+            input=json.dumps({"lines": [each.line for each in resolved], "serve": True}),
             capture_output=True,
             text=True,
             timeout=PARSE_TIMEOUT_S,
@@ -205,13 +205,15 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
     try:
-        answers = list(zip(resolved, json.loads(done.stdout), strict=True))
-    except (ValueError, TypeError):
+        output = json.loads(done.stdout)
+        answers = [(each, [Refusal.of(raw) for raw in refused]) for each, refused in zip(resolved, output["refused"], strict=True)]
+        version = str(output["vllm"])
+    except (ValueError, TypeError, KeyError):
         raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None
     ways: dict[tuple[str | None, str], list[RecipeUse]] = {}
-    for each, refusal in answers:
-        if refusal is not None:
-            ways.setdefault((each.file, str(refusal)), []).append(each.choice)
+    for each, refusals in answers:
+        for refusal in refusals:
+            ways.setdefault((each.file, refusal.note(version)), []).append(each.choice)
     return [
         ConfigProblem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: vLLM's parser says: {refusal}")
         for (file, refusal), (choice, *more) in ways.items()

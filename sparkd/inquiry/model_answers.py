@@ -24,8 +24,8 @@ from sparkd.checkpoint import MODELOPT, Checkpoint, read_checkpoint
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, EngineError, StateError
 from sparkd.execution.as_owner import as_owner
-from sparkd.inquiry import flag_table
-from sparkd.inquiry.flag_table import neighbours, write_whole
+from sparkd.inquiry import parser_answers
+from sparkd.inquiry.parser_answers import neighbours, put
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.translate import release_of, speculative_config, translated, with_draft, without_any
 from workers.engine.model_question import DRAFT, FILES, conversation
@@ -38,7 +38,6 @@ SPARK = "cuda:12.1"
 # The limit of one question, once vLLM is imported there.
 QUESTION_S = 120.0
 MEMORY_BYTES = 8 * 2**30
-MOST_KEPT = 1024
 # The largest that was seen has 200 kB.
 MOST_FILE_BYTES = 16 << 20
 # The file of the tensors of a model that has no folder.
@@ -200,7 +199,7 @@ class InquiryRuntime:
 
 def places(state_dir: Path) -> list[Path]:
     """Where answers are kept: the daemon's folder where it is there, and the user's own."""
-    return [folder.with_name("vllm-answers") for folder in flag_table.places(state_dir)]
+    return [folder.with_name("vllm-answers") for folder in parser_answers.places(state_dir)]
 
 
 def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
@@ -461,15 +460,8 @@ def _keep(key: str, raw: Mapping[str, Any], runtime: InquiryRuntime) -> None:
         return
     for folder in runtime.folders:
         with contextlib.suppress(OSError, StateError):
-            as_owner(folder, partial(_put, folder / f"{key}.json", json.dumps(raw, separators=(",", ":"))))
+            as_owner(folder, partial(put, folder / f"{key}.json", json.dumps(raw, separators=(",", ":"))))
             break
-
-
-def _put(path: Path, text: str) -> None:
-    write_whole(path, text)
-    aged = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
-    for old in aged[:-MOST_KEPT]:
-        old.unlink(missing_ok=True)
 
 
 def _answer(raw: Mapping[str, Any]) -> ModelAnswer:

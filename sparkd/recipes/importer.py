@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ import yaml
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import is_foreign
-from sparkd.recipes.vllm_command import Command, Table, as_argument, no_table, read_arguments, read_command
+from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
 from sparkd.schema import yaml_file
 from sparkd.schema.overlay import error_of
-from sparkd.vllm.arg_check import misfits
+from sparkd.vllm.arg_check import Refusal
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.reserved_args import owned_env
-from sparkd.vllm.translate import SPECULATIVE, flag_name, translated, values_of
+from sparkd.vllm.translate import SPECULATIVE, translated, values_of
 from sparkd.vllm.unknown_names import unknown_parsers
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
@@ -62,6 +62,13 @@ _PLAIN_BUILDS = (
 )  # fmt: skip
 _PLAIN = re.compile(r"[^\s{}]+")
 
+# (arguments, variables) -> (version, what this vLLM's parser refuses); None where there is none to ask.
+Parser = Callable[[Sequence[str], Mapping[str, str]], tuple[str, Sequence[Refusal]] | None]
+
+
+def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:
+    """Where no vLLM is asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Imported:
@@ -81,20 +88,19 @@ def imported(
     shown: str,
     overrides: Mapping[str, Any] | None = None,
     release: Release = READ_OFF,
-    table: Table = no_table,
+    parser: Parser = no_parser,
     origin: str = "",
 ) -> Imported:
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
-    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. table: the flags that this
-    vLLM has, which an argument must be one of. origin: where the file comes from, empty where only its format
-    is known.
+    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. parser: of the vLLM that is
+    here, which has to take the arguments. origin: where the file comes from, empty where only its format is known.
     """
     document = yaml_file.parse(raw, shown, {}, last_counts=True)
     if document.problems:
         raise error_of(document.problems)
     try:
-        return _imported(document, shown, dict(overrides or {}), release, table, origin)
+        return _imported(document, shown, dict(overrides or {}), release, parser, origin)
     except ConfigError as error:
         raise error if error.file else ConfigError(error.message, file=shown) from None
 
@@ -126,7 +132,9 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str) -> Imported:
+def _imported(
+    document: yaml_file.Document, shown: str, overrides: dict[str, Any], release: Release, parser: Parser, origin: str
+) -> Imported:
     table = document.table
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
@@ -145,14 +153,14 @@ def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any
         notes.append(note)
     if isinstance(table.get("model"), str):
         values.setdefault("model", table["model"])
-    command = _command(table, values, version, notes, flags)
+    command = _command(table, values, version, notes)
     model = command.model or values.get("model")
     if not isinstance(model, str) or "{" in model:
         raise ConfigError("model is missing: give it, or name it in the command.")
     recipe = _recipe(table, command, model, version, release, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
     settings = recipe["settings"]
-    missing = tuple(_missing(table, settings, flags))
+    missing = tuple(_missing(table, settings, parser))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
 
@@ -178,7 +186,7 @@ def parser_flags(settings: Mapping[str, Any]) -> list[str]:
     return [*flags, *(map(str, args) if isinstance(args, list | tuple) else ())]
 
 
-def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table) -> Iterator[str]:
+def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Parser) -> Iterator[str]:
     """settings: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses and for a parser that it does
     not have, where the recipe has neither a mod nor the image of a fork."""
     args, env, chosen = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
@@ -191,17 +199,17 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], flags: Table
         for *_, value in values_of(args, name):
             if not value.startswith("/") and _PLAIN.fullmatch(value):
                 yield f"--{name} {value} is a file that {whose}: get the file, and write its full path there."
-    if not chosen or (installed := flags()) is None:
+    if not chosen or (answer := parser(args, env)) is None:
         return
+    version, refusals = answer
     parsers = list(unknown_parsers(chosen, env, None))
     if not brought and not is_fork(table.get("container")):
-        for reason in (*misfits(args, env, installed), *parsers):
+        for reason in (*(refusal.note(version) for refusal in refusals), *parsers):
             raise ConfigError(f"vLLM would refuse an argument of this recipe. {reason}")
     for reason in parsers:
         yield f"{reason} If {whose} it, use an image that has it."
-    for flag in filter(None, dict.fromkeys(map(flag_name, args))):
-        if not installed.named(flag.rstrip("+")):
-            yield f"--{flag} is no flag of vLLM {installed.version}, but one that {whose}: remove it, or use an image that has it."
+    for flag in dict.fromkeys(refusal.flag for refusal in refusals if refusal.kind == "unknown"):
+        yield f"--{flag} is no flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
 
 
 def is_fork(image: Any) -> bool:
@@ -220,11 +228,11 @@ def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is left out: it has no meaning here."
 
 
-def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str], flags: Table) -> Command:
+def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str]) -> Command:
     template = table.get("command")
     if isinstance(template, str) and template.strip():
         names = set(_PLACEHOLDER.findall(template)) | {name for value in values.values() for name in _PLACEHOLDER.findall(str(value))}
-        command = read_command(substituted(template, values), flags)
+        command = read_command(substituted(template, values))
         _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in values})
         if unused := sorted(set(values) - names - {"model", "port", "host", "served_model_name", "distributed_executor_backend"}):
             notes.append(f"{', '.join(unused)} in defaults is left out: the command does not name it.")
@@ -249,7 +257,7 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
             words += [f"--no-{key.replace('_', '-')}"] if key in _NEGATED else []
         else:
             words += [flag, substituted(as_argument(value), values)]
-    read_arguments(words, command, flags)
+    read_arguments(words, command)
     notes += command.notes
     return command
 

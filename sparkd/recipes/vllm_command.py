@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.arg_check import FlagTable, amount
+from sparkd.vllm.arg_check import amount
 from sparkd.vllm.reserved_args import owned_args
 from sparkd.vllm.translate import SPECULATIVE, flag_name, values_of, without
 
@@ -63,12 +63,6 @@ _IMPLIED = ("enable-auto-tool-choice",)
 _WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
 # Every flag that is not handed on as it is written, so that its beginnings have to be told apart.
 _READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
-Table = Callable[[], FlagTable | None]
-
-
-def no_table() -> FlagTable | None:
-    """Where no vLLM is asked for its flags."""
-    return None
 
 
 @dataclass(slots=True)
@@ -85,11 +79,8 @@ class Command:
     divided: bool = False
 
 
-def read_command(text: str, table: Table = no_table) -> Command:
-    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError.
-
-    table: the flags of the vLLM that is here, by which a flag that is cut short is told; asked only where one is.
-    """
+def read_command(text: str) -> Command:
+    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError."""
     command = Command()
     words: list[str] | None = None
     for line in _lines(text):
@@ -108,11 +99,11 @@ def read_command(text: str, table: Table = no_table) -> Command:
                 _set(command, name, value)
     if words is None:
         raise ConfigError("command: it does not start with `vllm serve`, and sparkd runs vLLM only.")
-    read_arguments(words, command, table)
+    read_arguments(words, command)
     return command
 
 
-def read_arguments(words: Sequence[str], command: Command, table: Table = no_table) -> None:
+def read_arguments(words: Sequence[str], command: Command) -> None:
     """The arguments behind `vllm serve`, into `command`."""
     owned: list[str] = []
     index = 0
@@ -127,7 +118,7 @@ def read_arguments(words: Sequence[str], command: Command, table: Table = no_tab
             continue
         spelled, equals, value = word.partition("=")
         beginning, _, inner = spelled.partition(".")
-        name = _SHORT.get(beginning) or _in_full(flag_name(word) or "", table)
+        name = _SHORT.get(beginning) or _in_full(flag_name(word) or "")
         taken = [value] if equals else _values(words, index, name)
         index += 0 if equals else len(taken)
         if name == "model" and taken:
@@ -162,16 +153,15 @@ def read_arguments(words: Sequence[str], command: Command, table: Table = no_tab
     command.args = _one_speculation(command.args)
 
 
-def _in_full(name: str, table: Table) -> str:
-    """A flag that is cut short, as vLLM's parser completes it; what it would not complete stays. Raises ConfigError where it may be
-    several."""
-    if not name or name in _READ or not any(flag.startswith(name) for flag in _READ):
+def _in_full(name: str) -> str:
+    """A flag that is cut short, of those that are read here; another stays. No flag of vLLM's is a beginning of one of these. Raises
+    ConfigError where it may be several."""
+    if not name or name in _READ:
         return name
-    flags = table()
-    matches = {flag for flag in _READ if flag.startswith(name)} if flags is None else flags.named(name)
-    if len(matches) > 1 and (flags is None or len({flags.flags[flag].of for flag in matches}) > 1):
-        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in sorted(matches)[:4])}: write out which.")
-    return min(matches, default=name)
+    flags = sorted(flag for flag in _READ if flag.startswith(name))
+    if len(flags) > 1:
+        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in flags[:4])}: write out which.")
+    return flags[0] if flags else name
 
 
 def _one_speculation(args: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from sparkd.doctor import fixes
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution import as_owner as owner
 from sparkd.execution.as_owner import as_owner, create_below, lesser_owner, refuse_another_users
-from sparkd.inquiry import flag_table
+from sparkd.inquiry import parser_answers
 from tests.support.ranks import Place, a_place
 from workers.host import processes
 from workers.rank import lifecycle
@@ -272,14 +272,11 @@ def test_a_file_is_made_through_no_link_below_its_root(tmp_path: Path) -> None:
     assert os.listdir(outside) == []
 
 
-def test_a_table_that_root_keeps_in_another_users_folder_is_that_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_root_keeps_in_another_users_folder_is_that_users(folder: Path) -> None:
     theirs, ours = given(folder / "theirs"), folder / "ours"
     ours.mkdir()
     (theirs / "vllm-flags").symlink_to(ours)
-    flag = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False, "keys": None, "folds": False}
-    table = json.dumps({"abbreviations": True, "flags": {"--one": flag, "--two": flag}})
-    monkeypatch.setattr(flag_table, "_run", lambda interpreter: table)
-    flag_table._asked(Path(sys.executable), "0.32.0", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
+    parser_answers._keep("[]", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
 
     assert (os.listdir(ours) == []) is ROOT
     assert not ROOT or (theirs / "own" / "x.json").stat().st_uid == LESSER

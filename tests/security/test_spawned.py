@@ -25,7 +25,7 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.config import recipe_check
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
-from sparkd.inquiry import flag_table, model_answers
+from sparkd.inquiry import model_answers, parser_answers
 from tests.support.ranks import Place
 from workers.agent import rating
 from workers.agent.jobs import Jobs
@@ -55,7 +55,7 @@ SITES = {
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/config/recipe_check.py": 1,
     "sparkd/cli/registry_fetch.py": 1,
-    "sparkd/inquiry/flag_table.py": 1,
+    "sparkd/inquiry/parser_answers.py": 1,
     "workers/host/bounded_child.py": 1,
     "workers/host/network.py": 1,
     "workers/engine/model_question.py": 1,
@@ -160,7 +160,7 @@ async def _export(python: Path, folder: Path) -> None:
 
 
 async def _flags(python: Path, folder: Path) -> None:
-    flag_table._run(python)
+    parser_answers._run(python, "{}")
 
 
 async def _probe(python: Path, folder: Path) -> None:

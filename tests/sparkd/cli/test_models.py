@@ -609,7 +609,7 @@ _DAEMON = {
     "sparkd.capacity.account",
     "sparkd.capacity.fit",
 }
-_ENGINE = {"workers.rank.command", "workers.guard.policy", "workers.kv.arithmetic", "sparkd.inquiry.flag_table"}
+_ENGINE = {"workers.rank.command", "workers.guard.policy", "workers.kv.arithmetic", "sparkd.inquiry.parser_answers"}
 _WEIGHTS = {"sparkd.checkpoint", "sparkd.checkpoint.header", "workers.quantization.recipe"}
 _RECIPES = {"sparkd.recipes.file", "sparkd.recipes.speculation"}
 _TABLES = {"rich", "sparkd.render.models", "sparkd.admin.client"}

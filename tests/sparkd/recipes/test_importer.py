@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.vllm.arg_check import Flag, FlagTable
+from sparkd.vllm.arg_check import Refusal
 from sparkd.vllm.translate import draft_method
 
 # SPACES: blanks behind a backslash, which people leave there.
@@ -75,11 +76,14 @@ def with_command(command: str, **keys: Any) -> str:
     return f'recipe_version: "2"\nmodel: owner/model\n{lines}command: |\n{textwrap.indent(command, "  ")}\n'
 
 
-def table_of_the_fixture() -> FlagTable:
-    """Names alone, of vLLM 0.32.0."""
+def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[Refusal]]:
+    """It refuses what is no name of a flag of vLLM 0.32.0, and the values of two more."""
     text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
-    lines = [line.split()[1:] for line in text.splitlines() if not line.startswith("#")]
-    return FlagTable("0.32.0", {name[2:]: Flag(number) for number, line in enumerate(lines) for name in line if name.startswith("--")})
+    names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
+    flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
+    refusals = [Refusal(flag, "unknown", (), None, "", "") for flag in flags if flag not in names]
+    refusals += [Refusal("seed", "number", (), None, "", "int")] if "many" in args else []
+    return "0.32.0", refusals + ([Refusal("kernel-config", "json", (), None, "", "it is none")] if "{a:1}" in args else [])
 
 
 def test_eugrs_first_version() -> None:
@@ -353,19 +357,13 @@ def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -
         "vllm serve o/m --gpu-mem 0.5 --max-model 9K --tensor-parallel 2 --served-model a b --spec '{}' --trust-rem --distributed-e ray"
     )
     text = with_command(command.replace("--spec ", "--speculative "))
-    table = table_of_the_fixture()
-
-    def asked() -> FlagTable:
-        return table
-
-    found = imported(text.encode(), "their.yaml", table=asked).recipe["settings"]
+    found = imported(text.encode(), "their.yaml").recipe["settings"]
     assert found == {
         "gpu_memory_utilization": 0.5, "max_model_len": "9K", "tensor_parallel": 2, "trust_remote_code": True,
         "served_model_name": ["a", "b"], "extra_args": ["--speculative-config", "{}"],
     }  # fmt: skip
-    assert imported(text.encode(), "their.yaml").recipe["settings"] == found, "and without a vLLM by the flags that sparkd reads"
     with pytest.raises(ConfigError, match="--max-num may be any of"):
-        imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml", table=asked)
+        imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml")
 
 
 def test_a_size_in_gib_goes_before_a_share() -> None:
@@ -408,7 +406,7 @@ def test_one_rank_in_quotes_is_one_rank() -> None:
 def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> None:
     command = "vllm serve o/m --chat-template unsloth.jinja --turbo-mode 3 --seed 1"
     text = with_command(command, mods="[mods/a]").encode()
-    found = imported(text, "their.yaml", table=table_of_the_fixture)
+    found = imported(text, "their.yaml", parser=parser_of_the_fixture)
     assert len(found.missing) == 2 and "--chat-template unsloth.jinja" in found.missing[0] and "--turbo-mode" in found.missing[1]
     assert not {*found.missing} & {*found.notes} and all("its mods (mods/a) may bring" in line for line in found.missing)
     lines = found.text.splitlines()
@@ -422,11 +420,8 @@ def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> Non
 @pytest.mark.parametrize("words", ["--turbo-mode 3", "--kernel-config {a:1}", "--seed many"])
 def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, container: str | None) -> None:
     more = {} if container is None else {"container": container}
-    table = table_of_the_fixture()
-    kinds = {"seed": Flag(0, 1, number="int"), "kernel-config": Flag(1, 1, json="class")}
-    table = FlagTable(table.version, {**table.flags, **kinds})
     with pytest.raises(ConfigError) as caught:
-        imported(with_command(f"vllm serve o/m {words}", **more).encode(), "their.yaml", table=lambda: table)
+        imported(with_command(f"vllm serve o/m {words}", **more).encode(), "their.yaml", parser=parser_of_the_fixture)
     assert words.split(maxsplit=1)[0] in caught.value.message
 
 
@@ -436,11 +431,11 @@ def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, cont
 def test_a_parser_that_this_vllm_does_not_have(key: str, name: str, near: str, tmp_path: Path) -> None:
     command = f"vllm serve o/m --{key} {name}"
     with pytest.raises(ConfigError) as caught:
-        imported(with_command(command).encode(), "their.yaml", table=table_of_the_fixture)
+        imported(with_command(command).encode(), "their.yaml", parser=parser_of_the_fixture)
     assert key.replace("-", "_") in caught.value.message and f"mean {near}?" in caught.value.message
 
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
-        found = imported(with_command(command, **brought).encode(), "their.yaml", table=table_of_the_fixture)
+        found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
         assert len(found.missing) == 1 and name in found.missing[0]
         assert unusable(found, "r", "r.yaml", None) == []
 
@@ -456,7 +451,7 @@ def test_a_parser_that_this_vllm_does_not_have(key: str, name: str, near: str, t
 
 def test_the_image_of_a_fork_may_know_more_flags() -> None:
     text = with_command("vllm serve o/m --turbo-mode 3", container="gb10-glm52:v18.1")
-    found = imported(text.encode(), "their.yaml", table=table_of_the_fixture)
+    found = imported(text.encode(), "their.yaml", parser=parser_of_the_fixture)
     assert len(found.missing) == 1 and "--turbo-mode" in found.missing[0] and "image" in found.missing[0]
 
 

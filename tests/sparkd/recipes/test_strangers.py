@@ -34,7 +34,7 @@ INSIDE = NATIVE + "speculative: {mtp: {model: '{model}/mtp'}}\n"
 
 @pytest.fixture(autouse=True)
 def _without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_flags", lambda: None)
+    monkeypatch.setattr(recipes, "_parser", lambda *_: None)
 
 
 @pytest.mark.parametrize("text", FOLDERS.values(), ids=FOLDERS.keys())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -20,11 +19,12 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import RankError
-from sparkd.inquiry import flag_table as vllm_table
-from sparkd.inquiry.flag_table import flag_table, places, refused
+from sparkd.inquiry import parser_answers
+from sparkd.inquiry.parser_answers import answers, refused
 from sparkd.recipes import admin_flags
-from sparkd.vllm.arg_check import FlagTable, misfits, unspeculative
-from tests.sparkd.vllm.test_installed import environment
+from sparkd.vllm.arg_check import Refusal, unspeculative
+from sparkd.vllm.flag_note import FlagNote
+from sparkd.vllm.installed import full_version_in
 from tests.support.accounts import needing
 
 TAKEN = [
@@ -137,34 +137,109 @@ REFUSED = {
     """--spec-config '{"method": "ngr'""": "--spec-config: vLLM {} has no such flag.",
     """--speculative-con '{"a": "ngr'""": "--speculative-config: its value is no JSON: unterminated string starting at character 7.",
     "--speculative-config ngram": "--speculative-config: its value is no JSON: expecting value at character 1.",
-    """--compilation-config '{"mode": 3'""": "--compilation-config: its value is no JSON: expecting ',' delimiter at its end.",
-    """--kv-transfer-config '{"a": 80q}'""": "--kv-transfer-config: its value is no JSON: expecting ',' delimiter at character 9.",
+    """--compilation-config '{"mode": 3'""": "--compilation-config: its value is no JSON: EOF while parsing an object at line 1 column 10.",
+    """--kv-transfer-config '{"a": 80q}'""": "--kv-transfer-config: its value is no JSON: expected `,` or `}` at line 1 column 9.",
     """--limit-mm-per-prompt '{"image": 1'""": "--limit-mm-per-prompt: its value is no JSON: expecting ',' delimiter at its end.",
     "--default-chat-template-kwargs x": "--default-chat-template-kwargs: its value is no JSON: expecting value at character 1.",
     "--enforce-eager=true": "--enforce-eager: vLLM {} takes no value for it. Remove what follows the equals sign.",
 }
 
 
+LATER = {
+    "--attention-backend FLASH": "FLASH",
+    "--attention-config.backend FLASHINFR": "FLASHINFER",
+    "--mm-encoder-attn-backend torch": "FLASH_ATTN",
+    "--mamba-backend tritn": "triton",
+    "--tokenizer-mode mistrl": "mistral",
+    "--optimization-level 7": "O0",
+    "--compilation-config {\"cudagraph_mode\":\"FULLL\"}": "FULL",
+    "--kernel-config.moe_backend marln": "marlin",
+    "--structured-outputs-config {\"backend\":\"xgramar\"}": "xgrammar",
+    "--kv-transfer-config {\"kv_role\":\"kv_bth\"}": "kv_both",
+    "--speculative-config {\"attention_backend\":\"FLASHINFR\"}": "FLASHINFER",
+    "--limit-mm-per-prompt 1": "map",
+    "--default-chat-template-kwargs [1]": "map",
+    "--allowed-origins 1": "list",
+    "--lora-modules x": "no JSON",
+    "--lora-modules a=/b x": "no JSON",
+    "--lora-modules {\"name\":\"a\",\"pth\":\"/b\"}": "'pth'",
+    "--lora-modules {\"name\":\"a\"}": "'path'",
+    "--middleware x": "MODULE.NAME",
+    "--scheduler-cls Mine": "MODULE.NAME",
+    # The configuration refuses what the parser takes as text (vllm/config/model.py, HfOverrides: a dictionary or a function).
+    "--hf-overrides {\"rope_theta\":1": "expecting ',' delimiter at its end",
+    # vLLM would take these values for the model.
+    "--enforce-eager 8": "it takes no value, and vLLM would take what stands behind for the model",
+    "--enable-prefix-caching true --seed 1": "it takes no value, and",
+    "--max-num-seqs 8 9": "it takes one value, and",
+    "--max-num-seqs=8 9": "it takes one value, and",
+    "--max-num-se 8 9": "it takes one value, and",
+    "--enforce-eager -5": "it takes no value, and",
+}  # fmt: skip
+PASSED_LATER = [
+    "--attention-backend flash_attn", "--attention-backend auto", "--attention-config.backend=triton_attn",
+    "--mamba-backend triton", "-O3", "--optimization-level O2", "--lora-modules a=/b c=/d", "--tokenizer-mode mistral",
+    '--lora-modules {"name":"a","path":"/b","base_model_name":"c"}', "--middleware a.b.C", '--kernel-config {"moe_backend":"Marlin"}',
+    '--compilation-config {"cudagraph_mode":"full_and_piecewise","mode":3}', '--allowed-origins ["*"]', "--logits-processors a.b:C",
+]  # fmt: skip
+SECRET = "hf_secret"
+SECRETS = [
+    *(["--max-num-seqs", SECRET], ["--dtype", SECRET], [f"--hf-tokn={SECRET}"], ["--hf-tokn", SECRET], [f"--enforce-eager={SECRET}"]),
+    ["--max-model-len", SECRET],
+    *(["--hf-overrides", text.replace("%s", SECRET)] for text in ("{%s}", '{"%s}', '{"a": "%s", %s}', '{"a": "%s"}}')),
+    *(["--attention-config.backend", SECRET], ["--lora-modules", f'["{SECRET}'], ["--kernel-config", f'{{"moe_backend": "{SECRET}"}}']),
+]
+SEVERAL = ["--max-num-seq-s", "8", "--seed", "many", "--enforce-eagr", "--dtype", "bfloat"]
+FLAGS = [
+    spelling[2:]
+    for line in (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text().splitlines()
+    for spelling in line.split()[1:]
+    if spelling.startswith("--") and not line.startswith("#")
+]
+VERSION = full_version_in(None) or ""
+
+
+def every_flag_in_wrong_ways() -> list[list[str]]:
+    lines: list[list[str]] = []
+    for flag in FLAGS:
+        if flag in ("help", "config", "no-help"):
+            continue  # they print and end, or read a file
+        values = ("zz", "{1", '{"a": 1,}', "1.5k", "-1")
+        lines += [[f"--{flag}"], [f"--{flag}=1"], *([f"--{flag}", value] for value in values)]
+        lines += [[f"--{flag[:-2]}", "1"], [f"--{flag}x", "1"], [f"--{flag[1:]}"], [f"--{flag}.key", "1"]]
+        lines += [[f"--{flag.replace('-', '_')}=a b"], ["--seed", f"--{flag[:-1]}q=a b"]]
+    return lines
+
+
+LINES = [
+    *(shlex.split(line) for line in (*TAKEN, *REFUSED)),
+    *(line.split(" ") for line in (*LATER, *PASSED_LATER)),
+    *SECRETS,
+    SEVERAL,
+    *every_flag_in_wrong_ways(),
+]
+
+
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> FlagTable:
-    """Of the vLLM that is installed here, by its own parser."""
-    found = flag_table(None, [tmp_path_factory.mktemp("tables")], ask=True)
+def refusals() -> dict[tuple[str, ...], tuple[Refusal, ...]]:
+    """Of every line above, by the vLLM that is installed here, in one go."""
+    found = parser_answers._asked(Path(sys.executable), LINES)
     assert found is not None
-    return found
+    return {tuple(line): refused for line, (_, refused) in zip(LINES, found, strict=True)}
 
 
-def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with(table: FlagTable) -> None:
-    for name in sorted(admin_flags.SWITCHES | admin_flags.VALUES | admin_flags.MAPPINGS | admin_flags.LISTS):
-        takes = 0 if name in admin_flags.SWITCHES else None if name in admin_flags.LISTS else 1
-        assert table.flags[name].takes == takes, name
-        assert f"no-{name}" not in table.flags or takes == 0, name
+Refusals = dict[tuple[str, ...], tuple[Refusal, ...]]
+
+
+def notes(refusals: Refusals, line: list[str]) -> list[FlagNote]:
+    return [refusal.note(VERSION) for refusal in refusals[tuple(line)]]
 
 
 PARSER = """
 import json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-from workers.engine.flag_table import parser_here
+from workers.engine.parse_args import parser_here
 parser = parser_here()
 def error(message):
     raise ValueError(message)
@@ -174,115 +249,78 @@ def said(line):
         parser.parse_args(line)
     except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
-json.dump([said(line) for line in json.load(sys.stdin)], out)
+takes = {spelling[2:]: 1 if action.nargs is None else action.nargs for action in parser._actions for spelling in action.option_strings}
+json.dump([[said(line) for line in json.load(sys.stdin)], takes], out)
 out.flush()
 """
 
 
-def parsed(lines: list[list[str]]) -> list[str | None]:
-    """What vLLM's parser says, null where it takes them; in a process of its own, as an engine is."""
-    done = subprocess.run([sys.executable, "-c", PARSER], input=json.dumps(lines), capture_output=True, text=True, timeout=240, check=True)
-    said: list[str | None] = json.loads(done.stdout)
-    return said
-
-
 @pytest.fixture(scope="module")
-def said(table: FlagTable) -> dict[tuple[str, ...], str | None]:
-    """Every line below, every flag of vLLM's in wrong and shortened spellings, and with values, in one go."""
-    lines = [shlex.split(line) for line in (*TAKEN, *REFUSED)]
-    for flag in table.flags:
-        if flag in ("help", "config", "no-help"):
-            continue  # they print and end, or read a file
-        lines += [
-            [f"--{flag}"],
-            [f"--{flag}=1"],
-            [f"--{flag}", "zz"],
-            [f"--{flag}", "{1"],
-            [f"--{flag}", '{"a": 1,}'],
-            [f"--{flag}", "1.5k"],
-            [f"--{flag}", "-1"],
-            [f"--{flag[:-2]}", "1"],
-            [f"--{flag}x", "1"],
-        ]
-        lines += [[f"--{flag[1:]}"], [f"--{flag}.key", "1"], [f"--{flag.replace('-', '_')}=a b"], ["--seed", f"--{flag[:-1]}q=a b"]]
-    answers = parsed([["m", *line] for line in lines])
-    return {tuple(line): answer for line, answer in zip(lines, answers, strict=True)}
+def parsed() -> tuple[dict[tuple[str, ...], str | None], dict[str, Any]]:
+    """(what vLLM's own parser says of every line, null where it takes it; how many values each flag takes, as argparse counts them)."""
+    request = json.dumps([["m", *line] for line in LINES])
+    done = subprocess.run([sys.executable, "-c", PARSER], input=request, capture_output=True, text=True, timeout=240, check=True)
+    said, takes = json.loads(done.stdout)
+    return {tuple(line): answer for line, answer in zip(LINES, said, strict=True)}, takes
+
+
+def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with(parsed: tuple[Any, dict[str, Any]]) -> None:
+    takes = parsed[1]
+    for name in sorted(admin_flags.SWITCHES | admin_flags.VALUES | admin_flags.MAPPINGS | admin_flags.LISTS):
+        if name in admin_flags.LISTS:
+            assert takes[name] not in (0, 1), name
+        else:
+            assert takes[name] == (0 if name in admin_flags.SWITCHES else 1), name
+        assert f"no-{name}" not in takes or takes[name] == 0, name
 
 
 @pytest.mark.parametrize("line", TAKEN)
-def test_a_form_that_vllm_takes_is_passed(line: str, table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+def test_a_form_that_vllm_takes_is_passed(line: str, refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]) -> None:
     args = shlex.split(line)
-    assert said[tuple(args)] is None
-    assert list(misfits(args, {}, table)) == []
+    assert parsed[0][tuple(args)] is None
+    assert notes(refusals, args) == []
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_vllm_refuses_is_told_before_it_starts(line: str, table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+def test_what_vllm_refuses_is_told_before_it_starts(line: str, refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]) -> None:
     args = shlex.split(line)
-    assert said[tuple(args)] is not None
-    (told,) = misfits(args, {}, table)
-    assert told.startswith(REFUSED[line].format(table.version))
+    assert parsed[0][tuple(args)] is not None
+    (told,) = notes(refusals, args)
+    assert told.startswith(REFUSED[line].replace("vLLM {}", f"vLLM {VERSION}"))
 
 
-def refused_later(line: tuple[str, ...], table: FlagTable) -> bool:
-    """Whether the parser takes any text for the flag, and the class that it fills does not."""
-    written = next(word for word in line if word.startswith("--") and word != "--seed")
-    flags = [table.flags[name] for name in table.named(written[2:].partition("=")[0].partition(".")[0].replace("_", "-"))]
-    classes = table.named(written[2:].partition("=")[0].replace("_", "-")) & {
-        "middleware", "scheduler-cls", "worker-extension-cls", "logits-processors",
-    }  # fmt: skip
-    return bool(classes) or any(flag.names or flag.values or flag.holds or flag.json == "class" for flag in flags)
+@pytest.mark.parametrize(("line", "nearest"), LATER.items())
+def test_a_value_that_the_class_behind_a_flag_refuses_is_told_with_the_nearest(line: str, nearest: str, refusals: Refusals) -> None:
+    (told,) = notes(refusals, line.split(" "))
+    assert told.startswith(line.partition(" ")[0].partition(".")[0].partition("=")[0]) and nearest in told, told
 
 
-@pytest.mark.parametrize(
-    ("line", "nearest"),
-    {
-        "--attention-backend FLASH": "FLASH",
-        "--attention-config.backend FLASHINFR": "FLASHINFER",
-        "--mm-encoder-attn-backend torch": "FLASH_ATTN",
-        "--mamba-backend tritn": "triton",
-        "--tokenizer-mode mistrl": "mistral",
-        "--optimization-level 7": "O0",
-        "--compilation-config {\"cudagraph_mode\":\"FULLL\"}": "FULL",
-        "--kernel-config.moe_backend marln": "marlin",
-        "--structured-outputs-config {\"backend\":\"xgramar\"}": "xgrammar",
-        "--kv-transfer-config {\"kv_role\":\"kv_bth\"}": "kv_both",
-        "--speculative-config {\"attention_backend\":\"FLASHINFR\"}": "FLASHINFER",
-        "--limit-mm-per-prompt 1": "map",
-        "--default-chat-template-kwargs [1]": "map",
-        "--allowed-origins 1": "list",
-        "--lora-modules x": "NAME=PATH",
-        "--lora-modules a=/b x": "NAME=PATH",
-        "--lora-modules {\"name\":\"a\",\"pth\":\"/b\"}": "path?",
-        "--lora-modules {\"name\":\"a\"}": "path is missing",
-        "--middleware x": "MODULE.NAME",
-        "--scheduler-cls Mine": "MODULE.NAME",
-    }.items(),
-)  # fmt: skip
-def test_a_value_that_the_class_behind_a_flag_refuses_is_told_with_the_nearest(line: str, nearest: str, table: FlagTable) -> None:
-    (told,) = misfits(line.split(" "), {}, table)
-    assert told.startswith(line.partition(" ")[0].partition(".")[0]) and nearest in told, told
+@pytest.mark.parametrize("line", PASSED_LATER)
+def test_a_value_that_the_class_behind_a_flag_takes_is_passed(line: str, refusals: Refusals) -> None:
+    assert notes(refusals, line.split(" ")) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--attention-backend flash_attn", "--attention-backend auto", "--attention-config.backend=triton_attn",
-        "--mamba-backend triton", "-O3", "--optimization-level O2", "--lora-modules a=/b c=/d", "--tokenizer-mode mistral",
-        '--lora-modules {"name":"a","path":"/b","base_model_name":"c"}', "--middleware a.b.C", '--kernel-config {"moe_backend":"Marlin"}',
-        '--compilation-config {"cudagraph_mode":"full_and_piecewise","mode":3}', '--allowed-origins ["*"]', "--logits-processors a.b:C",
-    ],
-)  # fmt: skip
-def test_a_value_that_the_class_behind_a_flag_takes_is_passed(line: str, table: FlagTable) -> None:
-    assert list(misfits(line.split(" "), {}, table)) == []
+def test_all_mistakes_of_a_line_are_told_at_once(refusals: Refusals) -> None:
+    assert sorted(refusal.flag for refusal in refusals[tuple(SEVERAL)]) == ["dtype", "enforce-eagr", "max-num-seq-s", "seed"]
 
 
-def test_no_flag_of_vllms_is_refused_that_its_parser_takes(table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+def test_every_line_that_the_parser_refuses_is_refused_and_beside_them_only_what_a_class_refuses(
+    refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]
+) -> None:
+    said = parsed[0]
     assert len(said) > 3000
-    told = {line for line in said if list(misfits(line, {}, table))}
-    later = {line for line in told if said[line] is None and line != ("--hf-overrides", "{1")}
-    assert all(refused_later(line, table) for line in later), "its configuration refuses no other"
+    refused_by_parser = {line for line in said if said[line] is not None}
+    told = {line for line in said if refusals[line]}
+    assert refused_by_parser - told == set()
+    assert {refusal.kind for line in told - refused_by_parser for refusal in refusals[line]} <= {
+        "choice",
+        "map",
+        "list",
+        "qualified",
+        "json",
+    }
     assert len(told) > 1000
+    assert all(refusal.flag for line in told for refusal in refusals[line]), "the flag at fault is named"
 
 
 SPECULATES = """
@@ -300,7 +338,7 @@ out.flush()
 """
 
 
-def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table: FlagTable) -> None:
+def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other() -> None:
     """Without the model: what that decides is not foretold."""
     methods = ("ngram", "ngram_gpu", "suffix", "mtp", "eagle", "medusa", "dflash", "draft_model", "custom_class", "qwen3_next_mtp", "new")
     parts: list[list[dict[str, Any]]] = [
@@ -315,7 +353,7 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table:
     done = subprocess.run(argv, input=json.dumps(configs), capture_output=True, text=True, timeout=240, check=True)
     refused = 0
     for config, answer in zip(configs, json.loads(done.stdout), strict=True):
-        told = list(unspeculative(["--seed", "1", "--speculative-config", json.dumps(config)], {}, table.version))
+        told = list(unspeculative(["--seed", "1", "--speculative-config", json.dumps(config)], {}, VERSION))
         assert not told or answer is not None, (config, told)
         refused += len(told)
         if config.get("method") in (None, "ngram") and set(config) <= {"method", "num_speculative_tokens"}:
@@ -345,15 +383,14 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table:
     ],
 )
 def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
-    line: str, told: str | None, tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch
+    line: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_table, "flag_table", lambda *_, **__: table)
-    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: table.version)
+    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))
     file, args = tmp_path / "sparkd.yaml", shlex.split(line)
     file.write_text(json.dumps({"state_dir": str(tmp_path), "models": {"m": {"model": "o/m", "extra_args": args}}}))
     found = [problem.message for problem in check(file, {}) if "--speculative-config: " in problem.message]
     spec = parse_model("m", {"model": "o/m", "extra_args": args}, over_admin=False)
-    refused = said_to(spec, Config(state_dir=tmp_path), table.version).refused
+    refused = said_to(spec, Config(state_dir=tmp_path), VERSION).refused
     assert (len(found), len(refused)) == ((0, 0) if told is None else (1, 1))
     if told is not None:
         assert refused[0].startswith(f"--speculative-config: {told}") and found[0].endswith(refused[0])
@@ -368,26 +405,13 @@ def test_a_release_whose_class_nobody_has_looked_at_is_not_foretold(version: str
     assert not list(unspeculative(args, {"VLLM_PLUGINS": "mine"}, version))
 
 
-@pytest.mark.parametrize(
-    "line", ["--enforce-eager 8", "--enable-prefix-caching true --seed 1", "--max-num-seqs 8 9", "--max-num-seqs=8 9", "--enforce-eager -5"]
-)
-def test_a_value_that_vllm_would_take_for_the_model_is_told(line: str, table: FlagTable) -> None:
-    (told,) = misfits(shlex.split(line), {}, table)
-    assert told.startswith(f"{line.partition(' ')[0].partition('=')[0]}: ") and "for the model" in told
-
-
-def test_what_begins_as_an_override_and_is_no_json_is_refused_though_the_parser_takes_the_text(table: FlagTable) -> None:
-    """The configuration does not (vllm/config/model.py, HfOverrides: a dictionary or a function)."""
-    (told,) = misfits(["--hf-overrides", '{"rope_theta": 1'], {}, table)
-    assert told.startswith("--hf-overrides: its value is no JSON: expecting ',' delimiter at its end. ")
-    assert "--hf-overrides.KEY VALUE" in told
-
-
-def test_another_parser_than_the_one_here_is_not_foretold(table: FlagTable) -> None:
+def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Refusal("flag-of-a-plugin", "unknown", (), None, "", "")
+    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [(unknown,)] * len(lines))
     args = ["--flag-of-a-plugin", "1"]
-    assert list(misfits(args, {"HF_HOME": "/x"}, table))
+    assert refused(args, {"HF_HOME": "/x"}, None, tmp_path, ask=False)
     for name in ("VLLM_PLUGINS", "PYTHONPATH"):
-        assert not list(misfits(args, {name: "mine"}, table))
+        assert not refused(args, {name: "mine"}, None, tmp_path, ask=False)
 
 
 PLUGIN = """
@@ -404,89 +428,93 @@ def register():
 """
 
 
-def test_what_a_plugin_adds_is_known(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is installed after the table was made, too."""
+def test_what_a_plugin_adds_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "its_plugin.py").write_text(PLUGIN)
     (tmp_path / "its_plugin-1.0.dist-info").mkdir()
     (tmp_path / "its_plugin-1.0.dist-info" / "METADATA").write_text("Name: its-plugin\nVersion: 1.0\n")
     (tmp_path / "its_plugin-1.0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nits = its_plugin:register\n")
-    monkeypatch.setattr(vllm_table, "_tables", {})
     # As if it were installed: PYTHONPATH of this process reaches no child, as it reaches no engine.
-    monkeypatch.setattr(vllm_table, "inherited_environment", lambda environ: {**environ, "PYTHONPATH": str(tmp_path)})
-    found = flag_table(None, [tmp_path / "kept"], ask=True)
-    assert found is not None
-    assert found.flags.keys() - table.flags.keys() == {"flag-of-a-plugin"}
-    assert list(misfits(["--flag-of-a-plugin", "1"], {}, found)) == []
-    assert list(misfits(["--flag-of-a-plugin", "x"], {}, found)) != []
+    monkeypatch.setattr(parser_answers, "inherited_environment", lambda environ: {**environ, "PYTHONPATH": str(tmp_path)})
+    taken, wrong = answers([["--flag-of-a-plugin", "1"], ["--flag-of-a-plugin", "x"]], None, [tmp_path / "kept"], ask=True)
+    assert taken == () and wrong is not None and [refusal.kind for refusal in wrong] == ["number"]
 
 
-def test_a_value_is_never_shown(table: FlagTable) -> None:
-    secret = "hf_secret"
-    lines = (["--max-num-seqs", secret], ["--dtype", secret], [f"--hf-tokn={secret}"], ["--hf-tokn", secret], [f"--enforce-eager={secret}"])
-    broken = ("{%s}", '{"%s}', '{"a": "%s", %s}', '{"a": "%s"}}')
-    values = [["--max-model-len", secret], *(["--hf-overrides", text.replace("%s", secret)] for text in broken)]
-    for line in (*lines, *values):
-        (told,) = misfits(line, {}, table)
-        assert secret not in told
+def test_a_value_is_never_shown(refusals: Refusals) -> None:
+    for line in SECRETS:
+        (refusal,) = refusals[tuple(line)]
+        assert SECRET not in repr(refusal) and SECRET not in refusal.note(VERSION)
+
+
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(parser_answers, "_silent", set())
 
 
 ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"
 
 
-def test_a_check_finds_it_and_a_load_does(
-    tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """vLLM is not asked for the second: a table was kept, and the daemon's own folder comes first. A line tells of the first reading."""
-    monkeypatch.setattr(vllm_table, "_tables", {})
+def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM is not asked for the second: an answer was kept, in the daemon's own folder first, and a chosen length is no new question. A
+    line tells of the first asking, which is one for all models."""
+    monkeypatch.setattr(parser_answers, "_answered", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     state = tmp_path / "state"
     state.mkdir()
     file = tmp_path / "sparkd.yaml"
-    file.write_text(f"state_dir: {state}\n" + ENTRY.format(""))
+    file.write_text(f"state_dir: {state}\n" + ENTRY.format("") + "  n: {model: o/n, dtype: float99}\n")
     wanted = [
-        f"--max-num-seq-s: vLLM {table.version} has no such flag. Did you mean --max-num-seqs?",
-        f"--enforce-eagr: vLLM {table.version} has no such flag. Did you mean --enforce-eager?",
+        f"--max-num-seq-s: vLLM {VERSION} has no such flag. Did you mean --max-num-seqs?",
+        f"--enforce-eagr: vLLM {VERSION} has no such flag. Did you mean --enforce-eager?",
     ]
     problems = [problem for problem in check(file, {}) if "no such flag" in problem.message]
     assert capsys.readouterr().err.count("\n") == 1 and check(file, {}) and capsys.readouterr().err == ""
     assert [problem.message for problem in problems] == [f"models.m: {each}" for each in wanted]
     assert {(problem.severity, problem.line) for problem in problems} == {("error", 5)}
 
+    monkeypatch.setattr(parser_answers, "_answered", {})
     config = Config(state_dir=state)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
-    assert list(said_to(spec, config, table.version).refused) == wanted
+    assert list(said_to(spec, config, VERSION).refused) == wanted
     assert said_to(spec, config, "0.1.0").refused == (), "another node's vLLM may know it"
-    by_keys = parse_model("m", {"model": "o/m", "dtype": "float99"}, over_admin=False)
-    assert [sentence.partition(":")[0] for sentence in said_to(by_keys, config, table.version).refused] == ["--dtype"]
+    for length in (None, 4096):
+        by_keys = parse_model("m", {"model": "o/m", "dtype": "float99", "max_model_len": length}, over_admin=False)
+        refusals = [sentence.partition(":")[0] for sentence in said_to(by_keys, config, VERSION).refused]
+        assert refusals == (["--dtype"] if length is None else []), "a flag more is another question"
     stub = parse_model("m", {"model": "o/m", "entrypoint": "workers.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
-    assert said_to(stub, config, table.version).refused == ()
+    assert said_to(stub, config, VERSION).refused == ()
 
 
-async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
+    unknown = Refusal("max-num-seq-s", "unknown", (), "max-num-seqs", "", "")
+    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, ask, **__: [(unknown,) if ask else None for _ in lines])
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
-    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=table.version)
+    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=VERSION)
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.siting.place(spec)
     assert caught.value.message == (
-        "m cannot be started by the vLLM of its runtime: "
-        f"--max-num-seq-s: vLLM {table.version} has no such flag. Did you mean --max-num-seqs?"
+        f"m cannot be started by the vLLM of its runtime: --max-num-seq-s: vLLM {VERSION} has no such flag. Did you mean --max-num-seqs?"
     )
 
 
-async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its vLLM is to be told is worked out where the model is placed, and goes with the placement to the start."""
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
-    here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": table.version}
+    here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": VERSION}
     monkeypatch.setattr(cluster._here, "runtime", lambda _: here)
     looked: list[str] = []
-    real = vllm_table._key
-    monkeypatch.setattr(vllm_table, "_key", lambda *given: (looked.append("key"), real(*given))[1])
+
+    def answer(lines: list[list[str]], *_: object, **__: object) -> list[tuple[Refusal, ...]]:
+        looked.append("asked")
+        return [() for _ in lines]
+
+    monkeypatch.setattr(parser_answers, "answers", answer)
 
     async def reserve(*_: object) -> str:
         return "n"
@@ -502,95 +530,4 @@ async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, 
     monkeypatch.setattr(cluster.engines, "_clear", clear)
     with pytest.raises(RankError, match="far enough"):
         await cluster.engines.start(placement, spec, StartId("m-1", 1, ""))
-    assert looked == ["key"]
-
-
-# The table on disk.
-
-
-def python(folder: Path, script: str, *packages: str) -> Path:
-    """An environment whose interpreter is this program."""
-    made = environment(folder, *(packages or ("vllm-0.32.0.dist-info",)))
-    made.unlink()
-    made.write_text(f"#!/bin/sh\necho asked >> {folder}/asked\n{script}\n")
-    made.chmod(0o755)
-    return made
-
-
-FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "keys": None, "none": False, "folds": False}
-SAYS = "echo '" + json.dumps({"abbreviations": True, "flags": {"--one": FLAG, "--two": FLAG | {"of": 2}}}) + "'"
-
-
-def asked(folder: Path) -> int:
-    return len((folder / "asked").read_text().splitlines()) if (folder / "asked").exists() else 0
-
-
-def test_it_is_asked_once_and_again_after_something_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, env = tmp_path / "kept", tmp_path / "env"
-    runtime = python(env, SAYS)
-    assert flag_table(runtime, [kept], ask=False) is None
-    assert asked(env) == 0
-    for _ in range(2):
-        found = flag_table(runtime, [kept], ask=True)
-        assert found is not None
-        assert set(found.flags) == {"one", "two"}
-        monkeypatch.setattr(vllm_table, "_tables", {})  # as another process
-    assert flag_table(runtime, [kept], ask=False) is not None
-    assert asked(env) == 1
-    (runtime.parent.parent / "lib/python3.12/site-packages/vllm_plugin-1.0.dist-info").mkdir()
-    assert flag_table(runtime, [kept], ask=False) is None
-    assert flag_table(runtime, [kept], ask=True) is not None
-    assert asked(env) == 2
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "exit 1",
-        "printf '\\\\377'",
-        "echo",
-        "echo {}",
-        "echo '[]'",
-        "echo 'null'",
-        """echo '{"flags": {}, "abbreviations": 1}'""",
-        "sleep 60",
-    ],
-)
-def test_one_that_does_not_tell_costs_nothing_but_its_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(vllm_table, "TIMEOUT_S", 0.5)
-    env = tmp_path / "env"
-    runtime = python(env, script)
-    for _ in range(2):
-        assert flag_table(runtime, [tmp_path / "kept"], ask=True) is None
-    assert asked(env) == 1
-    assert not (tmp_path / "kept").exists()
-    assert refused(["--wrong"], {}, runtime, tmp_path, ask=True) == ()
-
-
-def test_a_kept_table_that_is_damaged_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env, kept = tmp_path / "env", tmp_path / "kept"
-    runtime = python(env, SAYS)
-    flag_table(runtime, [kept], ask=True)
-    (file,) = kept.iterdir()
-    for text in ("", "{", "[]", '{"flags": {"--a": {}}}'):
-        file.write_text(text)
-        monkeypatch.setattr(vllm_table, "_tables", {})
-        assert flag_table(runtime, [kept], ask=True) is not None
-    assert asked(env) == 5
-
-
-def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = tmp_path / "env"
-    (tmp_path / "file").write_text("")
-    assert flag_table(python(env, SAYS), [tmp_path / "file" / "kept", tmp_path / "kept"], ask=True) is not None
-    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert places(tmp_path) == [tmp_path / "vllm-flags", tmp_path / "cache" / "sparkd" / "vllm-flags"]
-    assert places(tmp_path / "gone") == [tmp_path / "cache" / "sparkd" / "vllm-flags"]
-
-
-def test_no_vllm_is_not_asked(tmp_path: Path) -> None:
-    env = tmp_path / "env"
-    assert flag_table(python(env, SAYS, "numpy-2.0.dist-info"), [tmp_path], ask=True) is None
-    assert asked(env) == 0
-    assert os.listdir(tmp_path) == ["env"]
+    assert looked == ["asked"]

@@ -1,0 +1,198 @@
+"""Owns what the parser of each installed vLLM refuses of arguments: asked of a child in its Python environment, and kept on disk.
+
+Never imports vLLM. The packages beside it are part of the key, because a plugin may add flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import workers
+from sparkd.errors import StateError
+from sparkd.execution.as_owner import as_owner
+from sparkd.vllm.arg_check import ANOTHER_PARSER, Refusal, unspeculative
+from sparkd.vllm.flag_note import FlagNote
+from sparkd.vllm.installed import full_version_in, packages_of
+from sparkd.vllm.translate import release_of, translated, values_of
+from workers.host.interpreter import inherited_environment
+
+Refusals = tuple[Refusal, ...]
+# Flags and variables of an engine.
+Subject = tuple[Sequence[str], Mapping[str, str]]
+
+# Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
+TIMEOUT_S = 120.0
+MOST_KEPT = 1024
+_PROGRAM = Path(workers.__file__).parent / "engine" / "parse_args.py"
+# Flags whose plain numbers every vLLM takes: what a plan chooses for them is no new question.
+_NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
+# What this process has asked itself, where no folder keeps it, and the environments that gave no answer: none is asked again.
+_answered: dict[str, Refusals] = {}
+_silent: set[str] = set()
+
+
+def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
+    """The arguments that the parser of this environment's vLLM will refuse, a sentence for each. Translated as the start translates them.
+    ask: see `answers`."""
+    return refused_of([(args, env)], runtime, state_dir, ask=ask)[0]
+
+
+def refused_of(
+    subjects: Sequence[Subject], runtime: Path | None, state_dir: Path, *, ask: bool, first: Callable[[], None] | None = None
+) -> list[tuple[FlagNote, ...]]:
+    """As `refused`, for several engines of one environment: what is not kept of them is asked together."""
+    version = full_version_in(runtime)
+    if version is None:
+        return [() for _ in subjects]
+    lines = {
+        number: translated(args, env, release_of(version)).args
+        for number, (args, env) in enumerate(subjects)
+        if not any(name in env for name in ANOTHER_PARSER)
+    }
+    known = dict(zip(lines, answers(list(lines.values()), runtime, places(state_dir), ask=ask, first=first), strict=True))
+    notes: list[tuple[FlagNote, ...]] = []
+    for number, (_, env) in enumerate(subjects):
+        refusals = known.get(number)
+        own = () if refusals is None else (*(one.note(version) for one in refusals), *unspeculative(lines[number], env, version))
+        notes.append(own)
+    return notes
+
+
+def announce() -> None:
+    """Write to stderr that an answer takes a while."""
+    sys.stderr.write("Asking the parser of the installed vLLM: that takes as long as its import, once for the same arguments.\n")
+    sys.stderr.flush()
+
+
+def answers(
+    lines: Sequence[Sequence[str]], runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None
+) -> list[Refusals | None]:
+    """What the parser refuses of each list of arguments. runtime: an interpreter, None for the one that this runs in. folders: where
+    answers are kept, the first that can be written to.
+
+    ask: what is not kept is asked, all in one child, which takes as long as vLLM's import; an environment that fails is not asked again by
+    this process. `first` is called before. None where there is no vLLM, or no answer.
+    """
+    interpreter = Path(sys.executable) if runtime is None else runtime
+    version = full_version_in(runtime)
+    if version is None:
+        return [None for _ in lines]
+    environment = _environment(interpreter, version)
+    questions = [_question(line) for line in lines]
+    keys = [hashlib.sha256(json.dumps([environment, question]).encode()).hexdigest()[:24] for question in questions]
+    found = {key: _kept(key, folders) for key in keys}
+    open_ = {key: question for key, question in zip(keys, questions, strict=True) if found[key] is None}
+    if open_ and ask and environment not in _silent:
+        if first is not None:
+            first()
+        said = _asked(interpreter, list(open_.values()))
+        if said is None:
+            _silent.add(environment)
+        for key, (text, refusals) in zip(open_, said or (), strict=False):
+            found[key] = _answered[key] = refusals
+            _keep(text, [folder / f"{key}.json" for folder in folders])
+    return [found[key] for key in keys]
+
+
+def places(state_dir: Path) -> list[Path]:
+    """Where answers are kept: the daemon's folder where it is there, and the user's own."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return [*([state_dir / "vllm-flags"] if state_dir.is_dir() else []), *([own / "sparkd" / "vllm-flags"] if own.is_absolute() else [])]
+
+
+def _environment(interpreter: Path, version: str) -> str:
+    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child has these from us, as an engine has
+    parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *neighbours(interpreter)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _question(line: Sequence[str]) -> list[str]:
+    """The arguments with 1 for each plain number of _NUMBERS."""
+    question = list(line)
+    for name in _NUMBERS:
+        for first, last, value in values_of(line, name):
+            if value.isascii() and value.isdecimal() and value.strip("0"):
+                question[first : last + 1] = [f"--{name}=1"] if first == last else [line[first], "1"]
+    return question
+
+
+def neighbours(interpreter: Path) -> Iterator[str]:
+    """The names of what is installed beside it, versions included."""
+    own = [Path(entry) for entry in sys.path if entry.endswith("-packages")] if interpreter == Path(sys.executable) else []
+    for packages in dict.fromkeys([*packages_of(interpreter), *own]):
+        with contextlib.suppress(OSError):
+            yield from sorted(name for name in os.listdir(packages) if name.endswith((".dist-info", ".egg-info", ".pth", ".egg-link")))
+
+
+def _kept(key: str, folders: Sequence[Path]) -> Refusals | None:
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return tuple(map(Refusal.of, json.loads((folder / f"{key}.json").read_bytes())))
+    return _answered.get(key)
+
+
+def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, Refusals]] | None:
+    """An answer for each, as it is kept and as it is read."""
+    try:
+        raw = json.loads(_run(interpreter, json.dumps({"lines": lines})) or "")["refused"]
+        said = [(json.dumps(each), tuple(map(Refusal.of, each))) for each in raw]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return said if len(said) == len(lines) else None
+
+
+def _keep(text: str, kept: Sequence[Path]) -> None:
+    for path in kept:
+        with contextlib.suppress(OSError, StateError):
+            as_owner(path.parent, partial(put, path, text))
+            break
+
+
+def put(path: Path, text: str) -> None:
+    """Write it by a rename, so that nobody reads half of it, and remove the oldest of its folder beyond MOST_KEPT. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    aged = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+    for old in aged[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _run(interpreter: Path, request: str) -> str | None:
+    """The program's output; None where it fails or takes too long, and then nothing of it is left."""
+    command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        child = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=null, cwd="/", env=inherited_environment(os.environ), start_new_session=True
+        )
+    except OSError:
+        return None
+    with child:
+        try:
+            said, _ = child.communicate(request.encode(), timeout=TIMEOUT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+    return said.decode(errors="replace") if child.returncode == 0 else None

@@ -1,0 +1,118 @@
+"""What vLLM's parser was asked once is kept for the same arguments, and asked anew when its environment changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sparkd.inquiry import parser_answers
+from sparkd.inquiry.parser_answers import answers, places, refused
+from sparkd.vllm.arg_check import Refusal
+from tests.sparkd.vllm.test_installed import environment
+
+
+def python(folder: Path, script: str, *packages: str) -> Path:
+    """An environment whose interpreter is this program."""
+    made = environment(folder, *(packages or ("vllm-0.32.0.dist-info",)))
+    made.unlink()
+    made.write_text(f"#!/bin/sh\necho asked >> {folder}/asked\n{script}\n")
+    made.chmod(0o755)
+    return made
+
+
+UNKNOWN = {"flag": "one", "kind": "unknown", "names": [], "near": "two", "key": "", "text": ""}
+SAYS = "echo '" + json.dumps({"vllm": "0.32.0", "refused": [[UNKNOWN]]}) + "'"
+ONE = [["--one", "1"]]
+REFUSAL = Refusal("one", "unknown", (), "two", "", "")
+
+
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(parser_answers, "_silent", set())
+
+
+def asked(folder: Path) -> int:
+    return len((folder / "asked").read_text().splitlines()) if (folder / "asked").exists() else 0
+
+
+def test_it_is_asked_once_for_the_same_arguments_and_again_after_something_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, env = tmp_path / "kept", tmp_path / "env"
+    runtime = python(env, SAYS)
+    assert answers(ONE, runtime, [kept], ask=False) == [None]
+    assert asked(env) == 0
+    for _ in range(2):
+        assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+        monkeypatch.setattr(parser_answers, "_answered", {})  # as another process
+    assert answers([*ONE, *ONE], runtime, [kept], ask=False) == [(REFUSAL,)] * 2
+    assert asked(env) == 1
+    assert answers([["--max-num-seqs", "8"]], runtime, [kept], ask=True) == [(REFUSAL,)]
+    for line in (["--max-num-seqs", "9"], ["--max-num-seqs", "16"]):
+        assert answers([line], runtime, [kept], ask=False) == [(REFUSAL,)], "a plain number is no new question"
+    assert answers([["--max-num-seqs", "0"]], runtime, [kept], ask=False) == [None]
+    assert answers([["--max-num-seqs=9"]], runtime, [kept], ask=False) == [None]
+    assert asked(env) == 2
+    (runtime.parent.parent / "lib/python3.12/site-packages/vllm_plugin-1.0.dist-info").mkdir()
+    assert answers(ONE, runtime, [kept], ask=False) == [None]
+    assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 3
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 1",
+        "printf '\\377'",
+        "echo",
+        "echo {}",
+        "echo '[]'",
+        "echo 'null'",
+        """echo '{"refused": []}'""",
+        """echo '{"refused": [[{"flag": "a"}]]}'""",
+        "sleep 60",
+    ],
+)
+def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(parser_answers, "TIMEOUT_S", 0.5)
+    env = tmp_path / "env"
+    runtime = python(env, script)
+    for _ in range(2):
+        assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
+    assert asked(env) == 1
+    assert not (tmp_path / "kept").exists()
+    assert refused(["--wrong"], {}, runtime, tmp_path, ask=True) == ()
+
+
+def test_a_kept_answer_that_is_damaged_is_asked_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, kept = tmp_path / "env", tmp_path / "kept"
+    runtime = python(env, SAYS)
+    answers(ONE, runtime, [kept], ask=True)
+    (file,) = kept.iterdir()
+    for text in ("", "{", "[1]", '{"flag": "a"}'):
+        file.write_text(text)
+        monkeypatch.setattr(parser_answers, "_answered", {})
+        assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 5
+
+
+def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = tmp_path / "env"
+    (tmp_path / "file").write_text("")
+    assert answers(ONE, python(env, SAYS), [tmp_path / "file" / "kept", tmp_path / "kept"], ask=True) == [(REFUSAL,)]
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
+    assert answers(ONE, env / "bin" / "python", [], ask=True) == [(REFUSAL,)] and asked(env) == 1, "and none by what this process was told"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert places(tmp_path) == [tmp_path / "vllm-flags", tmp_path / "cache" / "sparkd" / "vllm-flags"]
+    assert places(tmp_path / "gone") == [tmp_path / "cache" / "sparkd" / "vllm-flags"]
+
+
+def test_no_vllm_is_not_asked(tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    assert answers(ONE, python(env, SAYS, "numpy-2.0.dist-info"), [tmp_path], ask=True) == [None]
+    assert asked(env) == 0
+    assert os.listdir(tmp_path) == ["env"]
