@@ -151,7 +151,8 @@ async def _apart(python: Path, folder: Path) -> None:
 
 
 async def _parser(python: Path, folder: Path) -> None:
-    recipe_check.parsed([], str(python))
+    with suppress(SparkdError):
+        recipe_check.parsed([], str(python))
 
 
 async def _export(python: Path, folder: Path) -> None:

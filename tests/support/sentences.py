@@ -42,7 +42,7 @@ OTHERS_WORDS: Mapping[str, str] = {
     "workers.engine.meta_model._sentence": "pydantic's, out of vLLM",
     "workers.engine.model_answer.main": "vLLM's, put on one line",
     "workers.engine.model_question.conversation": "vLLM's, in which a folder of our own making is named as the reader knows it",
-    "workers.engine.parse_args._said": "argparse's",
+    "workers.engine.parse_args._Checks.serving": "argparse's",
     "workers.host.bounded_child.ask": "those of the program that was run",
     "workers.kv.cuda._refusals": "torch's",
     "workers.stream.vllm.load_errors.ended": "torch's, of which the first line is shown",

@@ -175,7 +175,7 @@ def test_a_bad_recipe_among_others_is_named_and_the_others_are_checked(tmp_path:
     bad.write_text(ONE.replace("vllm serve", "sglang serve"))
     good.write_text(ONE)
     python = tmp_path / "python"
-    answer = "import json,sys; json.dump([None] * len(json.load(sys.stdin)), sys.stdout)"
+    answer = "import json,sys; json.dump(dict(vllm='0.32.0', refused=[[]] * len(json.load(sys.stdin)['lines'])), sys.stdout)"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(0o755)
     found = as_json(capsys, "check", str(bad), str(good), "--parser", str(python), code=2)
