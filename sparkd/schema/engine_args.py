@@ -21,8 +21,10 @@ from sparkd.vllm.unaccounted_args import (
     NARROW,
     SHARE,
     WEIGHTS,
+    WIDE,
     block_of,
     changed_by,
+    dtype_of,
     in_blocks,
     is_longest,
     kv_dtype_of,
@@ -38,8 +40,6 @@ from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 # Flags that tell vLLM another longest request than config.json does.
 _OTHER_CONFIG = ("hf-", "config-f", "revision")
-# Types of twice the width of what is stored.
-_WIDE = ("float32", "float")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class EngineArgs:
     None for the default. memory_gib: that the operator gives the engine. draft: vLLM's configuration of drafts; drafts: whether there is a
     flag for one, which may be unreadable. uncounted: the flags whose effect no formula has; changes: what they and other settings change,
     of WEIGHTS, CACHE and OTHER in sparkd.vllm.unaccounted_args. own_quantization: vLLM quantizes by itself. rest: the flags but for two
-    that a decision changes, the revision and the length; length_by_flag: extra_args alone have the length.
+    that a decision changes, the revision and the length; length_by_flag: extra_args alone have the length. wide: vLLM makes
+    float32 of other floats.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EngineArgs:
     max_model_len: int | str | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    wide: bool
     kv_cache_dtype: str
     block_tokens: int | None
     enforce_eager: bool
@@ -136,7 +138,9 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     args = spec.extra_args
     kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
     uncounted = tuple(dict.fromkeys(unsized(args)))
-    changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if spec.dtype in _WIDE else frozenset())
+    wide = (dtype_of(args) or spec.dtype) in WIDE
+    drafts = any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
+    changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
     share = _share(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
@@ -153,6 +157,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         max_model_len=length_of(args) or spec.max_model_len,
         max_num_seqs=number_of(args, "max-num-seqs") or spec.max_num_seqs,
         max_num_batched_tokens=number_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        wide=wide,
         kv_cache_dtype=kv_dtype,
         block_tokens=block_of(args),
         enforce_eager=spec.enforce_eager if (eager := switched(args, "enforce-eager")) is None else eager,
@@ -169,7 +174,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
         memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
         draft=speculative_config(args),
-        drafts=any(flag_name(arg) == SPECULATIVE[2:] for arg in args),
+        drafts=drafts,
         uncounted=uncounted,
         changes=changes,
         trusts_code=spec.trusts_code(),
@@ -193,7 +198,11 @@ def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
 def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
     """The settings, as they are written, whose effect on memory no formula has."""
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
-    names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
+    names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
+    dtype = dtype_of(spec.extra_args) or spec.dtype or NARROW[0]
+    # In float32 the formats, and a draft of its own, are not counted.
+    counted = args.wide and args.quantize is None and not args.drafts
+    names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
     return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
 

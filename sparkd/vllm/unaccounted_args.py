@@ -66,6 +66,8 @@ _LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
 _LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
+# Types of twice the width of what is stored.
+WIDE = ("float32", "float")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _SPECULATIVE = "speculative-config"
 # Values that leave a flag without an effect on memory: of --load-format those that read the same weights in another way.
@@ -139,7 +141,7 @@ def unsized(args: Sequence[str]) -> Iterator[str]:
     less what has no effect."""
     values = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
     values |= {_BLOCK: block if (block := block_of(args) or 0) and block % BLOCK_STEP == 0 else None}
-    values |= {_DTYPE: dtype if (dtype := _last(args, _DTYPE)) in NARROW else None}
+    values |= {_DTYPE: dtype if (dtype := dtype_of(args)) in (*NARROW, *WIDE) else None}
     sized = {name for name, value in values.items() if value is not None}
     sized |= {name for name, values in _IDLE.items() if _last(args, name) in values}
     sized |= {f"{no}{name}" for name in _OFF if switched(args, name) is False for no in ("", "no-")}
@@ -193,6 +195,10 @@ def is_longest(args: Sequence[str]) -> bool:
 def number_of(args: Sequence[str], name: str) -> int | None:
     """The value of one of NUMBERS; None where there is none that vLLM could take."""
     return amount(_last(args, name) or "") or None
+
+
+def dtype_of(args: Sequence[str]) -> str | None:
+    return _last(args, _DTYPE)
 
 
 def kv_dtype_of(args: Sequence[str]) -> str | None:

@@ -162,6 +162,17 @@ def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> No
     assert of(folder, max_model_len=8192, kv_cache_dtype="fp8").kv.least == plain.kv.least
 
 
+@pytest.mark.parametrize("keys", [{"dtype": "float32"}, {"dtype": "float"}, {"extra_args": ["--dtype=float32"]}])
+def test_float32_takes_twice_as_much_of_everything(folder: Path, keys: dict[str, Any]) -> None:
+    plain, wide = of(folder, max_model_len=8192), of(folder, max_model_len=8192, **keys)
+    assert wide.layout.block_bytes == 2 * plain.layout.block_bytes
+    weights = 2 * (2 * VOCAB * HIDDEN + LAYERS * (HIDDEN * (2 * HIDDEN + 2048) + 3 * INNER * HIDDEN))
+    assert weights < wide.fixed - plain.fixed < 1.1 * weights
+    assert of(folder, max_model_len=8192, kv_cache_dtype="bfloat16", **keys).layout.block_bytes == plain.layout.block_bytes
+    assert wide.sureness == plain.sureness
+    assert account(spec_of(folder, quantize="nvfp4", **keys), SPARK, {}) is None, "what its formats become is not counted"
+
+
 def test_four_bits_need_less(folder: Path) -> None:
     whole, small = of(folder, max_model_len=8192), of(folder, max_model_len=8192, quantize="nvfp4")
     linear = LAYERS * (HIDDEN * (2 * HIDDEN + 2048) + 3 * INNER * HIDDEN)

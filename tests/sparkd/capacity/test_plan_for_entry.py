@@ -632,7 +632,7 @@ def test_a_recipes_name_is_a_model(folder: Path, hub: Path, capsys: pytest.Captu
         ({"extra_args": ["--kv-offloading-size", "4"]}, "--kv-offloading-size"),
         ({"quantization": "fp8"}, "quantization: fp8"),
         ({"env": {"VLLM_KV_CACHE_LAYOUT": "BLOCKS"}}, "VLLM_KV_CACHE_LAYOUT"),
-        ({"dtype": "float32"}, "dtype: float32"),
+        ({"dtype": "float32", "quantize": "int4"}, "dtype: float32"),
         ({"kv_cache_dtype": "turboquant_4bit_nc", "quantize": "auto"}, "kv_cache_dtype: turboquant_4bit_nc"),
         ({"extra_args": ["--speculative-config", '{"model": "o/none", "method": "eagle3", "num_speculative_tokens": 2}']}, "draft"),
     ],

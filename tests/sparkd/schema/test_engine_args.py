@@ -62,7 +62,8 @@ def test_the_flags_are_those_of_the_entry(keys: dict[str, Any]) -> None:
     [
         ({"extra_args": ["--cpu-offload-gb", "4"]}, {OTHER}),
         ({"extra_args": ["--mamba-block-size", "8"]}, {CACHE}),
-        ({"dtype": "float32"}, {WEIGHTS, CACHE}),
+        ({"dtype": "float32"}, set()),
+        ({"dtype": "float32", "quantize": "fp8"}, {WEIGHTS, CACHE}),
         ({"dtype": "bfloat16"}, set()),
     ],
 )

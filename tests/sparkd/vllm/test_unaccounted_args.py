@@ -162,8 +162,8 @@ def test_a_beginning_counts_where_one_flag_alone_has_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "half", "float32", "float"])
-def test_a_type_of_half_width_changes_nothing_that_is_counted(dtype: str) -> None:
-    assert list(unsized(["--dtype", dtype])) == (["--dtype"] if dtype.startswith("float") else [])
+def test_a_type_changes_nothing_that_is_not_counted(dtype: str) -> None:
+    assert list(unsized(["--dtype", dtype])) == []
 
 
 @pytest.mark.parametrize(
