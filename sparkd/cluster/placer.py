@@ -115,6 +115,16 @@ class Siting:
         there = await self._need(config, spec, NodeRuntime(facts, node, frozenset({node})), ALONE)
         return here if await self._too_large(config, there, 1) else there
 
+    async def _of_its_nodes(
+        self, config: Config, spec: ModelConfig, need: Requirement, team: Sequence[str], ways: Ways
+    ) -> list[Requirement]:
+        """The requirement on each size of node in the team: a share is one of a node's own memory. need: on a node of any size."""
+        facts = await asyncio.gather(*(self._runtime_on(runtime_of(spec, config), node) for node in team))
+        if all(each.get("mem_total_bytes") in (None, need.hardware.memory_bytes) for each in facts):
+            return [need]
+        sizes = {each.get("mem_total_bytes"): NodeRuntime(each, node, need.nodes) for node, each in zip(team, facts, strict=True)}
+        return [await self._need(config, spec, runtime, ways) for runtime in sizes.values()]
+
     async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
         """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
 
@@ -227,6 +237,12 @@ class Siting:
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
+        needs = await self._of_its_nodes(config, spec, need, team, ways)
+        for each in needs:
+            if refusal := await self._too_large(config, each, size):
+                raise DoesNotFit(refusal, lasts=True)
+        # The node with the least memory decides, and on each is reserved what any of them needs.
+        need = replace(min(needs, key=lambda each: each.hardware.memory_bytes), gib=max(each.gib for each in needs))
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 

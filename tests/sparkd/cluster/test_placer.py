@@ -184,6 +184,18 @@ async def test_a_share_is_one_of_the_memory_of_the_node_that_it_goes_to(model: s
     assert (found.nodes, found.memory_gib) == ((B,), 32)
 
 
+async def test_a_share_is_one_of_the_memory_of_each_node_of_a_team(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 70, B: 70}, (A, B))
+    scene.link.runtimes = {B: VLLM | {"mem_total_bytes": 100 << 30}}
+    scene.here.runtime = lambda _interpreter: VLLM | {"mem_total_bytes": 80 << 30}  # type: ignore[method-assign]
+    share = {"gpu_memory_utilization": 0.5, "kv_cache": None, "tensor_parallel": 2}
+    found = await scene.place(model, **share)
+    assert (found.nodes, found.memory_gib) == ((A, B), 50)
+
+    scene.link.runtimes = {B: VLLM | {"mem_total_bytes": 160 << 30}}
+    assert "choose 0.43 or less" in await scene.refused(model, **share)
+
+
 async def test_what_goes_to_a_node_without_the_runtime_waits_for_this_one(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     scene.link.runtimes = {B: VLLM | {"vllm": None, "entrypoint": None}}
