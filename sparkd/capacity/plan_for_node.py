@@ -43,7 +43,7 @@ from sparkd.schema.quantize import AUTO
 from sparkd.units import MOST
 from sparkd.vllm.installed import full_version_in
 from workers.host import processes
-from workers.host.meminfo import sample
+from workers.host.meminfo import mem_total_bytes
 from workers.host.runtime import GPU_SIGNS
 
 # For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
@@ -83,7 +83,7 @@ def hardware_here(name: str, config: Config | None = None) -> Hardware:
     """`node`: this machine, with all but the system's reserve to plan with, as `config` has both; else a known one."""
     if name in KNOWN:
         return KNOWN[name]
-    total = int(sample()["mem_total_bytes"])
+    total = mem_total_bytes()
     platform = "cuda" if any(Path(sign).exists() for sign in GPU_SIGNS) else "cpu"
     if config is not None and config.engine.platform != "auto":
         platform = config.engine.platform

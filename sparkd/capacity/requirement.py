@@ -31,7 +31,7 @@ from sparkd.vllm.installed import full_version_in, release_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.translate import Translation, release_of, translated
 from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
-from workers.host.meminfo import sample
+from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
 
 
@@ -192,4 +192,4 @@ def platform_of(found: Mapping[str, Any], config: Config) -> str:
 
 
 def this_node(platform: str) -> Hardware:
-    return machine(platform, int(sample()["mem_total_bytes"]), 0)
+    return machine(platform, mem_total_bytes(), 0)

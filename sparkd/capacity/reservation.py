@@ -8,7 +8,7 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.hardware import GIB
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.translate import Translation
-from workers.host.meminfo import sample
+from workers.host.meminfo import mem_total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +40,5 @@ class Placement:
 
 def offered_gib(config: Config) -> int:
     """The memory that this node offers to models, whole GiB: all but the system's reserve."""
-    total = int(sample()["mem_total_bytes"])
+    total = mem_total_bytes()
     return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)

@@ -45,7 +45,7 @@ class NodeFacts:
     def runtime(self, interpreter: str) -> dict[str, Any]:
         """{"platform", "vllm", "entrypoint", "packages"} of a Python interpreter of this node, and its "mem_total_bytes". Raises
         RankError."""
-        return {**probe(interpreter).to_dict(), "mem_total_bytes": int(meminfo.sample(self._proc)["mem_total_bytes"])}
+        return {**probe(interpreter).to_dict(), "mem_total_bytes": meminfo.mem_total_bytes(self._proc)}
 
     def identity(self, interpreter: str, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any]:
         """The identity of what this node would serve the model with: see workers.host.identity. environ: the model's own, over this node's.

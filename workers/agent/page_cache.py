@@ -24,10 +24,10 @@ class PageCache:
 
         Answers {"dropped": bool, "how": str, "freed_bytes": int}; a refusal is an answer, not an error.
         """
-        before = meminfo.sample(self._proc_folder)["mem_free_bytes"]
+        before = meminfo.read_fields(self._proc_folder).get("MemFree", 0)
         how = self._drop()
-        freed = meminfo.sample(self._proc_folder)["mem_free_bytes"] - before
-        return {"dropped": how in ("directly", "helper"), "how": how, "freed_bytes": max(0, int(freed))}
+        freed = meminfo.read_fields(self._proc_folder).get("MemFree", 0) - before
+        return {"dropped": how in ("directly", "helper"), "how": how, "freed_bytes": max(0, freed)}
 
     def _drop(self) -> str:
         if os.geteuid() == 0:

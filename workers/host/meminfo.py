@@ -22,7 +22,10 @@ _ALWAYS = ("mem_total_bytes", "mem_available_bytes", "mem_free_bytes", "cached_b
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """Bytes by the field names of sparkd.state.nouns.Reading; Cma fields only where the kernel prints them."""
-    fields = parse_fields(text)
+    return _named(parse_fields(text))
+
+
+def _named(fields: Mapping[str, int]) -> dict[str, int]:
     return dict.fromkeys(_ALWAYS, 0) | {name: fields[kernel] for kernel, name in _FIELDS.items() if kernel in fields}
 
 
@@ -35,6 +38,16 @@ def parse_fields(text: str) -> dict[str, int]:
         if colon and words and (count := count_of(words[0])) is not None:
             sizes[name.strip()] = count * (1024 if len(words) > 1 else 1)
     return sizes
+
+
+def read_fields(proc: Path = PROC) -> dict[str, int]:
+    """As parse_fields. Only the guard reads the file in another way: it holds it open. Raises OSError where it cannot be read."""
+    return parse_fields((proc / "meminfo").read_text())
+
+
+def mem_total_bytes(proc: Path = PROC) -> int:
+    """Raises OSError where /proc/meminfo cannot be read."""
+    return read_fields(proc).get("MemTotal", 0)
 
 
 def count_of(word: str) -> int | None:
@@ -76,7 +89,7 @@ def parse_pressure(text: str) -> dict[str, float]:
 
 def sample(proc: Path = PROC) -> dict[str, float]:
     """One look, without a time. A kernel without PSI gives no psi fields. Raises OSError where /proc/meminfo cannot be read."""
-    values: dict[str, float] = dict(parse_meminfo((proc / "meminfo").read_text()))
+    values: dict[str, float] = dict(_named(read_fields(proc)))
     try:
         values |= parse_pressure((proc / "pressure" / "memory").read_text())
     except OSError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.host.meminfo import parse_fields, parse_meminfo
+from workers.host.meminfo import read_fields
 from workers.host.processes import read_stat
 from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
 from workers.kv.numa import NODES, memory_of
@@ -75,16 +75,14 @@ class MemoryReading:
 
 def host(proc: Path = PROC, cgroup: Path = CGROUP, nodes_kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
     """nodes_kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
-    text = (proc / "meminfo").read_text()
-    sizes = parse_meminfo(text)
-    limited = cgroup_left(proc, cgroup)
-    fields = parse_fields(text)
+    fields, limited = read_fields(proc), cgroup_left(proc, cgroup)
     of_nodes = None if nodes_kept is None else memory_of(nodes_kept, fields, nodes)
     if of_nodes is not None:
         return MemoryReading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
-    reclaimable = sum(files) if files else sizes["cached_bytes"]
-    return MemoryReading(sizes["mem_total_bytes"], sizes["mem_available_bytes"], sizes["mem_free_bytes"], reclaimable, cgroup_left=limited)
+    reclaimable = sum(files) if files else fields.get("Cached", 0)
+    total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))
+    return MemoryReading(total, available, free, reclaimable, cgroup_left=limited)
 
 
 def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:

@@ -8,7 +8,7 @@ import pytest
 
 from sparkd.cluster.read_memory import reading
 from sparkd.state.nouns import Reading
-from workers.host.meminfo import parse_meminfo, parse_pressure, sample
+from workers.host.meminfo import mem_total_bytes, parse_meminfo, parse_pressure, sample
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 KIB = 1024
@@ -107,3 +107,10 @@ def test_a_sample_becomes_a_reading_with_its_age_by_the_nodes_own_clock() -> Non
 
 def test_a_clock_that_was_set_back_does_not_make_a_reading_come_from_the_future() -> None:
     assert reading("n", {**parse_meminfo(""), "at_s": 100.0}, 40.0).age_s == 0.0
+
+
+def test_the_total_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text((FIXTURES / "tight-pool.txt").read_text())
+    assert mem_total_bytes(tmp_path) == 127535272 * KIB == sample(tmp_path)["mem_total_bytes"]
+    with pytest.raises(OSError):
+        mem_total_bytes(tmp_path / "nowhere")
