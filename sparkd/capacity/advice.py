@@ -133,18 +133,12 @@ def _what_would_fit(need: Requirement, known: Account, most_gib: int, room: int)
 
 def _short_cache(need: Requirement, known: Account, room: int) -> str | None:
     """Why a cache of its size would hold no request. room: bytes for the engine."""
-    args, kv = need.args, known.kv
+    args = need.args
     wanted = args.cache if known.cache is not None else None
     cache = wanted if isinstance(wanted, Mapping) else None
     size = known.cache if known.cache is not None else cache_limit(args, need.platform)
-    short = short_cache(cache, size, kv)
+    short = short_cache(cache, size, known.layout, known.max_model_len, room - known.fixed)
     if short is None or args.memory_gib is not None or known.upper is not None:
         return None
-    reason, cure = short
-    cures = [cure] if known.fixed + kv.least <= room else []
-    # The bytes of a cache in tokens or requests follow from the length.
-    limit = size if cache is None else None
-    shorter = longest(cache, known.layout, kv.max_model_len, room - known.fixed, limit=limit)
-    cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
-    cure = ", or ".join(cures) or f"choose {_SMALLER}"
-    return f"{args.name} does not fit: {reason}. {cure[0].upper()}{cure[1:]}."
+    cure = ", or ".join(short.cures) or f"choose {_SMALLER}"
+    return f"{args.name} does not fit: {short.reason}. {cure[0].upper()}{cure[1:]}."

@@ -11,7 +11,7 @@ from sparkd.capacity.advice import exceeds
 from sparkd.capacity.candidates import Candidate, candidate_of
 from sparkd.capacity.fit import short_cache
 from sparkd.capacity.headers import Headers, drafting_here, headers_here
-from sparkd.capacity.kv_cache import Serving, kv_layout, longest, sized
+from sparkd.capacity.kv_cache import Serving, kv_layout, sized
 from sparkd.capacity.parallelism import uneven_heads
 from sparkd.capacity.sureness import of_cache
 from sparkd.capacity.vllm_figures import GUESS, Exact
@@ -115,11 +115,5 @@ def _cache(args: EngineArgs, checkpoint: Checkpoint, shape: Shape, hardware: Har
         return
     serving = replace(serving, tensor_parallel=args.split[0])
     layout = kv_layout(shape, serving) if exact.layout is None else replace(exact.layout, serving=serving)
-    size_bytes, cost = sized(size, layout, serving.max_model_len), layout.cost(serving.max_model_len)
-    short = short_cache(size, size_bytes, cost)
-    if size_bytes is None or short is None:
-        return
-    reason, cure = short
-    shorter = longest(size, layout, cost.max_model_len, size_bytes)
-    cures = [cure] + ([f"choose max_model_len {shorter:,} or less"] if shorter else [])
-    yield "extra_args" if "blocks" in size else "kv_cache", f"{reason} ({sureness}): {', or '.join(cures)}."
+    if short := short_cache(size, sized(size, layout, serving.max_model_len), layout, serving.max_model_len):
+        yield "extra_args" if "blocks" in size else "kv_cache", f"{short.reason} ({sureness}): {', or '.join(short.cures)}."

@@ -46,7 +46,7 @@ _BEGIN = {
 def _cure(option: Option, options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> str:
     match option.cause:
         case "cache":
-            return "give kv_cache a larger size, or ask for shorter requests (max_model_len)"
+            return ", or ".join(option.cures) or "choose a smaller format, or share the model by more nodes"
         case "length":
             return f"ask for {inventory.shape.max_len:,} tokens or fewer (--ctx, or max_model_len of the entry)"
         case "links":
