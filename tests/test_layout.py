@@ -19,6 +19,7 @@ from sparkd.__main__ import command_line
 from sparkd.admin.app import PREFIX, admin_app
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
+from tests.support.inner_imports import imports_of, modules, needless
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -154,6 +155,39 @@ def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> Non
     assert {"workers", "sparkd"} <= loaded
     site = imported_by("pass")
     assert not {name for name in loaded - site if name not in sys.stdlib_module_names} - {"workers", "sparkd"}
+
+
+# By module, the module of ours that one of its functions imports, and why: no library is saved by it.
+INNER = {
+    ("sparkd.capacity.plan_for_node", "sparkd.fabric.environment"): "most plans are of one node: 60 ms less on a busy machine",
+    ("sparkd.capacity.plan_report", "sparkd.fabric.environment"): "as above",
+    ("sparkd.schema.quantize", "workers.quantization.recipe"): "34 modules, 90 ms on a busy machine, for entries with `quantize` alone",
+    ("sparkd.schema.quantize", "workers.quantization.variables"): "as above",
+    ("workers.agent", "workers.agent.actor"): "only by the name under which Ray keeps the class of an earlier agent",
+    ("workers.engine.model_answer", "workers.engine.cuda_stand_in"): "only where there is no GPU",
+    ("workers.kv", "workers.kv.stock_worker"): "only by the class's name, which vLLM asks for",
+    ("workers.stream.vllm.method", "workers.stream.vllm.cpu_linear"): "only on a CPU: it needs what vLLM has there alone",
+    ("workers.stream.vllm.method", "workers.stream.vllm.cpu_moe"): "as above",
+}
+
+
+def test_an_import_inside_a_function_makes_a_library_optional() -> None:
+    """Else it belongs to the top of the file, where a reader and the linter of layers look."""
+    found = {(module, target): line for module, line, target in needless(modules())}
+
+    assert {key: line for key, line in found.items() if key not in INNER} == {}
+    assert INNER.keys() - found.keys() == set(), "these need no exception any more"
+
+
+def test_what_counts_as_an_import_that_saves_nothing() -> None:
+    inner = "".join(f"    {line}\n" for line in ("from c import y", "from d import z", "from b import w", "import os"))
+    every = {
+        "a": imports_of(f"import json\nfrom b import x\ndef f():\n{inner}"),
+        "b": imports_of("import re"),
+        "c": imports_of("from b import x"),
+        "d": imports_of("def g(): pass\nimport numpy"),
+    }
+    assert set(needless(every)) == {("a", 4, "c"), ("a", 6, "b")}
 
 
 # README and docs

@@ -25,6 +25,7 @@ from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, OperationState, Progress
 from workers.host.hub_cache import is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
+from workers.transfer.manifest import is_loaded, refuse_without_room
 
 log = logging.getLogger("sparkd.pulls")
 
@@ -272,8 +273,6 @@ class _Pull:
         raise RankError(f"{model} is on none of {', '.join(candidates)}: check the path, or use a hub id (owner/name).")
 
     async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
-        from workers.transfer.manifest import refuse_without_room
-
         answer = await self._nodes.ask(node, "lacking", dict(manifest), dict(places), timeout_s=ASK_TIMEOUT_S)
         try:
             refuse_without_room(model, answer)
@@ -365,8 +364,6 @@ def _some(names: Sequence[str]) -> str:
 def _differ(copy: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether `copy` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
     other's whole set. Files that are left over from an earlier copy are no more of the model."""
-    from workers.transfer.manifest import is_loaded
-
     sizes = {file["name"]: file["size"] for file in other["files"]}
     own = {name for name in sizes if is_loaded(name)}
     more = any(is_loaded(file["name"]) and file["name"] not in own for file in copy["files"])

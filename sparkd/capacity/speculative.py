@@ -6,6 +6,7 @@ Which flags a method has is sparkd.recipes.speculation's; here its configuration
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -153,8 +154,6 @@ def _beside(draft: Inventory) -> Iterator[WeightPart]:
 
 def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
     """The recipe for this folder or hub id, and its variant."""
-    import os
-
     from sparkd.recipes.library import RecipeLibrary
 
     book = RecipeLibrary(None, os.environ)

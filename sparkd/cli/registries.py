@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli.options import CommonOptions, Json, argument, option
-from sparkd.errors import Conflict, SparkdError
+from sparkd.errors import ConfigError, Conflict, SparkdError
 from sparkd.render.page import printable, say_json
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def add_registry(
     commit until `sparkd recipes update`.
     """
     from sparkd.cli.registry_fetch import fetched, source_of
-    from sparkd.errors import ConfigError
     from sparkd.recipes.registry import NAME
 
     where = source_of(source)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
 from sparkd.models.folder import holds_model
+from sparkd.models.hub import Hub
 from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 
@@ -100,8 +101,6 @@ def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:
 
 
 def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _Answer:
-    from sparkd.models.hub import Hub
-
     try:
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing(nested=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from sparkd.errors import CheckpointError, SparkdError
 from sparkd.models.hub import Hub, RepositoryListing
+from sparkd.models.remote_headers import complete
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
 from workers.transfer.chunks import Buffer, sha256_of
@@ -142,8 +143,6 @@ def _drop(path: Path, *, wait: bool = False) -> None:
 
 
 def _whole(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> str | None:
-    from sparkd.models.remote_headers import complete
-
     snapshot = snapshot_of(hub_id, revision, environ)
     return snapshot.name if snapshot is not None and complete(snapshot) is not None else None
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sparkd.checkpoint import (
     CONFIG,
@@ -29,10 +28,8 @@ from sparkd.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_leng
 from sparkd.checkpoint.index import INDEX
 from sparkd.checkpoint.tensors import FileTensors
 from sparkd.errors import CheckpointError
+from sparkd.models.hub import Hub, RepositoryListing, in_parallel
 from sparkd.models.source import snapshot_of, source_of
-
-if TYPE_CHECKING:
-    from sparkd.models.hub import Hub, RepositoryListing
 
 # The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
@@ -66,8 +63,6 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
 
     All is of one commit. Raises ConfigError for what is no hub id, CheckpointError for what the hub refuses or has wrong.
     """
-    from sparkd.models.hub import Hub
-
     hub = Hub(hub_id, revision, environ)
     source = _Repository(hub, hub.listing(), progress)
     try:
@@ -110,16 +105,12 @@ class _Repository:
 
     def content(self, name: str) -> bytes:
         if not self._small:
-            from sparkd.models.hub import in_parallel
-
             wanted = [each for each in (CONFIG, PARAMS, INDEX, MODELOPT) if each in self.names]
             read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
             self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
         return self._small.pop(name)
 
     def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        from sparkd.models.hub import in_parallel
-
         for file in files.keys() - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
         found: dict[int, tuple[Shard, FileTensors]] = {}
