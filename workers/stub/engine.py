@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from workers.door import Lock
-from workers.stub import answers
+from workers.stub import answers, metrics
 from workers.stub.faults import FAULTS
 
 _KEPT_RESPONSES = 1000
@@ -109,16 +109,13 @@ class StubEngine:
         self.server = None
 
     def metrics(self) -> bytes:
-        labels = f'{{engine="0",model_name="{self.models[0]}"}}'
-        rows = [
-            ("vllm:num_requests_running", "gauge", "Number of requests in model execution batches.", self.running),
-            ("vllm:num_requests_waiting", "gauge", "Number of requests waiting to be processed.", 0),
-            ("vllm:generation_tokens_total", "counter", "Number of generation tokens processed.", self.generation_tokens),
-            ("stub:aborts_total", "counter", "Requests whose client closed before the answer ended.", self.aborts),
-            ("stub:requests_total", "counter", "POST requests received.", self.posts),
-        ]
-        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name}{labels} {float(value)}\n" for name, kind, text, value in rows]
-        return "".join(lines).encode()
+        values = {
+            "vllm:num_requests_running": self.running,
+            "vllm:generation_tokens_total": self.generation_tokens,
+            "stub:aborts_total": self.aborts,
+            "stub:requests_total": self.posts,
+        }
+        return metrics.page(self.models[0], values)
 
 
 @dataclass(frozen=True, slots=True)
