@@ -40,7 +40,7 @@ test: export PIP_COMPILE := 0
 # OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
 test: lint promtool
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
-	"$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engines
+	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m engines
 	"$(BIN)/python" -m pytest -m alone
 
 lint: dev

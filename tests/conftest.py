@@ -2,9 +2,9 @@
 
 A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
 
-The tests run in three parts (Makefile). `alone`, one after another: tests that start many real engines, or look at what the machine holds
-or how long something takes. `engines`, two files side by side: tests that start daemons, Ray or an engine and mostly wait for them. The
-others side by side on all cores. Whoever asks for one part does not import the other's files.
+The tests run in three parts (Makefile). `alone`, one after another: tests that look at what the machine holds or how long something takes,
+and those that share a daemon with them. `engines`, three files side by side: tests that start daemons, Ray or an engine and mostly wait for
+them. The others side by side on all cores. Whoever asks for one part does not import the other's files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 ALONE = (
-    "e2e",
+    "e2e/test_quantize.py",
+    "e2e/test_serving.py",
+    "e2e/test_tools.py",
+    "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
     "workers/guard/test_guard.py",
     "sparkd/cluster/test_launcher_several_nodes.py",
@@ -40,6 +43,8 @@ MODELS = (
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
     "sparkd/daemon/test_daemon.py",
+    "sparkd/cluster/test_launcher_vllm.py",
+    "e2e/test_upgrade.py",
     "sparkd/cluster/test_two_nodes.py",
     "sparkd/cli/test_with_daemon.py",
     "security/test_engine_door.py",
@@ -56,7 +61,11 @@ ENGINES = (
     "sparkd/cluster/test_ray_connection.py",
     "sparkd/inquiry/test_other_node_vllm.py",
     "workers/stub/test_metrics.py",
+    "e2e/test_kv.py",
+    "bench/test_smallest.py",
 )
+# Each of its cases is a program by itself, so any worker may run any of them.
+APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
 PROMTOOL = ("test_alert_rules.py",)
 
@@ -104,9 +113,11 @@ def pytest_sessionfinish() -> None:
 
 
 class Scheduling(LoadFileScheduling):
-    """A file is run by one worker, and so are all MODELS."""
+    """A file is run by one worker, and so are all MODELS; the cases of APART by several."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(APART):
+            return nodeid
         path = str(super()._split_scope(nodeid))
         return "models" if path.removeprefix("tests/") in MODELS else path
 

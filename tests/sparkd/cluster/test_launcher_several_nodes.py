@@ -1,4 +1,7 @@
-"""One model over two nodes: two network namespaces, the daemon in one, `sparkd ray-node` in the other, and whatever may break between."""
+"""One model over two nodes: two network namespaces, the daemon in one, `sparkd ray-node` in the other, and whatever may break between.
+
+The ranks are the stub engine's; those of vLLM are in test_launcher_vllm.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -14,25 +16,20 @@ import pytest
 from sparkd.control.watchdog import IDLE_S
 from tests.support.daemon_process import until
 from tests.support.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
-from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
-from workers.rank.status import worker_of
 
 DETECTED_S = 10.0
 OUT_S = 20.0
 LOSSY_S = 8.0
 SILENT_S = 20.0
-START_S = 400.0
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pr")
-    found = vllm_models(folder)
     models = {
         "pair": shared_model(folder / "model", **SLOW),
         "stuck": shared_model(folder / "model", SPARKD_STUB_HANG_AT="request"),
         "mute": shared_model(folder / "model", SPARKD_STUB_HANG_AT="second"),
-        **{name: found[name] for name in ("split", "rayed", "whole")},
     }
     with two_sparks(folder, models) as made:
         yield made
@@ -47,34 +44,6 @@ def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> No
     ]
     assert second["attempt"] == first["rank_id"]
     assert pair.answers()
-
-
-@pytest.mark.timeout(900)
-def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
-    """Teacher-forced: sampled text of a random model would diverge on rounding."""
-    said = {}
-    # What an earlier test left running holds the memory of both nodes.
-    pair.daemon.unload("pair")
-    pair.daemon.wait_for("pair", "STOPPED", 60)
-    for name in ("split", "rayed", "whole"):
-        pair.both()
-        pair.daemon.load(name)
-        ready = pair.daemon.wait_for(name, "READY", START_S)
-        assert len(ready["ranks"]) == (1 if name == "whole" else 2)
-        assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
-        said[name] = log_probabilities(pair, name)
-        if name == "split":
-            assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
-        if name == "rayed":
-            _adopted_and_lost(pair, ready["ranks"])
-        pair.daemon.unload(name)
-        pair.daemon.wait_for(name, "STOPPED", 60)
-
-    for name in ("split", "rayed"):
-        assert furthest(said[name], said["whole"]) < AGREED
-    assert [
-        pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid) or b"RayWorkerProc" in command_of(pid)
-    ] == []
 
 
 def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
@@ -232,21 +201,3 @@ def test_an_engine_does_not_end_because_its_daemon_was_held(pair: Pair) -> None:
     assert stream.ended.wait(30)
     assert pair.failures(at_s) == []
     assert "[DONE]" in stream.text
-
-
-def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
-    """vLLM's Ray executor: its workers are Ray's children, and ranks like others to a daemon that comes back, and when one is lost."""
-    pair.daemon.kill()
-    pair.daemon.start()
-    pair.daemon.settled()
-    pair.both()
-    assert [rank["pid"] for rank in pair.daemon.wait_for("rayed", "READY", 60)["ranks"]] == [rank["pid"] for rank in ranks]
-    assert pair.daemon.chat("rayed", "hello", max_tokens=4).status_code == 200
-
-    # Whose parent is the second node's raylet.
-    (folder,) = {path.parent for path in pair.ray_node.runtime_dir.rglob(f"{ranks[1]['rank_id']}.worker")}
-    worker, at_s = worker_of(str(folder), ranks[1]["rank_id"]), time.time()
-    assert worker is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    reason, after_s = pair.failure(at_s, "rayed")
-    assert (reason, after_s < DETECTED_S) == ("EngineExited", True)

@@ -1,0 +1,70 @@
+"""One model of vLLM's over two network namespaces, in each way that its ranks can be shared, beside the same model on one node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.pair import Pair, command_of, two_sparks
+from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
+from workers.rank.status import worker_of
+
+WAYS = ("split", "rayed", "whole")
+DETECTED_S = 10.0
+START_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pv")
+    models = vllm_models(folder)
+    with two_sparks(folder, {name: models[name] for name in WAYS}) as made:
+        yield made
+
+
+@pytest.mark.timeout(900)
+def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
+    """Teacher-forced: sampled text of a random model would diverge on rounding."""
+    said = {}
+    for name in WAYS:
+        pair.both()
+        pair.daemon.load(name)
+        ready = pair.daemon.wait_for(name, "READY", START_S)
+        assert len(ready["ranks"]) == (1 if name == "whole" else 2)
+        assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
+        said[name] = log_probabilities(pair, name)
+        if name == "split":
+            assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
+        if name == "rayed":
+            _adopted_and_lost(pair, ready["ranks"])
+        pair.daemon.unload(name)
+        pair.daemon.wait_for(name, "STOPPED", 60)
+
+    for name in ("split", "rayed"):
+        assert furthest(said[name], said["whole"]) < AGREED
+    assert [
+        pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid) or b"RayWorkerProc" in command_of(pid)
+    ] == []
+
+
+def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
+    """vLLM's Ray executor: its workers are Ray's children, and ranks like others to a daemon that comes back, and when one is lost."""
+    pair.daemon.kill()
+    pair.daemon.start()
+    pair.daemon.settled()
+    pair.both()
+    assert [rank["pid"] for rank in pair.daemon.wait_for("rayed", "READY", 60)["ranks"]] == [rank["pid"] for rank in ranks]
+    assert pair.daemon.chat("rayed", "hello", max_tokens=4).status_code == 200
+
+    # Whose parent is the second node's raylet.
+    (folder,) = {path.parent for path in pair.ray_node.runtime_dir.rglob(f"{ranks[1]['rank_id']}.worker")}
+    worker, at_s = worker_of(str(folder), ranks[1]["rank_id"]), time.time()
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    reason, after_s = pair.failure(at_s, "rayed")
+    assert (reason, after_s < DETECTED_S) == ("EngineExited", True)
