@@ -50,6 +50,7 @@ from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
+from sparkd.web.files import page_files
 from workers.host import memlock, processes
 from workers.host.private_files import private_file
 
@@ -216,6 +217,7 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin.app import admin_app
 
+        page_files()  # reads and compresses them here, on a thread
         parts = self._supervisor, self._registry, self._journal, self._cluster
         return admin_app(*parts, self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open)
 
@@ -337,6 +339,7 @@ class Daemon:
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
             page_origins=origins_of(config.cors.origins),
+            web=config.web,
         )
 
     def _keys(self, config: Config) -> KeyDigests:
