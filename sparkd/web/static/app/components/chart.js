@@ -22,10 +22,10 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 /**
  * data: seconds since 1970, then a column for each series, null where nothing is known.
- * @param {{title: string, series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, most?: number, marks?: {label: string, value: number}[]}} props
+ * @param {{title: string, series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, most?: number, marks?: {label: string, value: number}[], height?: number}} props
  * most: the upper end of the scale; else the greatest value. marks: lines across.
  */
-export function Chart({ title, series, data, text, most, marks = [] }) {
+export function Chart({ title, series, data, text, most, marks = [], height = HEIGHT }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   // The place under the pointer; null shows the latest figures.
   const place = useMemo(() => signal(/** @type {number | null} */ (null)), []);
@@ -38,7 +38,7 @@ export function Chart({ title, series, data, text, most, marks = [] }) {
     const plot = new uPlot(
       {
         width: Math.max(200, target.clientWidth),
-        height: HEIGHT,
+        height,
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
         scales: { y: { range: (_plot, low, high) => scaleOf(low, high, most, marks) } },
@@ -56,7 +56,7 @@ export function Chart({ title, series, data, text, most, marks = [] }) {
       target,
     );
     const stop = data.subscribe((columns) => plot.setData(/** @type {any} */ (columns)));
-    const resized = new ResizeObserver(() => target.clientWidth && plot.setSize({ width: target.clientWidth, height: HEIGHT }));
+    const resized = new ResizeObserver(() => target.clientWidth && plot.setSize({ width: target.clientWidth, height }));
     resized.observe(target);
     return () => {
       stop();
@@ -83,7 +83,7 @@ function Figures({ series, data, text, place }) {
         <span class="legend-label">${one.label}</span> <span class="figure fixed">${text(columns[number + 1]?.[at])}</span>
       </li>`,
     )}
-    <li class="figure at">${place.value === null ? "now" : clock(times[at])}</li>
+    <li class="figure at">${clock(times[at])}</li>
   </ul>`;
 }
 
@@ -100,13 +100,13 @@ function drawMarks(plot, marks) {
   ctx.strokeStyle = ctx.fillStyle = colour("--bad");
   ctx.font = `${11 * devicePixelRatio}px system-ui`;
   ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
-  for (const mark of marks) {
+  for (const [place, mark] of marks.entries()) {
     const y = plot.valToPos(mark.value, "y", true);
     ctx.beginPath();
     ctx.moveTo(bbox.left, y);
     ctx.lineTo(bbox.left + bbox.width, y);
     ctx.stroke();
-    ctx.fillText(mark.label, bbox.left + 4, y - 3);
+    ctx.fillText(mark.label, bbox.left + (4 + place * 40) * devicePixelRatio, y - 3);
   }
   ctx.restore();
 }

@@ -58,13 +58,13 @@ export function Toasts() {
   const some = shown.value;
   const list = (/** @type {boolean} */ bad) =>
     some.filter((toast) => toast.bad === bad).map(
-      (toast) => html`<li key=${toast.id} class=${bad ? "toast bad" : "toast"}>
+      (toast) => html`<div key=${toast.id} class=${bad ? "toast bad" : "toast"}>
         <span>${bad && html`<b>Failed. </b>`}${toast.text}</span>
         <button type="button" class="quiet" aria-label="Dismiss" onClick=${() => dismiss(toast.id)}>✕</button>
-      </li>`,
+      </div>`,
     );
   return html`<div class="toasts">
-    <ul role="alert" aria-label="Failures">${list(true)}</ul>
-    <ul role="status" aria-label="Messages">${list(false)}</ul>
+    <div role="alert">${list(true)}</div>
+    <div role="status">${list(false)}</div>
   </div>`;
 }

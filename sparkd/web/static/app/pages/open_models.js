@@ -12,11 +12,12 @@ const EVERY_S = 5;
 /** @param {any} model */
 export const stateOf = (model) => String(model.status?.state ?? "unknown");
 
-/** Models of `/v1/models`, asked for again and again while the page is open. */
-export function useOpenModels() {
+/** Models of `/v1/models`, asked for again and again while the page is open. @param {boolean} [wanted] */
+export function useOpenModels(wanted = true) {
   const [some, setSome] = useState(/** @type {any[]} */ ([]));
   const [problem, setProblem] = useState("");
   useEffect(() => {
+    if (!wanted) return undefined;
     let timer = 0;
     let ended = false;
     const look = async () => {
@@ -33,7 +34,7 @@ export function useOpenModels() {
       ended = true;
       clearTimeout(timer);
     };
-  }, []);
+  }, [wanted]);
   return { some, problem };
 }
 
