@@ -50,6 +50,7 @@ function credentials() {
  */
 export async function request(method, path, { body, headers = {}, signal: abort } = {}) {
   const content = body === undefined ? {} : { body: JSON.stringify(body) };
+  /** @type {Record<string, string>} */
   const kind = body === undefined ? {} : { "content-type": "application/json" };
   let response;
   try {

@@ -4,34 +4,40 @@ import { access, keyRefusal, useKey } from "./api.js";
 import { Question } from "./components/dialog.js";
 import { Field } from "./components/form.js";
 import { Toasts } from "./components/toast.js";
-import { effect, html, render, useEffect, useRef, useState } from "./lib.js";
+import { effect, html, render, signal, useEffect, useRef, useState } from "./lib.js";
 import { ageS, freshness, liveRefusal, startLive } from "./live.js";
-import { Disk } from "./pages/disk.js";
-import { Doctor } from "./pages/doctor.js";
-import { Events } from "./pages/events.js";
-import { Fabric } from "./pages/fabric.js";
-import { Model } from "./pages/model.js";
-import { Models } from "./pages/models.js";
-import { OpenModels } from "./pages/open_models.js";
 import { Overview } from "./pages/overview.js";
-import { Plan } from "./pages/plan.js";
-import { Playground } from "./pages/playground.js";
-import { Requests } from "./pages/requests.js";
 import { route, to } from "./router.js";
 import { daemon } from "./store.js";
 
-/** @type {[string, string, any][]} */
+/** @type {[string, string][]} */
 const PAGES = [
-  ["overview", "Overview", Overview],
-  ["models", "Models", Models],
-  ["requests", "Requests", Requests],
-  ["playground", "Playground", Playground],
-  ["plan", "Plan", Plan],
-  ["disk", "Disk", Disk],
-  ["fabric", "Fabric", Fabric],
-  ["doctor", "Doctor", Doctor],
-  ["events", "Events", Events],
+  ["overview", "Overview"],
+  ["models", "Models"],
+  ["requests", "Requests"],
+  ["playground", "Playground"],
+  ["plan", "Plan"],
+  ["disk", "Disk"],
+  ["fabric", "Fabric"],
+  ["doctor", "Doctor"],
+  ["events", "Events"],
 ];
+/** What comes with the first visit of a page; the overview is there from the start. @type {Record<string, () => Promise<any>>} */
+const LOADERS = {
+  models: async () => (await import("./pages/models.js")).Models,
+  open_models: async () => (await import("./pages/open_models.js")).OpenModels,
+  model: async () => (await import("./pages/model.js")).Model,
+  requests: async () => (await import("./pages/requests.js")).Requests,
+  playground: async () => (await import("./pages/playground.js")).Playground,
+  plan: async () => (await import("./pages/plan.js")).Plan,
+  disk: async () => (await import("./pages/disk.js")).Disk,
+  fabric: async () => (await import("./pages/fabric.js")).Fabric,
+  doctor: async () => (await import("./pages/doctor.js")).Doctor,
+  events: async () => (await import("./pages/events.js")).Events,
+};
+/** @type {Signal<Record<string, any>>} */
+const loaded = signal({ overview: Overview });
+const missing = signal(false);
 /** The pages that an inference key opens. */
 const OPEN = ["models", "playground"];
 
@@ -63,23 +69,46 @@ function Shell() {
       <${Version} />
     </header>
     <main ref=${main} id="main" tabindex="-1">
+      <${Outdated} />
       <${Content} name=${name} narrow=${narrow} pages=${pages} />
     </main>
     <${Toasts} /><${Question} />
   `;
 }
 
-/** @param {{name: string, narrow: boolean, pages: [string, string, any][]}} props */
+/** @param {{name: string, narrow: boolean, pages: [string, string][]}} props */
 function Content({ name, narrow, pages }) {
   if (access.value === "none") return html`<${KeyForm} />`;
   if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p></section>`;
-  if (narrow && name === "models") return html`<${OpenModels} />`;
   if (!narrow && !daemon.value) return html`<section class="page"><h1>sparkd</h1><p class="quiet-text" role="status">Waiting for sparkd's first answer.</p></section>`;
+  if (!pages.some(([one]) => one === name)) return html`<section class="page"><h1>No such page</h1><p><a href="#/">Start</a></p></section>`;
   const [, model] = route.value;
-  if (name === "models" && model !== undefined && model !== "") return html`<${Model} key=${model} name=${model} />`;
-  const page = pages.find(([one]) => one === name);
-  if (!page) return html`<section class="page"><h1>No such page</h1><p><a href="#/">Overview</a></p></section>`;
-  return html`<${page[2]} />`;
+  if (name !== "models") return html`<${Loaded} key=${name} name=${name} />`;
+  if (narrow) return html`<${Loaded} key="open" name="open_models" />`;
+  return model ? html`<${Loaded} key=${`model ${model}`} name="model" of=${model} />` : html`<${Loaded} key="models" name="models" />`;
+}
+
+/** A page whose modules may still have to come. @param {{name: string, of?: string}} props */
+function Loaded({ name, of }) {
+  const page = loaded.value[name];
+  useEffect(() => {
+    if (page) return;
+    LOADERS[name]?.().then(
+      (one) => (loaded.value = { ...loaded.peek(), [name]: one }),
+      () => (missing.value = true),
+    );
+  }, [name]);
+  if (page) return html`<${page} name=${of} />`;
+  return html`<section class="page"><p class="quiet-text" role="status">Loading the page…</p></section>`;
+}
+
+/** Another release has other files, and those of this page are gone with the old one. */
+function Outdated() {
+  const version = daemon.value?.version;
+  const first = useRef(version);
+  first.current ??= version;
+  if (!missing.value && version === first.current) return null;
+  return html`<p class="outdated" role="alert">${missing.value ? "A part of this page could not be loaded." : "sparkd was updated."} <button type="button" onClick=${() => location.reload()}>Reload the page</button></p>`;
 }
 
 function Badge() {

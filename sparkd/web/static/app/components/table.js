@@ -44,7 +44,7 @@ export function Table({ label, rows, columns, rowKey, search, empty = "Nothing h
       });
       const chosen = order.value;
       const column = chosen && columns[chosen.column];
-      if (column?.value) some = sorted(some, (row) => valueOf(row, column), chosen.down);
+      if (chosen && column?.value) some = sorted(some, (row) => valueOf(row, column), chosen.down);
       if (some.length !== before.length || some.some((row, place) => row !== before[place])) before = some;
       return before;
     });
