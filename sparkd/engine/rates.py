@@ -90,7 +90,7 @@ class EngineRates:
             running=values.get("num_requests_running"),
             waiting=values.get("num_requests_waiting"),
             kv_usage=values.get("kv_cache_usage_perc"),
-            prefix_hit_ratio=_ratio(_growth(earlier, last, "prefix_cache_hits_total"), _growth(earlier, last, "prefix_cache_queries_total")),
+            prefix_hit_ratio=_hit_ratio(earlier, last),
             ttft_p50_s=quantile(ttft, 0.5),
             ttft_p95_s=quantile(ttft, 0.95),
             itl_p50_s=quantile(itl, 0.5),
@@ -152,8 +152,9 @@ def _per_s(earlier: Sample, last: Sample, name: str) -> float | None:
     return None if growth is None or last.at_s <= earlier.at_s else growth / (last.at_s - earlier.at_s)
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _hit_ratio(earlier: Sample, last: Sample) -> float | None:
+    hits, queries = (_growth(earlier, last, f"prefix_cache_{name}_total") for name in ("hits", "queries"))
+    return None if hits is None or not queries else hits / queries
 
 
 def _grown(earlier: Mapping[float, float], last: Mapping[float, float]) -> list[tuple[float, float]]:

@@ -48,7 +48,9 @@ def test_tokens_per_second_over_the_last_seconds() -> None:
 
 
 def test_an_engine_that_does_nothing_does_nothing() -> None:
-    idle = after((0.0, page(prompt_tokens_total=7, ttft={"0.5": 3, "+Inf": 3})), (5.0, page(prompt_tokens_total=7, ttft={"0.5": 3, "+Inf": 3})))
+    idle = after(
+        (0.0, page(prompt_tokens_total=7, ttft={"0.5": 3, "+Inf": 3})), (5.0, page(prompt_tokens_total=7, ttft={"0.5": 3, "+Inf": 3}))
+    )
     assert (idle.prompt_tokens_per_s, idle.ttft_p50_s) == (0.0, None)
 
 
