@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, Field, create_model
 
 from sparkd.condition import Condition
+from sparkd.engine.rates import Rates
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import Setting
 from sparkd.fabric.rates import Rate
@@ -69,6 +70,68 @@ class Costs(BaseModel):
     ray: list[Cost]
     ray_pss_bytes: int
     ray_listeners: list[str]
+
+
+class LiveLimits(BaseModel):
+    """The guard's marks on a node's memory, bytes of MemAvailable."""
+
+    soft: int
+    hard: int
+    floor: int
+
+
+class LiveEngine(BaseModel):
+    model: str
+    host_bytes: int | None
+    device_bytes: int | None
+
+
+class LiveDisk(BaseModel):
+    total_bytes: int
+    free_bytes: int
+
+
+class LiveGpu(BaseModel):
+    """The first GPU of a node with an engine."""
+
+    name: str | None
+    power_w: float | None
+    busy_percent: float | None
+    celsius: float | None
+    clock_mhz: float | None
+    throttled: list[str] | None = Field(description="What holds the clock down; empty where nothing does")
+
+
+LiveNode = _body_of(
+    "LiveNode",
+    NodeView,
+    "One node, with what the page draws of it. released_bytes: memory of engines that ended which has not come back.",
+    ("machine",),
+    reading=ReadingBody | None,
+    node=str,
+    limits=LiveLimits | None,
+    engines=list[LiveEngine],
+    reserved_bytes=int,
+    released_bytes=int,
+    host=str | None,
+    uptime_s=float | None,
+    disk=LiveDisk | None,
+    gpu=LiveGpu | None,
+)
+LiveRates = _body_of(
+    "LiveRates",
+    Rates,
+    "One engine over the last 10 s, latencies over the last 30. joules_per_token is of its GPUs, where no other engine shares them.",
+    joules_per_token=float | None,
+)
+LiveModel = _body_of(
+    "LiveModel",
+    ModelView,
+    "One model, with what its engine does.",
+    ranks=list[RankBody],  # type: ignore[valid-type]
+    pin=bool,
+    rates=LiveRates | None,
+)
 
 
 class OpenQuestion(BaseModel):
@@ -174,6 +237,47 @@ class TensorParallel(BaseModel):
     all: bool
     reason: str | None
     pairs: list[list[str]]
+
+
+class LiveCable(Cable):
+    """Nodes by their addresses. rate_gb_s: measured last, where it holds; problem: the worst finding, with what helps."""
+
+    rate_gb_s: float | None
+    verdict: str
+    problem: str | None
+
+
+class LiveEvents(BaseModel):
+    last_seq: int
+
+
+class LiveIncidents(BaseModel):
+    last_id: str | None
+
+
+class LiveDocument(BaseModel):
+    """What the page shows. The stream sends it once, then JSON merge patches: there null removes a member, which is then unknown."""
+
+    boot: str = Field(description="Another after each start of the daemon")
+    version: str
+    at_s: float
+    settled: bool
+    draining: bool
+    conditions: list[Condition]
+    nodes: dict[str, LiveNode]  # type: ignore[valid-type]
+    models: dict[str, LiveModel]  # type: ignore[valid-type]
+    operations: dict[str, Operation]
+    cables: list[LiveCable]
+    events: LiveEvents
+    incidents: LiveIncidents
+
+
+class SeriesAnswer(BaseModel):
+    """series: by name, a number for each step_s, the last at end_s; null where there is none."""
+
+    step_s: int
+    end_s: float
+    series: dict[str, list[float | None]]
 
 
 class FabricReport(BaseModel):

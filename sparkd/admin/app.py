@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +41,8 @@ from sparkd.admin.answers import (
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.live import Live
+from sparkd.admin.live_routes import register_live
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
@@ -78,19 +80,21 @@ SHOWN_CHARS = 48
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
-def admin_app(
-    supervisor: Supervisor,
-    registry: Roster,
-    journal: Ledger,
-    cluster: Cluster,
-    pulls: Pulls | None = None,
-    reload: Reload | None = None,
-    measures: Measures | None = None,
-    question: Callable[[], Mapping[str, Any] | None] = lambda: None,
-) -> FastAPI:
-    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the daemon besides the supervisor's; a route whose part is missing says so.
 
     `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
+
+    pulls: Pulls | None = None
+    reload: Reload | None = None
+    measures: Measures | None = None
+    question: Callable[[], Mapping[str, Any] | None] = lambda: None
+    live: Live | None = None
+
+
+def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,
@@ -104,23 +108,14 @@ def admin_app(
     )
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    app.include_router(_router(supervisor, registry, journal, cluster, pulls, reload, measures, question))
+    app.include_router(_router(supervisor, registry, journal, cluster, parts or Parts()))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
     return app
 
 
-def _router(
-    supervisor: Supervisor,
-    registry: Roster,
-    journal: Ledger,
-    cluster: Cluster,
-    pulls: Pulls | None,
-    reload: Reload | None,
-    measures: Measures | None,
-    question: Callable[[], Mapping[str, Any] | None],
-) -> APIRouter:
+def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
         responses={
@@ -129,13 +124,14 @@ def _router(
         },
     )
 
+    pulls, measures = parts.pulls, parts.measures
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
 
     @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": question()}
+        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": parts.question()}
 
     @api.get(
         "/nodes",
@@ -165,7 +161,8 @@ def _router(
             raise UnknownRoute("This daemon measures nothing.")
         return _accepted(measures.start(between.nodes, force=between.force))
 
-    register_upkeep(api, supervisor, registry, cluster, reload)
+    register_upkeep(api, supervisor, registry, cluster, parts.reload)
+    register_live(api, parts.live)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Operation, RankFact, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -153,6 +153,12 @@ class Supervisor:
             operations=self.ledger.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
+            engines=tuple(
+                EngineMemory(fact.handle.model, fact.handle.node_id, fact.host_bytes, fact.device_bytes)
+                for fact in (observation.ranks if observation else None) or ()
+                if fact.alive
+            ),
+            returning_bytes=self._gate.release.missing_bytes,
         )
 
     # For the daemon.

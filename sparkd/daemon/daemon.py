@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from sparkd import metrics
 from sparkd.admin.bandwidth import Measures
+from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
@@ -155,6 +156,11 @@ class Daemon:
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
+        self._live_page = Live(
+            *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
+            path=config.state_dir / "history.bin",
+            boundary=self._boundary,
+        )
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,
@@ -189,6 +195,7 @@ class Daemon:
                 "supervisor": self._supervisor.run,
                 "cluster": partial(self._join_ray, loop),
                 "scraper": self._scraper.run,
+                "live": self._live_page.run,
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
                 "foresight": self._foresight.run,
@@ -215,11 +222,11 @@ class Daemon:
             gc.freeze()
 
     def _build_admin(self) -> App:
-        from sparkd.admin.app import admin_app
+        from sparkd.admin.app import Parts, admin_app
 
         page_files()  # reads and compresses them here, on a thread
-        parts = self._supervisor, self._registry, self._journal, self._cluster
-        return admin_app(*parts, self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open)
+        controlled = self._supervisor, self._registry, self._journal, self._cluster
+        return admin_app(*controlled, Parts(self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open, self._live_page))
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""

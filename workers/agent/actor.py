@@ -112,7 +112,7 @@ class Agent(NodeFacts, PageCache, Programs):
             holder = held.get(fact["rank_id"]) if fact["alive"] else None
             fact["host_bytes"], fact["device_bytes"] = (holder.host_bytes, holder.device_bytes) if holder else (None, None)
             fact["killed"] = None if fact["alive"] else self.sentry.killed(fact["rank_id"])
-        return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "ranks": ranks}
+        return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "machine": self.sentry.machine, "ranks": ranks}
 
     def incidents(self) -> list[dict[str, Any]]:
         """The guard's deeds here, oldest first: see workers.guard.incidents.SUMMARY."""
