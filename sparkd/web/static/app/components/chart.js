@@ -1,11 +1,15 @@
 // Owns charts over time: uPlot on a canvas, with the figures as text below.
 
 import { html, signal, useEffect, useMemo, useRef } from "../lib.js";
-import { clock, gib, GIB } from "../units.js";
+import { clock, count, gib, GIB } from "../units.js";
 import uPlot from "../../vendor/uplot.js";
 
 const HEIGHT = 150;
-const BYTE_STEPS = [0.1, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256].map((gibs) => gibs * GIB);
+/** Where the ticks of an axis may stand, by how its figures read. @type {Map<Function, number[]>} */
+const STEPS = new Map([
+  [gib, [0.1, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256].map((gibs) => gibs * GIB)],
+  [count, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]],
+]);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const scheme = signal(dark.matches);
 dark.addEventListener("change", () => {
@@ -44,7 +48,7 @@ export function Chart({ title, series, data, text, most, marks = [], height = HE
         scales: { y: { range: (_plot, low, high) => scaleOf(low, high, most, marks) } },
         axes: [
           { ...axis, values: (_plot, ticks) => ticks.map((atS) => clock(atS).slice(0, 5)), space: 70 },
-          { ...axis, size: 78, ...(text === gib ? { incrs: BYTE_STEPS } : {}), values: (_plot, ticks) => ticks.map((value) => text(value)) },
+          { ...axis, size: 78, ...(STEPS.has(text) ? { incrs: STEPS.get(text) } : {}), values: (_plot, ticks) => ticks.map((value) => text(value)) },
         ],
         series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: false }, spanGaps: false }))],
         hooks: {

@@ -90,7 +90,7 @@ export function Choice({ answer }) {
   const entry = choice.config && !choice.configured ? entryText(choice.name, choice.config) : "";
   return html`<div class="stack">
     ${entry && html`<div class="page-head"><h3>In sparkd.yaml</h3><${Copy} text=${entry} label="Copy entry" /></div><pre>${entry}</pre>`}
-    ${choice.configured && choice.config && html`<h3>Keys that are auto in the entry of ${choice.name} become</h3>
+    ${choice.configured && Object.keys(choice.config ?? {}).length > 0 && html`<h3>Keys that are auto in the entry of ${choice.name} become</h3>
       <pre>${Object.entries(choice.config).map(([key, value]) => `${key}: ${JSON.stringify(value)}`).join("\n")}</pre>`}
     ${choice.ranks.length > 0 && html`<details><summary>The command that sparkd then runs</summary>
       ${choice.ranks.map((/** @type {any} */ rank) => html`<pre key=${rank.node}>${choice.ranks.length > 1 ? `# node ${rank.node}\n` : ""}${commandOf(rank)}</pre>`)}

@@ -14,9 +14,9 @@ export function ModelActions({ name }) {
   const operation = model.operation;
   const button = (/** @type {string} */ text, /** @type {() => Promise<any>} */ action) =>
     html`<button type="button" aria-label="${text} ${name}" onClick=${() => act(action)}>${text}</button>`;
-  const starting = STARTING.includes(model.state) || (model.want === "RUNNING" && model.state !== "READY");
+  const starting = STARTING.includes(model.state) || (model.want === "RUNNING" && !["READY", "FAILED"].includes(model.state));
   return html`<span class="row-actions">
-    ${model.want !== "RUNNING" && button("Load", () => post(modelPath(name, "/load"), {}))}
+    ${(model.want !== "RUNNING" || model.state === "FAILED") && button("Load", () => post(modelPath(name, "/load"), {}))}
     ${starting && operation && button("Cancel", () => remove(`${ADMIN}/operations/${operation}`))}
     ${model.state === "READY" && button("Drain", () => post(modelPath(name, "/drain"), {}))}
     ${(model.want === "RUNNING" || model.state === "FAILED") && !(starting && operation) && button("Unload", () => post(modelPath(name, "/unload"), {}))}

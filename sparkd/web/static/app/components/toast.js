@@ -13,13 +13,14 @@ const shown = signal([]);
 /** @param {string} text @param {boolean} [bad] a refusal or failure, which stays until it is dismissed */
 export function say(text, bad = false) {
   const id = ++last;
-  shown.value = [...shown.value.slice(1 - MOST), { id, text, bad }];
+  // Without a dependency: an effect may say something.
+  shown.value = [...shown.peek().slice(1 - MOST), { id, text, bad }];
   if (!bad) setTimeout(() => dismiss(id), SHOWN_S * 1000);
 }
 
 /** @param {number} id */
 function dismiss(id) {
-  shown.value = shown.value.filter((toast) => toast.id !== id);
+  shown.value = shown.peek().filter((toast) => toast.id !== id);
 }
 
 /** The sentence of a refusal; anything else is a fault of this page. @param {unknown} error */

@@ -60,7 +60,7 @@ function NodeCard({ address }) {
     <header class="card-head">
       <h2>${node.host ?? address}</h2>
       <span class="quiet-text">${node.host ? address : ""}${node.local ? " · head" : ""}</span>
-      ${node.agent ? html`<${Word} word=${reading?.level ?? "no reading"} />` : html`<${Word} word="unreachable" tone="bad" />`}
+      ${node.agent ? html`<${Word} word=${reading?.level ?? "no reading"} />` : html`<${Word} word="its agent does not answer" tone="bad" />`}
     </header>
     <${MemoryBar} node=${node} />
     ${reading?.level_why && html`<p class="error">${reading.level_why}</p>`}
