@@ -1,7 +1,7 @@
 // Owns the buttons that load, unload, drain or cancel a model.
 
 import { ADMIN, modelPath, post, remove } from "../api.js";
-import { html } from "../lib.js";
+import { html, useComputed } from "../lib.js";
 import { models } from "../store.js";
 import { act } from "./toast.js";
 
@@ -9,8 +9,13 @@ const STARTING = ["PLANNED", "LOADING", "WARMING", "SIZING"];
 
 /** @param {{name: string}} props */
 export function ModelActions({ name }) {
-  const model = models.of(name).value;
-  if (!model) return null;
+  // A text, so that the buttons are drawn again only where they change.
+  const facts = useComputed(() => {
+    const model = models.of(name).value;
+    return model ? JSON.stringify({ state: model.state, want: model.want, operation: model.operation }) : "";
+  }).value;
+  if (!facts) return null;
+  const model = JSON.parse(facts);
   const operation = model.operation;
   const button = (/** @type {string} */ text, /** @type {() => Promise<any>} */ action) =>
     html`<button type="button" aria-label="${text} ${name}" onClick=${() => act(action)}>${text}</button>`;
