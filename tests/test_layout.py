@@ -161,6 +161,8 @@ def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> Non
 INNER = {
     ("sparkd.capacity.plan_for_node", "sparkd.fabric.environment"): "most plans are of one node: 60 ms less on a busy machine",
     ("sparkd.capacity.plan_report", "sparkd.fabric.environment"): "as above",
+    ("sparkd.config.memory", "workers.guard.policy"): "5 % of the time that a configuration's import takes, for the daemon alone",
+    ("sparkd.recipes.expand", "sparkd.recipes.speculation"): "7 % of the same, for entries that speculate",
     ("sparkd.schema.quantize", "workers.quantization.recipe"): "34 modules, 90 ms on a busy machine, for entries with `quantize` alone",
     ("sparkd.schema.quantize", "workers.quantization.variables"): "as above",
     ("workers.agent", "workers.agent.actor"): "only by the name under which Ray keeps the class of an earlier agent",
