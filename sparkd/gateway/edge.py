@@ -183,8 +183,10 @@ class Edge:
             body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(headers))).encode()
         elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
-        else:
+        elif route.kind is RouteKind.ROOT:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
+        else:
+            raise LookupError(f"No branch here answers a route of the kind {route.kind.value}.")
         exchange.status, exchange.bytes_out = status, len(body)
         # sparkd does not log a probe that succeeds. Its answer carries an id only if the prober sent one, as with vLLM.
         named = route.kind not in _PROBES or status != 200 or b"x-request-id" in headers
