@@ -567,6 +567,7 @@ def test_a_command_line_with_one_verb_has_it_as_all_of_them_do() -> None:
     names = [command.name for command in everything.registered_commands] + ["recipes"]
 
     assert len(names) == len(set(names)) > 15
+    assert not set(names) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
     for name in names:
         alone, among = (CliRunner().invoke(app, [str(name), "-h"]).output for app in (command_line(str(name)), everything))
         assert alone == among and "Usage: " in alone
