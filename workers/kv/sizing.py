@@ -320,7 +320,7 @@ class Sizing:
         lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None and not by_blocks]
         addition = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
         addition += f" ({self._wish.why()})" if by_blocks else ""
-        addition += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
+        addition += f"; `{lost[0]}` of kv_cache cannot be kept" if lost else ""
         logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free, though no batch was rehearsed.", why, addition)
         self._report.tell("stock", why=f"{why}{addition}")
         self._pool = None

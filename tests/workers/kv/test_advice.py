@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.facts import facts
 from workers.kv.arithmetic import FOUR_BITS, GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool
 from workers.kv.request import CacheRequest
 from workers.kv.settings import BLOCKS_FLAG, CacheSettings
@@ -177,35 +178,29 @@ BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
     ("start", "says"),
     [
         # 12.48 GiB would be called 12.5, which is more than is left.
-        (
-            Start(int(13.48 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)),
-            "a smaller cache (up to 12.4 GiB would fit, which is 3 of 32,768 tokens)",
-        ),
-        (Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "(up to 0.99 GiB and max_model_len 7,936 would fit)"),
-        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), "one request of 32,768 tokens needs 4.02 GiB"),
+        (Start(int(13.48 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "20.0 12.5 13.5 1.00 12.4 3 32768"),
+        (Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "20.0 1.00 2.00 1.00 0.99 max_model_len 7936"),
+        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), "3.00 32768 4.02 kv_cache max_model_len 24320"),
         # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
-        (
-            Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)),
-            "a cache of another size with a shorter context (up to 5.50 GiB and max_model_len 12,032 would fit)",
-        ),
+        (Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)), "5.39 32768 8.02 5.50 max_model_len 12032"),
         # The machine lacks room, and so does the limit: either alone would not do.
         (
             Start(7 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB)),
-            "4-bit weights (quantize: nvfp4 frees up to 5.75 GiB of 16-bit ones) with a larger cache (kv_cache; 4.02 GiB would do)",
+            "32768 4.02 0.00 7.00 2.00 5.00 1.00 8.00 4-bit nvfp4 5.75 16-bit kv_cache 4.02 kv_cache 4.02",
         ),
-        (Start(40 * GIB, Demand(), LINEAR, CacheSettings(bytes=GIB // 64)), "a larger cache (kv_cache)"),
+        (Start(40 * GIB, Demand(), LINEAR, CacheSettings(bytes=GIB // 64)), "0.02 32768 4.02 kv_cache"),
         (
             Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
-            "a larger memory_gib (20.1 would fit) with a larger cache (kv_cache; 4.02 GiB would do)",
+            "32768 4.02 0.00 memory_gib 10 9.00 2.00 5.00 memory_gib 20.1 kv_cache 4.02",
         ),
         (
             Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
-            "a larger cache (kv_cache; up to 6.00 GiB would fit)",
+            "32768 4.02 1.00 kv_cache 6.00 max_model_len 7936",
         ),
     ],
 )
 def test_a_number_satisfies_every_limit_that_is_known(start: Start, says: str) -> None:
     with pytest.raises(CacheDoesNotFit) as refused:
         start.tried()
-    assert says in str(refused.value)
+    assert facts(refused.value) == says
     assert check(start)
