@@ -6,8 +6,8 @@ import re
 
 # 'quoted' or `quoted` as one, else what stands between blanks, commas, semicolons and brackets.
 _TERM = re.compile(r"""(?<!\w)'((?:[^'\\]|\\.)*)'(?!\w)|`([^`]*)`|([^\s(),;"]+)""")
-# A number, a key with an underscore, a path, a pattern, an option, or a name with a dot or a colon inside.
-_NAMED = re.compile(r"[\d_/*=]|^--?\w|\w[.:]\w")
+# A number, a key with an underscore, a path, a pattern, an option, a name with a dot or a colon inside, or a value of Python's.
+_NAMED = re.compile(r"[\d_/*=]|^--?\w|\w[.:]\w|^(True|False|None)$")
 
 
 def facts(sentence: object) -> str:
