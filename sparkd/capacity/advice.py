@@ -18,8 +18,8 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.prequantized import prequantized
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.kv_cache import in_words, spelled
 from sparkd.schema.quantize import AUTO
+from workers.kv.advice import spelled, written
 from workers.quantization.recipe import AS_IT_IS
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
@@ -123,7 +123,7 @@ def _what_would_fit(need: Requirement, known: Account, most_gib: int, room: int)
         many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
         shorter = longest(wanted, layout, known.max_model_len, left) if list(wanted or ()) == ["sequences"] else 0
         context = f", or max_model_len {shorter:,} as it is" if shorter else ""
-        smaller = in_words(less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
+        smaller = written("kv_cache", less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
         return f"What would fit: {smaller}{many}{context}"
     node = replace(need.hardware, memory_bytes=most_gib * GIB, system_bytes=0)
     advised = advice(need.args, need.headers, node, room, need.ways)

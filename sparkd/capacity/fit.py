@@ -16,7 +16,7 @@ from sparkd.capacity.weights import Inventory
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import LENGTHS
-from sparkd.schema.kv_cache import spelled
+from workers.kv.advice import spelled
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 

@@ -21,12 +21,13 @@ from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.kv_cache import kv_cache, spelled
+from sparkd.schema.kv_cache import kv_cache
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved
 from tests.support.shards import layered, write_sparse
+from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
