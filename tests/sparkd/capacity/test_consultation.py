@@ -114,7 +114,7 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, groups=False), False),
         ({"extra_args": ["--speculative-config", '{"model": "/none", "num_speculative_tokens": 2}']}, answer(FULL, blocks=1), True),
         ({"kv_cache_dtype": "nvfp4"}, answer(FULL, blocks=1), True),
-        ({"dtype": "float32"}, answer(FULL, blocks=1), True),
+        ({"dtype": "float32", "quantize": "fp8"}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--kv-offloading-size", "4"]}, answer(FULL, blocks=1), False),
     ],
 )
