@@ -69,7 +69,7 @@ def too_large(need: Requirement, most_gib: int, where: str) -> Refusal | None:
         free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
         reason = f"{args.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}"
         return Refusal(reason, tuple(_cures(need, known, most_gib, room)) or (_SMALLER,))
-    if known is not None and args.memory_gib is not None and outgrown(need) and need.gib <= most_gib:
+    if known is not None and args.memory_gib is not None and outgrown(known, args.memory_gib) and need.gib <= most_gib:
         larger = [cure for cure in [more_memory(known)] if cure.settings["memory_gib"] <= most_gib]
         cures = (*larger, *_cures(need, known, most_gib, int(args.memory_gib * GIB)))
         return Refusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}", cures or (_SMALLER,))
@@ -123,16 +123,12 @@ def more_memory(known: Account) -> Cure:
     return Cure({"memory_gib": ceil(known.least / GIB)})
 
 
-def outgrown(need: Requirement) -> bool:
+def outgrown(known: Account | None, memory_gib: float | None) -> bool:
     """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
-    which measures."""
-    return need.account is not None and exceeds(need.account, need.args.memory_gib)
-
-
-def exceeds(known: Account, memory_gib: float | None) -> bool:
-    """As `outgrown`, of an account by itself. memory_gib: None is never too little."""
-    surely_bytes = known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES)
-    return memory_gib is not None and surely_bytes > memory_gib * GIB
+    which measures. None is never too much, or too little."""
+    if known is None or memory_gib is None:
+        return False
+    return known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES) > memory_gib * GIB
 
 
 def advice(

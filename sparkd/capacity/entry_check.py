@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sparkd.capacity.account import NOTHING, Evidence, account, machine, serving_of
-from sparkd.capacity.advice import Refusal, cache_cures, exceeds, more_memory
+from sparkd.capacity.advice import Refusal, cache_cures, more_memory, outgrown
 from sparkd.capacity.candidates import Candidate, candidate_of
 from sparkd.capacity.fit import short_cache
 from sparkd.capacity.headers import Headers, drafting_here, headers_here
@@ -86,7 +86,7 @@ def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterato
         return
     ranks = args.tensor_parallel or MOST_RANKS
     needed = account(candidate, hardware, evidence, (ranks, 1))
-    if needed is not None and exceeds(needed, args.memory_gib):
+    if needed is not None and outgrown(needed, args.memory_gib):
         where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
         reason = f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}"
         yield "memory_gib", Refusal(reason, (more_memory(needed),)).message

@@ -79,7 +79,7 @@ class Siting:
             need = await self._of_its_node(config, spec, where, need)
             node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
-        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
+        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.account, need.args.memory_gib)):
             # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
             raise DoesNotFit(refusal, lasts=True)
         return await self._spread(config, spec, where, refusal)
