@@ -11,7 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.facts import facts
+from sparkd.schema.kv_cache import kv_cache
+from workers.kv.advice import OTHER_PROGRAMS, Cure, written
 from workers.kv.arithmetic import FOUR_BITS, GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool
 from workers.kv.request import CacheRequest
 from workers.kv.settings import CacheSettings
@@ -159,30 +160,28 @@ BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
 @pytest.mark.parametrize(
     ("start", "settings"),
     [
-        # 12.48 GiB would be called 12.5, which is more than is left.
-        (Start(int(13.48 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "20.0 12.5 13.5 1.00 12.4 3 32768"),
-        (Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), "20.0 1.00 2.00 1.00 0.99 max_model_len 7936"),
-        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), "3.00 32768 4.02 kv_cache max_model_len 24320"),
-        # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
-        (Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)), "5.39 32768 8.02 5.50 max_model_len 12032"),
-        # The machine lacks room, and so does the limit: either alone would not do.
+        (Start(int(13.48 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)), {"kv_cache": {"bytes": int(12.4 * GIB)}}),
         (
-            Start(7 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB)),
-            "32768 4.02 0.00 7.00 2.00 5.00 1.00 8.00 4-bit nvfp4 5.75 16-bit kv_cache 4.02 kv_cache 4.02",
+            Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)),
+            {"kv_cache": {"bytes": int(0.9 * GIB)}, "max_model_len": 7168},
         ),
-        (Start(40 * GIB, Demand(), LINEAR, CacheSettings(bytes=GIB // 64)), "0.02 32768 4.02 kv_cache"),
+        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), {"kv_cache": {"bytes": int(4.1 * GIB)}}),
+        # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
+        (
+            Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)),
+            {"kv_cache": {"bytes": int(5.5 * GIB)}, "max_model_len": 12_032},
+        ),
+        # The machine lacks room, and so does the limit: either alone would not do.
+        (Start(7 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB)), {"quantize": "nvfp4", "kv_cache": {"bytes": int(4.1 * GIB)}}),
         (
             Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
-            "32768 4.02 0.00 memory_gib 10 9.00 2.00 5.00 memory_gib 20.1 kv_cache 4.02",
+            {"memory_gib": 20.1, "kv_cache": {"bytes": int(4.1 * GIB)}},
         ),
         (
             Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
-            "32768 4.02 1.00 kv_cache 6.00 max_model_len 7936",
+            {"kv_cache": {"bytes": int(4.1 * GIB)}},
         ),
     ],
 )
-def test_a_number_satisfies_every_limit_that_is_known(start: Start, says: str) -> None:
-    with pytest.raises(CacheDoesNotFit) as refused:
-        start.tried()
-    assert facts(refused.value) == says
-    assert check(start)
+def test_a_number_satisfies_every_limit_that_is_known(start: Start, settings: dict[str, Any]) -> None:
+    assert settings in [cure.settings for cure in check(start)]

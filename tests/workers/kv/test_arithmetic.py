@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.facts import facts
+from workers.kv.advice import OTHER_PROGRAMS
 from workers.kv.arithmetic import (
     GIB,
     CacheCosts,
@@ -79,16 +79,18 @@ def settings_of(room: int, demand: Demand, margin: int, need: CacheCosts, bounds
 def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, SPARK, GIB, NEED)
-    assert facts(raised.value) == (
-        "32768 4.02 2.00 10.0 2.00 5.00 1.00 60.0 max_model_len 16128 max_num_batched_tokens max_num_seqs 4-bit nvfp4 43.1 16-bit"
+    assert str(raised.value) == (
+        "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA "
+        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. To make it fit: set max_model_len: 16128, "
+        "or set a smaller max_num_batched_tokens or max_num_seqs, or set quantize: nvfp4 (frees up to 43.1 GiB of 16-bit weights), or end "
+        "other programs that use memory."
     )
 
 
 def test_the_batch_that_is_said_to_fit_fits():
     need = replace(NEED, batch_tokens=8192)
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(10 * GIB, SPARK, GIB, need)
-    tokens = int(re.search(r"max_num_batched_tokens (\d+)", facts(raised.value))[1])
+    batch = next(settings for settings in settings_of(10 * GIB, SPARK, GIB, need) if "max_num_batched_tokens" in settings)
+    tokens = batch["max_num_batched_tokens"]
     assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
     assert smaller_batch(SPARK, 8 * GIB, need) == {}
 
@@ -96,12 +98,12 @@ def test_the_batch_that_is_said_to_fit_fits():
 @pytest.mark.parametrize(
     ("prefill", "decoding", "sequences", "batch"),
     [
-        (6, 6, 512, "max_num_batched_tokens 5888 max_num_seqs 374"),
-        (3, 6, 512, "max_num_seqs 374"),
-        (6, 3, 512, "max_num_batched_tokens 5888"),
-        (6, 5, 512, "max_num_batched_tokens 5888 max_num_seqs 449"),
-        (6, 3, 8192, "max_num_batched_tokens 5888 max_num_seqs 5888"),  # vLLM wants a token for each
-        (6, 6, 1, "max_num_batched_tokens max_num_seqs"),  # one sequence is as few as can be
+        (6, 6, 512, {"max_num_batched_tokens": 5888, "max_num_seqs": 374}),
+        (3, 6, 512, {"max_num_seqs": 374}),
+        (6, 3, 512, {"max_num_batched_tokens": 5888}),
+        (6, 5, 512, {"max_num_batched_tokens": 5888, "max_num_seqs": 449}),
+        (6, 3, 8192, {"max_num_batched_tokens": 5888, "max_num_seqs": 5888}),  # vLLM wants a token for each
+        (6, 6, 1, None),  # one sequence is as few as can be
     ],
 )
 def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, batch):
@@ -110,25 +112,22 @@ def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, ba
     assert demand.peak == 6 * GIB
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(8 * GIB, demand, GIB, need)
-    assert f"max_model_len 16128 {says} 4-bit" in facts(raised.value)
-    fits = {name: int(count) for name, count in re.findall(r"(max_num_\w+) (\d+)", says)}
-    if fits:
-        tokens, seqs = fits.get("max_num_batched_tokens", 8192), fits.get("max_num_seqs", sequences)
+    deeds = [cure.deed for cure in raised.value.cures if "max_num_seqs" in cure.deed]
+    assert bool(deeds) is (batch is None)
+    if batch is not None:
+        assert batch in settings_of(8 * GIB, demand, GIB, need)
+        tokens, seqs = batch.get("max_num_batched_tokens", 8192), batch.get("max_num_seqs", sequences)
         smaller = demand.with_peaks(prefill * GIB * tokens // 8192, decoding * GIB * seqs // sequences)
         assert pool(8 * GIB, smaller, GIB, need).bytes >= need.least
         assert seqs <= tokens
 
 
-@pytest.mark.parametrize(
-    ("chunked", "says"), [(True, "max_num_batched_tokens 5888"), (False, "max_num_batched_tokens 5888 max_model_len 5888")]
-)
-def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, says):
+@pytest.mark.parametrize(("chunked", "more"), [(True, {}), (False, {"max_model_len": 5888})])
+def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, more):
     """Without chunked prefill it refuses a batch that is smaller than the longest prompt."""
     need = replace(NEED, batch_tokens=8192, sequences=16, chunked=chunked)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(6 * GIB, 3 * GIB)
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(8 * GIB, demand, GIB, need)
-    assert f"max_model_len 16128 {says} 4-bit" in facts(raised.value)
+    assert {"max_num_batched_tokens": 5888, **more} in settings_of(8 * GIB, demand, GIB, need)
 
 
 def test_the_context_that_is_said_to_fit_fits():
@@ -147,128 +146,130 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     assert longest(GIB, need) == 0
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(GIB, Demand(), 0, need)
-    assert facts(raised.value) == "32768 4.02 1.00 1.00 0.00"
+    assert [cure.deed for cure in raised.value.cures] == [OTHER_PROGRAMS]
 
 
-AHEAD = "2.00 5.00 1.00 60.0"  # graphs, the largest batch, the margin, the weights
-NARROW = "4-bit nvfp4 43.1 16-bit"
-LARGER = "kv_cache 4.02"
+def size(gib: float) -> dict[str, Any]:
+    return {"kv_cache": {"bytes": int(gib * GIB)}}
+
+
+NARROWER = {"quantize": "nvfp4"}
 
 
 @pytest.mark.parametrize(
     ("room", "asked", "at_most", "says", "settings"),
     [
-        (
-            20 * GIB,
-            13 * GIB,
-            None,
-            f"13.0 12.0 20.0 {AHEAD} 12.0 2 32768 max_num_batched_tokens max_num_seqs enforce_eager 2.00 {NARROW}",
-        ),
-        (10 * GIB, 13 * GIB, None, f"13.0 2.00 10.0 {AHEAD} 2.00 max_model_len 16128 {NARROW}"),
-        (2 * GIB, None, None, f"32768 4.02 0.00 2.00 {AHEAD} {NARROW}"),
-        (40 * GIB, None, GIB, "32768 4.02 1.00 kv_cache 32.0 max_model_len 7936"),
-        (40 * GIB, None, 0, "32768 4.02 0.00 kv_cache 32.0"),
-        (40 * GIB, None, GIB // 64, "32768 4.02 0.02 kv_cache 32.0"),
+        (20 * GIB, 13 * GIB, None, "The requested KV cache needs 13.0 GiB and 12.0 GiB are", [size(12), {"enforce_eager": True}, NARROWER]),
+        (10 * GIB, 13 * GIB, None, "and 2.00 GiB are left", [size(2) | {"max_model_len": 16128}, NARROWER]),
+        (2 * GIB, None, None, "and 0.00 GiB are left", [NARROWER]),
+        (40 * GIB, None, GIB, "at most 1.00 GiB were allowed for it.", [size(4.1), {"max_model_len": 7936}]),
+        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it.", [size(4.1)]),
+        (40 * GIB, None, GIB // 64, "at most 0.02 GiB were allowed for it.", [size(4.1)]),
         # More would be allowed and is not there.
         (
             10 * GIB,
             None,
             GIB,
-            f"32768 4.02 2.00 10.0 {AHEAD} max_model_len 7936 max_num_batched_tokens max_num_seqs {LARGER} {NARROW} {LARGER} {LARGER}",
+            "and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, ",
+            [{"max_model_len": 7936}, NARROWER | size(4.1)],
         ),
     ],
 )
-def test_each_limit_has_its_sum_and_its_cures(room, asked, at_most, says):
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(room, SPARK, GIB, NEED, SizeBounds(asked, at_most))
-    assert facts(raised.value) == says
+def test_other_limits(room, asked, at_most, says, settings):
+    bounds = SizeBounds(asked, at_most)
+    with pytest.raises(CacheDoesNotFit, match=r".") as raised:
+        pool(room, SPARK, GIB, NEED, bounds)
+    assert says in str(raised.value)
+    assert settings_of(room, SPARK, GIB, NEED, bounds) == settings
+
+
+OWN = {"kv_cache", "max_model_len"}
 
 
 @pytest.mark.parametrize("demand", [Demand(), SPARK], ids=["not rehearsed", "rehearsed"])
 @pytest.mark.parametrize(
     ("left", "asked", "settings"),
     [
-        (30 * GIB, GIB, "1.00 32768 4.02 kv_cache max_model_len 7936"),
-        (30 * GIB, GIB // 64, "0.02 32768 4.02 kv_cache"),
-        (2 * GIB, GIB, "1.00 32768 4.02 max_model_len 7936"),
-        (GIB // 2, GIB, "1.00 32768 4.02 0.50 max_model_len 3840"),
-        (0, GIB, None),
+        (30 * GIB, GIB, [size(4.1), {"max_model_len": 7936}]),
+        (30 * GIB, GIB // 64, [size(4.1)]),
+        (2 * GIB, GIB, [{"max_model_len": 7936}]),
+        (GIB // 2, GIB, [size(0.5) | {"max_model_len": 3840}]),
+        (0, GIB, []),
     ],
 )
-def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked))
-    if says is None:  # too little for any request is said first
-        assert facts(raised.value).startswith("1.00 0.00 8.00 2.00 5.00 1.00 " if demand.peak else "1.00 0.00 1.00 1.00 ")
-        assert facts(raised.value).endswith(LARGER)
-    else:
-        assert facts(raised.value) == says
+def test_a_size_below_one_request(demand, left, asked, settings):
+    assert [each for each in settings_of(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked)) if each.keys() <= OWN] == settings
 
 
-@pytest.mark.parametrize(
-    ("sequences", "says"),
-    [
-        (None, "17.0 3.00 4.00 1.00 3.00 max_model_len 24320"),
-        (4, "16.0 3.00 4.00 1.00 3.00 max_model_len 24320"),
-        (1, "4.02 3.00 4.00 1.00 max_model_len 24320"),
-    ],
-    ids=["bytes", "four requests", "one request"],
-)
-def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences, says):
+@pytest.mark.parametrize("sequences", [None, 4, 1], ids=["bytes", "four requests", "one request"])
+def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences):
     def asked(need: CacheCosts) -> int:
         return 17 * GIB if sequences is None else sequences * need.per_request + need.per_block
 
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(4 * GIB, Demand(), GIB, NEED, SizeBounds(asked(NEED), again=asked))
-    assert facts(raised.value) == says
+    shorter = {"max_model_len": 24_320}
+    bounds = SizeBounds(asked(NEED), again=asked)
+    assert settings_of(4 * GIB, Demand(), GIB, NEED, bounds) == [shorter if sequences == 1 else size(3) | shorter]
     if sequences == 1:
         need = NEED.shortened(24_320)
         assert pool(4 * GIB, Demand(), GIB, need, SizeBounds(asked(need), again=asked)).bytes == asked(need)
 
 
+RESERVED = (
+    "One request of 32,768 tokens needs a KV cache of 4.02 GiB, and at most {} GiB were allowed for it. memory_gib is {}, less {} GiB "
+)
+
+
 @pytest.mark.parametrize(
     ("reserved", "says", "fits_gib"),
     [
-        (Reserved(70 * GIB, 61 * GIB), "32768 4.02 2.00 memory_gib 70 61.0 2.00 5.00 memory_gib", "72.1"),
-        (Reserved(64 * GIB, 61 * GIB), "32768 4.02 0.00 memory_gib 64 61.0 2.00 5.00 memory_gib", "72.1"),
-        (Reserved(80 * GIB, 62 * GIB, 2), "32768 4.02 2.00 memory_gib 80 62.0 2.00 5.00 2 memory_gib", "84.1"),  # 2 ranks share it
+        (Reserved(70 * GIB, 61 * GIB), RESERVED.format("2.00", "70", "61.0"), 72.1),
+        (Reserved(64 * GIB, 61 * GIB), RESERVED.format("0.00", "64", "61.0"), 72.1),
+        (Reserved(80 * GIB, 62 * GIB, 2), RESERVED.format("2.00", "80", "62.0"), 84.1),
     ],
     ids=["room for half a request", "room for nothing", "two ranks"],
 )
 def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=reserved))
-    said = facts(raised.value)
-    assert said.startswith(f"{says} {fits_gib} ")
-    larger = replace(reserved, bytes=int(float(fits_gib) * GIB))
+    said, settings = str(raised.value), [cure.settings for cure in raised.value.cures]
+    assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
+    assert ("The 2 ranks here share that." in said) is (reserved.ranks == 2)
+    assert {"memory_gib": fits_gib} in settings
+    larger = replace(reserved, bytes=int(fits_gib * GIB))
     assert pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=larger)).bytes >= NEED.least
-    assert said.endswith(NARROW)
+    assert NARROWER in settings
     # Of a batch that takes 5 GiB not all can come that is missing.
-    assert ("max_num_batched_tokens" in said) is (larger.bytes - reserved.bytes < 5 * GIB)
+    assert any("max_num_seqs" in cure.deed for cure in raised.value.cures) is (larger.bytes - reserved.bytes < 5 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("bits", "weights", "says"),
-    [(16, 60, "4-bit nvfp4 43.1 16-bit"), (8, 60, "4-bit nvfp4 26.2 8-bit"), (8, 4, ""), (4, 60, "")],
-)
-def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, says):
+@pytest.mark.parametrize(("bits", "weights", "frees"), [(16, 60, "43.1 GiB of 16"), (8, 60, "26.2 GiB of 8"), (8, 4, ""), (4, 60, "")])
+def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, frees):
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
-    assert facts(raised.value).partition("max_num_seqs")[2].strip() == says
+    effects = [cure.effect for cure in raised.value.cures if cure.settings == NARROWER]
+    assert effects == ([f"frees up to {frees}-bit weights"] if frees else [])
 
 
 def test_a_start_without_graphs_is_advised_where_it_would_do():
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
-    assert "enforce_eager 3.00 " in facts(raised.value)
+    assert {"enforce_eager": True} in settings_of(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
     assert pool(10 * GIB, replace(SPARK, graphs=0), 0, NEED).bytes >= NEED.least
     assert {"enforce_eager": True} not in settings_of(10 * GIB, SPARK, GIB, NEED)
 
 
-@pytest.mark.parametrize(("learned", "sum_of"), [(None, "1.00"), (SPARK, "2.00 5.00 1.00")])
-def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned, sum_of):
-    said = facts(too_little(GIB // 4, GIB // 2, GIB, NEED, 33 * GIB, learned))
-    assert said == f"0.50 32768 4.02 0.00 0.25 {sum_of} 33.0 4-bit nvfp4 23.7 16-bit", "no context is so short"
+@pytest.mark.parametrize("learned", [None, SPARK])
+def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
+    said = too_little(GIB // 4, GIB // 2, GIB, NEED, 33 * GIB, learned)
+    begin = (
+        "At least 0.50 GiB must be free before the KV cache can be sized. One request of 32,768 tokens needs a KV cache of 4.02 GiB and "
+        "0.00 GiB are left: 0.25 GiB are "
+    )
+    known = "free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. "
+    unknown = "free, less 1.00 GiB of margin; CUDA graphs and the largest batch, which are not known yet, come on top. "
+    assert said.startswith(
+        begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. To make it fit: "
+    )
+    # No context is so short, and no batch so small, that more is free before it.
+    assert said.endswith(": set quantize: nvfp4 (frees up to 23.7 GiB of 16-bit weights), or end other programs that use memory.")
 
 
 def test_no_batch_is_advised_where_none_was_rehearsed():
@@ -285,9 +286,8 @@ def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
     margin = margin_of(reading.size, None)
     assert margin == int(0.03 * reading.total)
     if gib is None:
-        with pytest.raises(CacheDoesNotFit) as raised:
+        with pytest.raises(CacheDoesNotFit, match=r"7\.13 GiB are free, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
             pool(reading.room, DEMAND, margin, NEED)
-        assert facts(raised.value) == "32768 4.02 0.00 7.13 1.00 4.00 3.65"
         return
     made = pool(reading.room, DEMAND, margin, NEED)
     assert made.bytes / GIB == pytest.approx(gib, abs=0.01)
