@@ -11,7 +11,7 @@ from sparkd.schema import kv_cache as kv_sizing
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.arg_check import amount
-from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of, without
+from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of
 from sparkd.vllm.unaccounted_args import (
     BYTES,
     CACHE,
@@ -32,6 +32,7 @@ from sparkd.vllm.unaccounted_args import (
     share_of,
     switched,
     unsized,
+    without_length,
 )
 from workers.kv.advice import written
 from workers.kv.settings import MARGIN_VARIABLE
@@ -213,7 +214,7 @@ def at_any_length(spec: ModelConfig) -> ModelConfig:
     """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
     if not is_longest(spec.extra_args):
         return spec
-    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})
 
 
 def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe:

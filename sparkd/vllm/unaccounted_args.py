@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from sparkd.vllm.arg_check import amount
-from sparkd.vllm.translate import flag_name, values_of
+from sparkd.vllm.translate import flag_name, values_of, without
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.capacity.consultation).
@@ -78,6 +78,8 @@ _IDLE = {
 }  # fmt: skip
 # Switches that are off where nobody says so.
 _OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
+# The shortest beginnings that argparse completes to one flag alone, of flags whose value is counted.
+_SHORTEST = {"max-num-seqs": "max-num-se", "max-num-batched-tokens": "max-num-b", _LENGTH: "max-mo", "gpu-memory-utilization": "gp"}
 # The things that a flag may change: the layers' weights, the layout of their cache, or something else.
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 # The short names of _WEIGHTS, and that of a draft.
@@ -128,7 +130,7 @@ def measured(args: Sequence[str]) -> Iterator[str]:
     for arg in args:
         written = arg.partition("=")[0]
         name = _long(written) if arg.startswith("--") else ""
-        if name and name not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
+        if name and _full(name) not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
             yield written
         elif _is_short(arg) and arg.startswith(_MEASURED_SHORT):
             yield arg[:2] if arg.startswith("-O") else written
@@ -143,7 +145,7 @@ def unsized(args: Sequence[str]) -> Iterator[str]:
     sized = {name for name, value in values.items() if value is not None}
     sized |= {name for name, values in _IDLE.items() if _last(args, name) in values}
     sized |= {f"{no}{name}" for name in _OFF if switched(args, name) is False for no in ("", "no-")}
-    return (flag for flag in uncounted(args) if flag_name(flag) not in sized)
+    return (flag for flag in uncounted(args) if _full(flag_name(flag) or "") not in sized)
 
 
 def unanswered(args: Sequence[str]) -> Iterator[str]:
@@ -244,6 +246,14 @@ def in_blocks(env: Mapping[str, str]) -> bool:
     return env.get(LAYOUT, "").startswith("B")
 
 
+def without_length(args: Sequence[str]) -> list[str]:
+    """`args` without --max-model-len and its value, however it is abbreviated."""
+    left = list(args)
+    for begun in _written(args, _LENGTH):
+        left = without(left, begun)
+    return left
+
+
 def switched(args: Sequence[str], name: str) -> bool | None:
     """What `--name` and `--no-name` say, the last of them; None where neither is there. A beginning of either counts, as for argparse."""
     found = None
@@ -257,8 +267,19 @@ def switched(args: Sequence[str], name: str) -> bool | None:
 
 
 def _last(args: Sequence[str], name: str) -> str | None:
-    """The value that counts of several: vLLM's parser takes the last. A beginning of the flag is none that is counted."""
-    return max(values_of(args, name), default=(0, 0, None))[2]
+    """The value that counts of several: vLLM's parser takes the last."""
+    return max((found for each in _written(args, name) for found in values_of(args, each)), default=(0, 0, None))[2]
+
+
+def _written(args: Sequence[str], name: str) -> set[str]:
+    """The names by which the flag stands there: its own, and of the flags of _SHORTEST a beginning."""
+    shortest = _SHORTEST.get(name, name)
+    return {begun for arg in args if (begun := flag_name(arg) or "").startswith(shortest) and name.startswith(begun)}
+
+
+def _full(name: str) -> str:
+    """The flag whose value is counted that this is a beginning of, or the name as it is."""
+    return next((flag for flag, shortest in _SHORTEST.items() if flag.startswith(name) and name.startswith(shortest)), name)
 
 
 def _long(written: str) -> str:
