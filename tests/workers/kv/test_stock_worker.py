@@ -26,8 +26,8 @@ BLOCK = NEED.per_block
         ({"bytes": 5 * GIB}, False, 5 * GIB, "itself, at most 5.00 GiB. "),
         ({"tokens": 16384}, True, 2 * GIB + BLOCK, "itself, at most 2.00 GiB. "),
         ({"sequences": 3}, True, 3 * GIB + BLOCK, "itself, at most 3.00 GiB. "),
-        ({"tokens": 16384}, False, None, "itself; tokens of kv_cache cannot be kept. "),
-        ({"sequences": 3}, False, None, "itself; sequences of kv_cache cannot be kept. "),
+        ({"tokens": 16384}, False, None, "itself; `tokens` of kv_cache cannot be kept. "),
+        ({"sequences": 3}, False, None, "itself; `sequences` of kv_cache cannot be kept. "),
         ({"at_most_bytes": 6 * GIB}, True, 6 * GIB, "itself, at most 6.00 GiB. "),
         # 33 GiB are taken by the engine; the smaller of both holds, in either order.
         ({"at_most_bytes": 6 * GIB, "reserved_bytes": 35 * GIB}, True, 2 * GIB, "itself, at most 2.00 GiB. "),
