@@ -59,6 +59,8 @@ LOOP_DEAD_S = 30.0
 FIRST_LOOK_S = 5.0
 PLACING_S = 10.0
 LOCK_CHARACTERS = 20
+# The daemon's own key, with which it asks a model its first question.
+OWN_NAME = "sparkd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,8 @@ class Daemon:
             log.warning("%s", warning)
         if not ring.inference and not ring.admin:
             return KeyDigests()
-        return KeyDigests((*ring.inference, digest(self._own_key)), tuple(ring.admin))
+        own = digest(self._own_key)
+        return KeyDigests((*ring.inference, own), tuple(ring.admin), {**ring.inference, **ring.admin, own: OWN_NAME})
 
 
 class _AdminLater:
