@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
@@ -369,6 +369,38 @@ class FitAnswer(BaseModel):
     floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
+
+
+class RequestBody(BaseModel):
+    """One request for a model. Times are in seconds: started_s since 1970, the others since its arrival.
+
+    number counts the finished ones and is null in flight. tokens: as the engine counted them; tokens_per_s: of a stream behind its first.
+    """
+
+    request_id: str
+    number: int | None
+    model: str = Field(description="A configured name; `unknown`, or empty, if the request named none")
+    route: str
+    key: str | None = Field(description="The name of the client's key; null if none is configured")
+    started_s: float
+    phase: Literal["queued", "prefill", "streaming", "done"]
+    status: int | None = Field(description="499: the client left; null before the answer has begun")
+    code: str | None = Field(description="The code of the error that ended it")
+    seconds: float
+    queued_s: float | None
+    ttft_s: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+    tokens_per_s: float | None
+    bytes_out: int
+    streamed: bool
+
+
+class Requests(BaseModel):
+    in_flight: list[RequestBody] = Field(description="Oldest first")
+    finished: list[RequestBody] = Field(description="Newest first, by their end")
+    next: int | None = Field(description="The `before` of the next page")
 
 
 class Events(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +44,7 @@ from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewM
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
@@ -64,6 +65,7 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.fabric.peer_cache import Offers
+from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.model import ModelConfig
@@ -78,19 +80,19 @@ SHOWN_CHARS = 48
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
-def admin_app(
-    supervisor: Supervisor,
-    registry: Roster,
-    journal: Ledger,
-    cluster: Cluster,
-    pulls: Pulls | None = None,
-    reload: Reload | None = None,
-    measures: Measures | None = None,
-    question: Callable[[], Mapping[str, Any] | None] = lambda: None,
-) -> FastAPI:
-    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a daemon that a test may leave out. reload: Reloader.now; question: what vLLM is being asked."""
 
-    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
+    pulls: Pulls | None = None
+    reload: Reload | None = None
+    measures: Measures | None = None
+    question: Callable[[], Mapping[str, Any] | None] = lambda: None
+    requests: RequestLog | None = None
+
+
+def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,
@@ -104,23 +106,14 @@ def admin_app(
     )
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    app.include_router(_router(supervisor, registry, journal, cluster, pulls, reload, measures, question))
+    app.include_router(_router(supervisor, registry, journal, cluster, parts or Parts()))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
     return app
 
 
-def _router(
-    supervisor: Supervisor,
-    registry: Roster,
-    journal: Ledger,
-    cluster: Cluster,
-    pulls: Pulls | None,
-    reload: Reload | None,
-    measures: Measures | None,
-    question: Callable[[], Mapping[str, Any] | None],
-) -> APIRouter:
+def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
         responses={
@@ -129,13 +122,14 @@ def _router(
         },
     )
 
+    pulls, measures = parts.pulls, parts.measures
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
 
     @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": question()}
+        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": parts.question()}
 
     @api.get(
         "/nodes",
@@ -165,7 +159,8 @@ def _router(
             raise UnknownRoute("This daemon measures nothing.")
         return _accepted(measures.start(between.nodes, force=between.force))
 
-    register_upkeep(api, supervisor, registry, cluster, reload)
+    register_upkeep(api, supervisor, registry, cluster, parts.reload)
+    register_requests(api, parts.requests)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from sparkd.admin import bandwidth
-from sparkd.admin.app import PREFIX, admin_app
+from sparkd.admin.app import PREFIX, Parts, admin_app
 from sparkd.admin.bandwidth import MOST_BYTES, Measures
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
@@ -316,7 +316,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
     async with scene(tmp_path) as made:
         made.nodes.waits = True
         supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
-        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, measures=made.measures)  # type: ignore[arg-type]
+        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, Parts(measures=made.measures))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")

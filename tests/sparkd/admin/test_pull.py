@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from sparkd.admin import pull
-from sparkd.admin.app import admin_app
+from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.pull import Pulls
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
@@ -291,7 +291,7 @@ async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> 
     pulling = Pulls(nodes, made.supervisor.ledger, made.config.lookup, lambda: ["m"], lambda: made.config)
     running = asyncio.create_task(pulling.run())
     await asyncio.sleep(0)
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, pulling)  # type: ignore[arg-type]
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, Parts(pulling))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
         began = (await client.post("/models/gpt-4o/pull")).json()
         refused = [
