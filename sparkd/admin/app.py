@@ -43,6 +43,7 @@ from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
+from sparkd.admin.model_routes import register_models
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
@@ -163,6 +164,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_live(api, parts.live)
+    register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
