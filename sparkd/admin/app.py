@@ -41,6 +41,7 @@ from sparkd.admin.answers import (
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
 from sparkd.admin.model_routes import register_models
@@ -164,6 +165,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_live(api, parts.live)
+    register_disk(api, Disk(supervisor, registry, journal, cluster), f"{PREFIX}/operations")
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")

@@ -233,7 +233,9 @@ class Live:
             raise StateError(f"{self._path} cannot be read: {error.strerror}. Remove it; sparkd makes a new one.") from None
 
     async def _turn(self, tasks: asyncio.TaskGroup) -> None:
-        snapshot, rates = self._seen or self._supervisor.snapshot(), self._scraper.rates()
+        rates = self._scraper.rates()
+        # For a page another snapshot, of this moment; the series do with what the supervisor saw.
+        snapshot = self._supervisor.snapshot() if self._seen is None or self.stream.watched else self._seen
         before_s, self._shown_s = self._shown_s, snapshot.at_s
         self._scraper.watched = self.stream.watched
         if self.stream.watched:

@@ -116,6 +116,42 @@ class SeriesAnswer(BaseModel):
     series: dict[str, list[float | None]]
 
 
+class DiskEntry(BaseModel):
+    """kind: hub, quantized or profile. used_s: wall clock; used_by: models that are configured with it. valid: null where that has no
+    meaning; fault: why it cannot be used as it is."""
+
+    kind: str
+    id: str
+    node: str
+    name: str
+    size_bytes: int
+    used_s: float | None
+    used_by: list[str]
+    valid: bool | None
+    fault: str | None
+
+
+class DiskFolder(BaseModel):
+    kind: str
+    node: str
+    path: str
+    size_bytes: int
+    free_bytes: int | None
+    limit_bytes: int | None
+
+
+class DiskAnswer(BaseModel):
+    entries: list[DiskEntry]
+    folders: list[DiskFolder]
+
+
+class RemovedEntry(BaseModel):
+    kind: str
+    id: str
+    node: str
+    freed_bytes: int
+
+
 class StartPhase(BaseModel):
     """begin_s: after the start began; seconds: null while it goes on. bytes: read from the disk in it."""
 

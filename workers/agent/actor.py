@@ -17,6 +17,7 @@ from workers.agent.node_facts import NodeFacts
 from workers.agent.page_cache import PageCache
 from workers.agent.programs import Programs
 from workers.agent.rank_logs import RankLogs
+from workers.agent.storage import Storage
 from workers.agent.version import VERSION
 from workers.guard import incidents
 from workers.guard.guard import Sentry
@@ -32,7 +33,7 @@ from workers.rank.load_report import load_path
 log = logging.getLogger("sparkd.agent")
 
 
-class Agent(NodeFacts, PageCache, Programs, RankLogs):
+class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
     """One node's eyes and hands. Its own methods are about ranks and the guard; each base has another subject, since the methods of a Ray
     actor lie on one class. Every method returns facts and blocks; Ray runs them on threads of their own.
 
