@@ -23,7 +23,7 @@ from sparkd.state.snapshot import ModelView, NodeView
 _HIDDEN = ("api_key_path",)
 
 
-def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
+def body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
     """The body of a dataclass: its fields but for the hidden ones, and more, each a type."""
     hints = get_type_hints(noun)
     members = {field.name: (hints[field.name], ...) for field in fields(noun) if field.name not in hidden}
@@ -31,12 +31,12 @@ def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **mo
     return create_model(name, __doc__=doc, **members)  # type: ignore[call-overload]
 
 
-ReadingBody = _body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
-RankBody = _body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
-NodeBody = _body_of(
+ReadingBody = body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
+RankBody = body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
+NodeBody = body_of(
     "Node", NodeView, "One node of the cluster. `agent` is false while its agent does not answer.", reading=ReadingBody | None, node=str
 )
-ModelBody = _body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
+ModelBody = body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
 
 
 def reading_body(reading: Reading) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-RateBody = _body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+RateBody = body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
 
 
 class TensorParallel(BaseModel):
@@ -233,7 +233,7 @@ class Models(BaseModel):
     models: list[ModelBody]  # type: ignore[valid-type]
 
 
-Accepted = _body_of(
+Accepted = body_of(
     "Accepted", Operation, "A long action that has begun, and where to ask for it. operation is its id.", operation=str, href=str
 )
 

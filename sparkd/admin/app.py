@@ -41,6 +41,10 @@ from sparkd.admin.answers import (
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.disk_routes import Disk, register_disk
+from sparkd.admin.live import Live
+from sparkd.admin.live_routes import register_live
+from sparkd.admin.model_routes import register_models
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
@@ -82,13 +86,16 @@ _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a daemon that a test may leave out. reload: Reloader.now; question: what vLLM is being asked."""
+    """The parts of the daemon besides the supervisor's; a route whose part is missing says so.
+
+    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
 
     pulls: Pulls | None = None
     reload: Reload | None = None
     measures: Measures | None = None
     question: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: RequestLog | None = None
+    live: Live | None = None
 
 
 def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
@@ -161,6 +168,9 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests)
+    register_live(api, parts.live)
+    register_disk(api, Disk(supervisor, registry, journal, cluster), f"{PREFIX}/operations")
+    register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from sparkd.cluster.node_tracker import (
     Sight,
     UnreadableFacts,
     facts_of,
+    machine_of,
     told_of,
     told_of_strangers,
     told_of_unreadable,
@@ -362,7 +363,8 @@ class Cluster:
             now = reading(node_ip, facts["reading"], facts["now_s"])
         except ValueError as error:
             self._unreadable[f"the memory of {node_ip}"] = UnreadableFacts(node_ip, str(error))
-        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self.places.reserved_gib(node_ip)))
+        reserved_gib = float(self.places.reserved_gib(node_ip))
+        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, reserved_gib, machine_of(facts.get("machine")))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)
         self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, reason) for rank_id, reason in left_out.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.errors import ClusterError, CodeDiffers
-from sparkd.state.nouns import Progress, RankFact, Reading
+from sparkd.state.nouns import Machine, Progress, RankFact, Reading
 from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
 from workers.agent.ray_probe import CLOCK_S
@@ -178,6 +178,14 @@ def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None
             if left_out is not None:
                 left_out[str(raw["rank_id"]) if isinstance(raw, Mapping) and "rank_id" in raw else "unknown"] = str(reason or error)
     return tuple(facts)
+
+
+def machine_of(raw: Any) -> Machine | None:
+    """None before the agent has looked, and of one of another release that has no such facts."""
+    try:
+        return noun_of(Machine, raw) if isinstance(raw, Mapping) and raw else None
+    except ValueError:
+        return None
 
 
 def _fact_of(raw: Mapping[str, Any]) -> RankFact:

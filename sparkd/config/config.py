@@ -155,6 +155,7 @@ class Config(Section):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_log_level)] = "info"
     keys: KeySettings = KeySettings()
     metrics_need_key: bool = False
+    web: bool = True
     include_aliases_in_list: bool = False
     request_log: bool = True
     wait_for_load_s: Seconds = 300

@@ -101,6 +101,14 @@ class Release:
         return {one.node: one.told for one in self._stuck}
 
     @property
+    def missing_bytes(self) -> dict[str, int]:
+        """By node, memory of engines that ended which has not come back."""
+        missing: dict[str, int] = defaultdict(int)
+        for pending in self._pending:
+            missing[pending.node] += pending.memory.missing
+        return dict(missing)
+
+    @property
     def _stuck(self) -> list[Pending]:
         return [pending for pending in self._pending if not pending.returns and not pending.gone]
 

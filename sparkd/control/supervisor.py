@@ -38,7 +38,7 @@ from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Operation, RankFact, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -82,6 +82,8 @@ class Supervisor:
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
+        # Each is shown the snapshot of every tick.
+        self.watchers: list[Callable[[Snapshot], None]] = []
         self.registry = registry
         self.ledger = journal
         self.ledger.tell_damages()
@@ -153,6 +155,12 @@ class Supervisor:
             operations=self.ledger.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
+            engines=tuple(
+                EngineMemory(fact.handle.model, fact.handle.node_id, fact.host_bytes, fact.device_bytes)
+                for fact in (observation.ranks if observation else None) or ()
+                if fact.alive
+            ),
+            returning_bytes=self._gate.release.missing_bytes,
         )
 
     # For the daemon.
@@ -291,8 +299,11 @@ class Supervisor:
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
-            gauges.show(self.snapshot(), self.registry.config.memory.limits)
+            snapshot = self.snapshot()
+            gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
+            for watch in self.watchers:
+                watch(snapshot)
 
     def _welcome(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from sparkd import metrics
 from sparkd.admin.bandwidth import Measures
+from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
@@ -52,6 +53,7 @@ from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
+from sparkd.web.files import page_files
 from workers.host import memlock, processes
 from workers.host.private_files import private_file
 
@@ -159,6 +161,11 @@ class Daemon:
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._requests = RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
+        self._live_page = Live(
+            *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
+            path=config.state_dir / "history.bin",
+            boundary=self._boundary,
+        )
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,
@@ -194,6 +201,7 @@ class Daemon:
                 "supervisor": self._supervisor.run,
                 "cluster": partial(self._join_ray, loop),
                 "scraper": self._scraper.run,
+                "live": self._live_page.run,
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
                 "foresight": self._foresight.run,
@@ -223,7 +231,10 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin.app import Parts, admin_app
 
-        parts = Parts(self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open, self._requests)
+        page_files()  # reads and compresses them here, on a thread
+        parts = Parts(
+            *(self._pulls, self._reloader.now, self._measures), lambda: self._foresight.open, requests=self._requests, live=self._live_page
+        )
         return admin_app(self._supervisor, self._registry, self._journal, self._cluster, parts)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -347,6 +358,7 @@ class Daemon:
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
             page_origins=origins_of(config.cors.origins),
+            web=config.web,
         )
 
     def _keys(self, config: Config) -> KeyDigests:

@@ -1,4 +1,4 @@
-"""Collects every engine's metrics beforehand, with `model` and `node`, so that no scrape waits for an engine. Never keeps history."""
+"""Collects every engine's metrics beforehand, with `model` and `node`, so that no scrape waits for an engine, and what they come to."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Iterable
 
 from sparkd import metrics
+from sparkd.engine.rates import EngineRates, Rates, sample_of
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import EngineError
 from sparkd.execution.boundary import Boundary
 
 EVERY_S = 5.0
+# While somebody looks at the page, for the rates alone.
+WATCHED_EVERY_S = 1.0
 TIMEOUT_S = 2.0
 MAX_BYTES = 4 << 20
 KEEP_S = 30.0
@@ -35,11 +38,17 @@ _OURS = re.compile(r'(^|,)(model|node)="')
 
 
 class Scraper:
-    """`targets()` gives (model, node, upstream) of the engines that are up; `text()` is what to append to our own exposition."""
+    """`targets()` gives (model, node, upstream) of the engines that are up; `text()` is what to append to our own exposition, `rates()`
+    what each model does now. watched: whether the rates are looked at each second."""
 
     def __init__(
-        self, targets: Callable[[], Iterable[tuple[str, str, Upstream]]], clock: Callable[[], float], boundary: Boundary | None = None
+        self,
+        targets: Callable[[], Iterable[tuple[str, str, Upstream]]],
+        clock: Callable[[], float],
+        boundary: Boundary | None = None,
     ) -> None:
+        self.watched = False
+        self._rates: dict[tuple[str, str], EngineRates] = {}
         self._boundary = boundary or Boundary(clock)
         self._targets = targets
         self._clock = clock
@@ -49,9 +58,15 @@ class Scraper:
         self._fresh_at_s: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
+        whole_at_s = float("-inf")
         while True:
-            await self.once()
-            await asyncio.sleep(EVERY_S)
+            now_s = self._clock()
+            if now_s - whole_at_s >= EVERY_S - WATCHED_EVERY_S / 2:
+                whole_at_s = now_s
+                await self.once()
+            else:
+                await self.measure()
+            await asyncio.sleep(WATCHED_EVERY_S if self.watched else EVERY_S)
 
     async def once(self) -> None:
         """Fetch all engines side by side; a page older than KEEP_S is dropped rather than shown as if it were news."""
@@ -59,7 +74,8 @@ class Scraper:
         fetched: dict[tuple[str, str], str | None] = {(model, node): None for model, node, _ in targets}
 
         async def fetch(model: str, node: str, upstream: Upstream) -> None:
-            fetched[model, node] = await _sound_page(upstream, model)
+            page = fetched[model, node] = await _sound_page(upstream, model)
+            await self._take((model, node), page)
 
         async with asyncio.TaskGroup() as tasks:
             for target in targets:
@@ -67,6 +83,8 @@ class Scraper:
         now_s = self._clock()
         for gone in self._fresh_at_s.keys() - fetched.keys():
             del self._fresh_at_s[gone]
+        for gone in self._rates.keys() - fetched.keys():
+            del self._rates[gone]
         for key, page in fetched.items():
             self._fresh_at_s.setdefault(key, now_s)
             if page is not None:
@@ -76,6 +94,28 @@ class Scraper:
         pages = {key: page for key, (_, page) in self._pages.items()}
         # Milliseconds for a page of an engine: not between two chunks of somebody's stream.
         self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""
+
+    async def measure(self) -> None:
+        """Fetch all engines for their rates alone; what `text()` shows stays."""
+
+        async def fetch(model: str, node: str, upstream: Upstream) -> None:
+            await self._take((model, node), await page_of(upstream))
+
+        async with asyncio.TaskGroup() as tasks:
+            for target in self._targets():
+                self._boundary.spawn(tasks, f"scraper {target[0]}", fetch(*target))
+
+    async def _take(self, key: tuple[str, str], page: str | None) -> None:
+        """An engine that gives no page has no rates: old ones would look like news."""
+        if page is None:
+            self._rates.pop(key, None)
+        else:
+            sample = await asyncio.to_thread(sample_of, page, self._clock())
+            self._rates.setdefault(key, EngineRates()).take(sample)
+
+    def rates(self) -> dict[str, Rates]:
+        """By model, of the engines that answer."""
+        return {model: rates.figures() for (model, _), rates in self._rates.items()}
 
     def text(self) -> bytes:
         """The engines' last pages, as one. Sets our own series of their age."""

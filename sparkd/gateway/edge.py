@@ -50,7 +50,8 @@ from sparkd.gateway.responses import (
     new_request_id,
     send_whole,
 )
-from sparkd.gateway.routes import Route, RouteKind, find, nearest
+from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
+from sparkd.web import files as web_files
 
 _log = logging.getLogger("sparkd.gateway")
 
@@ -64,13 +65,15 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page."""
+    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page. web: whether sparkd's own page
+    is served."""
 
     keys: KeyDigests = field(default_factory=KeyDigests)
     limits: ClientLimits = field(default_factory=ClientLimits)
     metrics_need_key: bool = False
     include_aliases_in_list: bool = False
     page_origins: frozenset[bytes] = frozenset()
+    web: bool = True
 
 
 class Edge:
@@ -140,7 +143,7 @@ class Edge:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         match = find(scope["path"], scope["raw_path"])
-        if match is None:
+        if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
             suggestion = self._suggestion(scope["path"], headers)
             raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
         route, name = match
@@ -167,6 +170,8 @@ class Edge:
             await self._proxy.forward(scope, receive, route, name, headers, exchange)
         elif route.kind is RouteKind.ADMIN:
             await self._delegate(scope, receive, send, exchange)
+        elif route.kind is RouteKind.PAGE or (route.kind is RouteKind.ROOT and self._settings.web and _wants_page(headers)):
+            await _answer_page(scope["path"], headers, send, exchange)
         else:
             await self._answer(route, name, headers, send, exchange)
 
@@ -264,7 +269,9 @@ class Edge:
         """The nearest path, for a client with a key: looking for it costs more than refusing."""
         has_key = self._settings.keys.open or self._settings.keys.role(headers) is not Role.NOBODY
         suggested = nearest(path) if has_key else None
-        return f"; the nearest is {suggested}" if suggested else ""
+        if suggested is None or (EXACT[suggested].kind is RouteKind.PAGE and not self._settings.web):
+            return ""
+        return f"; the nearest is {suggested}"
 
     def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> str | None:
         """Return the name of the key. Raise unless the request has the route's key.
@@ -273,7 +280,7 @@ class Edge:
         """
         if self._settings.keys.open:
             if route.kind not in _PROBES:
-                does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS)
+                does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.PAGE)
                 check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
             return None
         needed = route.role
@@ -331,6 +338,25 @@ class Edge:
                     pass
         except TimeoutError:
             return
+
+
+def _wants_page(headers: dict[bytes, bytes]) -> bool:
+    """A browser that a person sent here; programs ask for JSON or for anything."""
+    return b"text/html" in headers.get(b"accept", b"")
+
+
+async def _answer_page(path: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
+    """Answer with a file of sparkd's own page, or send a browser to the page."""
+    if path == "/":
+        to_page = [(b"location", web_files.ROOT.encode()), (b"content-length", b"0"), (b"vary", b"accept")]
+        answer = web_files.PageAnswer(303, to_page, b"")
+    elif (found := web_files.page_files().answer(path, headers)) is not None:
+        answer = found
+    else:
+        raise UnknownRoute("This page has no such file, or an earlier release had it. Load /ui/ again.")
+    exchange.status, exchange.bytes_out = answer.status, len(answer.body)
+    own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
+    await send_whole(send, answer.status, [*answer.headers, *own], answer.body)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

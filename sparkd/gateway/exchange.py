@@ -15,8 +15,10 @@ from sparkd.gateway.usage import Tokens
 
 _log = logging.getLogger("sparkd.access")
 
-# Monitoring polls these every few seconds, so only failures are logged. A change through the admin API is also an event.
-_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY)), "/metrics", "/admin/v1"))
+# Monitoring polls these every few seconds, and a browser fetches the page's files by the dozen, so only failures are logged. A change
+# through the admin API is also an event.
+_PROBES = (path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY))
+_POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 

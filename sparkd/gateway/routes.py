@@ -28,6 +28,7 @@ class RouteKind(Enum):
     FORM = "form"
     RESPONSE = "response"
     ADMIN = "admin"
+    PAGE = "page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
         return _response(path) if b"%" not in raw_path else None
     if raw_path.startswith(b"/admin/v1/"):
         return (_ADMIN, "") if _ADMIN_PATH.fullmatch(path) else None
+    if raw_path.startswith(b"/ui/"):
+        return (_PAGE_FILE, "") if b"%" not in raw_path and _PAGE_PATH.fullmatch(path) else None
     return None
 
 
@@ -81,9 +84,13 @@ _MODEL = Route("/v1/models/{name}", RouteKind.MODEL, _GET, Role.INFERENCE)
 _RESPONSE = Route("/v1/responses/{id}", RouteKind.RESPONSE, ("GET",), Role.INFERENCE, _STORED)
 _CANCEL = Route("/v1/responses/{id}/cancel", RouteKind.RESPONSE, _POST, Role.INFERENCE, _STORED)
 _ADMIN = Route(ADMIN_ROOT, RouteKind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"), Role.ADMIN)
+# Its files show nothing of this machine.
+_PAGE = Route("/ui/", RouteKind.PAGE, _GET, Role.NOBODY)
+_PAGE_FILE = Route("/ui/{file}", RouteKind.PAGE, _GET, Role.NOBODY)
 
 # One or more segments, none empty, none "." or "..", no parameters (;), no backslash, no control character.
 _ADMIN_PATH = re.compile(r"/admin/v1(?:/(?!\.{1,2}(?:/|$))[^/;\\\x00-\x1f\x7f]+)+")
+_PAGE_PATH = re.compile(r"/ui/[0-9a-f]{16}(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 
 # The paths of vLLM 0.32 that any client may use: inference, and reports about the model. Left out are its documentation and the paths that
@@ -139,6 +146,8 @@ _PROBES = (
 EXACT: Mapping[str, Route] = {
     "/": Route("/", RouteKind.ROOT, _GET, Role.NOBODY),
     "/metrics": Route("/metrics", RouteKind.METRICS, _GET, Role.NOBODY),
+    "/ui": _PAGE,
+    "/ui/": _PAGE,
     "/ping": Route("/ping", RouteKind.LIVE, (*_GET, *_POST), Role.NOBODY),
     "/v1/models": Route("/v1/models", RouteKind.MODELS, _GET, Role.INFERENCE),
     "/v1/models/": Route("/v1/models", RouteKind.MODELS, _GET, Role.INFERENCE),

@@ -178,7 +178,7 @@ class Reading:
 
     unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
     guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
-    critical, and why.
+    critical, and why. gpu_throttled: what holds the GPU's clock down (workers.guard.consumers), empty where nothing does.
     """
 
     node_id: str
@@ -205,6 +205,29 @@ class Reading:
     gpu_power_w: float | None = None
     gpu_busy_percent: float | None = None
     gpu_celsius: float | None = None
+    gpu_clock_mhz: float | None = None
+    gpu_throttled: tuple[str, ...] | None = None
+    gpu_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node besides its memory: its host name, seconds since its boot, and the disk that its logs are on."""
+
+    host: str
+    uptime_s: float | None = None
+    disk_total_bytes: int | None = None
+    disk_free_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What the engine of a model holds on one node, bytes: anonymous memory of the host, memory of the device."""
+
+    model: str
+    node: str
+    host_bytes: int | None
+    device_bytes: int | None
 
 
 class OperationState(StrEnum):

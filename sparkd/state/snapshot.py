@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.state.nouns import ModelState, Operation, Progress, RankHandle, Reading, Want
+from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node of the cluster. `agent` is false while its agent does not answer."""
+    """One node of the cluster. `agent` is false while its agent does not answer. machine: None before the agent has looked."""
 
     node_id: str
     address: str
@@ -87,11 +87,15 @@ class NodeView:
     reading: Reading | None
     unified_memory_gib: float | None
     reserved_gib: float
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at one moment. `settled` is true once the first reading, the adoption scan and the configuration were in."""
+    """Everything at one moment. `settled` is true once the first reading, the adoption scan and the configuration were in.
+
+    engines: the memory of those that live; returning_bytes: by node, memory of engines that ended which has not come back.
+    """
 
     at_s: float
     settled: bool
@@ -102,3 +106,5 @@ class Snapshot:
     operations: Mapping[str, Operation]
     cluster: Mapping[str, Any] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
+    engines: tuple[EngineMemory, ...] = ()
+    returning_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from workers.host import processes
 from workers.host.bounded_child import ask, stuck
@@ -18,7 +19,17 @@ from workers.rank import shared_memory
 from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
-GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature.gpu", "--format=csv,noheader,nounits")
+# Every driver knows the reasons by this name; the newer one, clocks_event_reasons, is a second name of the same (driver 580).
+_GPU_FIELDS = "power.draw,utilization.gpu,temperature.gpu,clocks.current.sm,clocks_throttle_reasons.active,name"
+GPU_COMMAND = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
+# nvml.h, nvmlClocksEventReasons: those that hold the clock down. Idleness and a clock that an operator has set do not count.
+_THROTTLES = {
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+}
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
@@ -62,8 +73,8 @@ class Holders:
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[MemoryConsumer, ...] = ()
         self.device_trouble: str | None = None
-        # The first GPU's gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it reports them.
-        self.gpu: dict[str, float] = {}
+        # See gpu_of.
+        self.gpu: dict[str, Any] = {}
         self.has_device = unified
         self._can_ask = True
         self._run_dir = run_dir
@@ -172,14 +183,20 @@ def device_bytes(lines: Iterable[str]) -> dict[int, int]:
     return by_pid
 
 
-def gpu_of(text: str) -> dict[str, float]:
-    """Power in watts, percent of time with a kernel running, degrees Celsius. A value that is [N/A] is left out."""
-    values = {}
-    for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius"), text.partition("\n")[0].split(","), strict=False):
-        try:
+def gpu_of(text: str) -> dict[str, Any]:
+    """The first GPU, by the names of a Reading: power in watts, percent of time with a kernel running, degrees Celsius, the clock in MHz,
+    what holds it down, the GPU's name. A value that is [N/A] is left out."""
+    words = [word.strip() for word in text.partition("\n")[0].split(",", 5)]
+    values: dict[str, Any] = {}
+    for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius", "gpu_clock_mhz"), words, strict=False):
+        with suppress(ValueError):
             values[name] = float(word)
-        except ValueError:
-            continue
+    if len(words) == 6 and words[5] and not words[5].startswith("["):
+        values["gpu_name"] = words[5]
+    if len(words) == 6:
+        with suppress(ValueError):
+            reasons = int(words[4], 16)
+            values["gpu_throttled"] = [reason for bit, reason in _THROTTLES.items() if reasons & bit]
     return values
 
 

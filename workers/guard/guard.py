@@ -22,7 +22,7 @@ from workers.guard import incidents
 from workers.guard.consumers import Holders, MemoryConsumer
 from workers.guard.memory_sampler import COLUMNS, MemorySample, Trend, Vitals
 from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, MemoryLimits, decide, pace_s
-from workers.host import meminfo, processes
+from workers.host import machine, meminfo, processes
 from workers.host.network import shares_memory
 from workers.rank import lifecycle
 
@@ -49,9 +49,11 @@ class Sentry:
         self.sample_s = sample_s
         self.claims = True
         self.reading: dict[str, Any] = {}
+        # See workers.host.machine; empty before the first look.
+        self.machine: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
         self.holders = Holders(run_dir, unified=shares_memory())
-        self._node_id, self._run_dir, self._proc = node_id, run_dir, proc
+        self._node_id, self._run_dir, self._log_dir, self._proc = node_id, run_dir, Path(log_dir), proc
         self._models: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
         self.set(settings)
@@ -216,6 +218,8 @@ class Sentry:
     def _hold_forever(self) -> None:
         while not self._ended.is_set():
             try:
+                # A file system that hangs holds up this thread alone.
+                self.machine = machine.sample(self._proc, self._log_dir)
                 self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
             except Exception:
                 # As above, for instance a process that ends while it is read, or a status file of another release.

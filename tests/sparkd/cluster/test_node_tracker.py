@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.cluster.node_tracker import NODE_GRACE_S, Sight, told_of, told_of_strangers
+from sparkd.cluster.node_tracker import NODE_GRACE_S, Sight, machine_of, told_of, told_of_strangers
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers
+from sparkd.state.nouns import Machine
 from sparkd.state.snapshot import NodeView
 from tests.support.fakes import READING
 
@@ -127,3 +128,18 @@ def test_a_node_whose_agent_answers_and_cannot_look_is_not_given_up() -> None:
 
         assert [node.node_id for node in missing] == ["b"]
         assert sight.dark_s("b", float(now_s)) == 0
+
+
+@pytest.mark.parametrize(
+    ("raw", "machine"),
+    [
+        ({"host": "spark-1", "uptime_s": 7.5, "disk_total_bytes": 9, "disk_free_bytes": 3}, Machine("spark-1", 7.5, 9, 3)),
+        ({"host": "spark-1", "of_a_later_release": 1}, Machine("spark-1")),
+        ({"host": "spark-1", "uptime_s": "long"}, None),
+        ({}, None),
+        (None, None),
+    ],
+    ids=["whole", "of a later release", "damaged", "not looked yet", "of an earlier release"],
+)
+def test_the_facts_of_a_machine_are_taken_or_left(raw: object, machine: Machine | None) -> None:
+    assert machine_of(raw) == machine

@@ -67,10 +67,14 @@ def gate(tmp_path: Path) -> Gate:
 
 def test_a_load_waits_until_memory_is_back(gate: Gate) -> None:
     assert gate.look(50, SERVING)
+    assert gate.release.missing_bytes == {}
     assert not gate.look(51)
+    assert gate.release.missing_bytes == {"n": 57 * GIB}
     assert not gate.look(80)
+    assert gate.release.missing_bytes == {"n": 28 * GIB}
     assert gate.reasons == [("MemoryReturns", "n")]
     assert gate.look(107)
+    assert gate.release.missing_bytes == {}
     assert gate.told == ["57.0 of 58.0 GiB came back to n within 2.0 s."]
     assert gate.reasons == []
 

@@ -294,3 +294,18 @@ def test_behind_our_own_metrics_the_whole_still_parses() -> None:
     names = [family.name for family in text_string_to_metric_families(whole)]
     assert {"sparkd_requests", "vllm:num_requests_running"} <= set(names)
     assert len(names) == len(set(names))
+
+
+async def test_the_rates_of_the_engines_that_answer() -> None:
+    async with engines("m") as (made, targets):
+        made["m"].replies(http(page_of("m", 2)))
+        scraper = Scraper(lambda: targets, FakeClock())
+        await scraper.once()
+        assert scraper.rates()["m"].running == 2
+        text = scraper.text()
+        made["m"].replies(http(page_of("m", 3)))
+        await scraper.measure()
+        assert (scraper.rates()["m"].running, scraper.text()) == (3, text)
+        made["m"].replies(http("", "500 Internal Server Error"))
+        await scraper.measure()
+        assert scraper.rates() == {}

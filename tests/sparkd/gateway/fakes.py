@@ -323,7 +323,7 @@ async def serving(
 ) -> AsyncIterator[Running]:
     """The real server, on a real port, in front of `engine`."""
     limits = limits or ClientLimits(linger_s=0.3)
-    changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins") if name in options}
+    changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
     settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
     supervisor = FakeSupervisor(upstream)

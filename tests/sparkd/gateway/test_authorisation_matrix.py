@@ -36,6 +36,7 @@ PATHS = [
     "/v1/models/nobody",
     "/v1/responses/resp_1",
     "/v1/responses/resp_1/cancel",
+    "/ui/0123456789abcdef/style.css",
     "/admin/v1/models",
     "/admin/v1/models/org%2Ftiny",
     "/admin/v1/models/..x",
@@ -72,6 +73,14 @@ TRICKS = [
     "/livez%2f..%2fadmin/v1/models",
     "/v1/models/../../admin/v1/models",
     "/v1/models/%2e%2e/%2e%2e/admin/v1/models",
+    "/ui/..",
+    "/ui//",
+    "/ui/style.css",
+    "/ui/../admin/v1/models",
+    "/ui/0123456789abcdef/../../admin/v1/models",
+    "/ui/0123456789abcdef/%2e%2e/index.html",
+    "/ui/0123456789abcdef/.hidden",
+    "/UI/",
     "/v1/models/tiny/",
     "/v1/models/ti%6Ey",
     "/v1/models/tiny%00",
@@ -242,7 +251,7 @@ async def test_metrics_need_a_key_only_if_so_configured(engine: RawEngine) -> No
 
 async def test_without_keys_no_web_page_gets_in(gateway: Running) -> None:
     """A page's name may be rebound to 127.0.0.1, and a page may send a form or a plain fetch: neither may reach anything."""
-    for path in ("/v1/models", "/admin/v1/models", "/metrics", "/"):
+    for path in ("/v1/models", "/admin/v1/models", "/metrics", "/", "/ui/"):
         for host in ("localhost", "LOCALHOST:4000", "127.0.0.1", "127.0.0.1:4000", "[::1]:4000"):
             assert (await gateway.get(path, f"Host: {host}")).status == 200, (path, host)
         for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:4000", "10.0.0.1", "127.0.0.2", "[::2]"):

@@ -115,3 +115,43 @@ async def test_every_answer_says_its_date(engine: RawEngine, monkeypatch: pytest
             head = await client.reader.readuntil(b"\r\n\r\n")
             await client.close()
             assert [line.partition(": ")[2] for line in head.decode().split("\r\n") if line.lower().startswith("date:")] == [expected], raw
+
+
+async def test_a_browser_is_sent_to_the_page_and_others_are_not(engine: RawEngine) -> None:
+    browser = "Accept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+    async with serving(engine) as gateway:
+        for method in ("GET", "HEAD"):
+            client = await gateway.open()
+            client.send(request(method, "/", browser))
+            sent = await client.answer(head_only=method == "HEAD")
+            await client.close()
+            assert (sent.status, sent.headers["location"], sent.headers["vary"]) == (303, "/ui/", "accept")
+        assert (await gateway.get("/", "Accept: */*")).json["name"] == "sparkd"
+        assert (await gateway.get("/", "Accept: application/json")).json["name"] == "sparkd"
+        moved = await gateway.get("/ui")
+        assert (moved.status, moved.headers["location"]) == (308, "/ui/")
+        gateway.edge.settings = replace(gateway.edge.settings, web=False)
+        assert (await gateway.get("/", browser)).json["name"] == "sparkd"
+
+
+async def test_the_page_over_a_socket(engine: RawEngine) -> None:
+    async with serving(engine) as gateway:
+        index = await gateway.get("/ui/", "Accept-Encoding: gzip")
+        assert (index.status, index.headers["cache-control"]) == (200, "no-cache")
+        assert "x-request-id" in index.headers
+        client = await gateway.open()  # one connection: what follows a 304 and a HEAD is read as it should be
+        for method, header, status in (("HEAD", "", 200), ("GET", f"If-None-Match: {index.headers['etag']}", 304), ("GET", "", 200)):
+            client.send(request(method, "/ui/", "Accept-Encoding: gzip", *([header] if header else [])))
+            answer = await client.answer(head_only=method == "HEAD" or status == 304)
+            assert (answer.status, answer.headers["etag"]) == (status, index.headers["etag"])
+        await client.close()
+        old = await gateway.get("/ui/0123456789abcdef/app/main.js")
+        assert (old.status, old.error["code"]) == (404, "route_not_found")
+
+
+async def test_without_the_key_there_is_no_page(engine: RawEngine) -> None:
+    async with serving(engine, web=False) as gateway:
+        for path in ("/ui", "/ui/", "/ui/0123456789abcdef/app/main.js"):
+            answer = await gateway.get(path)
+            assert answer.status == 404, path
+            assert "/ui" not in answer.error["message"], path

@@ -21,12 +21,35 @@ DRAWN = {"gpu_power_w": 120.4, "gpu_busy_percent": 97.0, "gpu_celsius": 41.0}
         ("11.17, 0, 35", {"gpu_power_w": 11.17, "gpu_busy_percent": 0.0, "gpu_celsius": 35.0}),
         ("[N/A], 97, 41", {"gpu_busy_percent": 97.0, "gpu_celsius": 41.0}),
         ("120.40, [N/A], [Unknown Error]", {"gpu_power_w": 120.4}),
+        (
+            "4.31, 96, 71, 2411, 0x0000000000000064, NVIDIA GB10",
+            {
+                "gpu_power_w": 4.31,
+                "gpu_busy_percent": 96.0,
+                "gpu_celsius": 71.0,
+                "gpu_clock_mhz": 2411.0,
+                "gpu_throttled": ["sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown"],
+                "gpu_name": "NVIDIA GB10",
+            },
+        ),
+        (
+            "71.65, 0, 36, 345, 0x0000000000000001, NVIDIA H100 80GB HBM3",
+            {
+                "gpu_power_w": 71.65,
+                "gpu_busy_percent": 0.0,
+                "gpu_celsius": 36.0,
+                "gpu_clock_mhz": 345.0,
+                "gpu_throttled": [],
+                "gpu_name": "NVIDIA H100 80GB HBM3",
+            },
+        ),
+        ("[N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", {}),
         ("", {}),
         ("No devices were found", {}),
     ],
-    ids=["one GPU", "the first of two", "a GB10", "no power", "MIG", "nothing", "no GPU"],
+    ids=["one GPU", "the first of two", "a GB10", "no power", "MIG", "held down", "idle", "it tells nothing", "nothing", "no GPU"],
 )
-def test_what_nvidia_smi_says_of_the_first_gpu(text: str, values: dict[str, float]) -> None:
+def test_what_nvidia_smi_says_of_the_first_gpu(text: str, values: dict[str, object]) -> None:
     assert gpu_of(text) == values
 
 

@@ -1,0 +1,99 @@
+"""The routes of the page over the real edge: its stream is one that does not end, its history is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sparkd.admin.app import PREFIX, Parts, admin_app
+from sparkd.admin.live import MOST_PAGES, Live
+from sparkd.execution.boundary import Boundary
+from sparkd.gateway import Edge
+from tests.sparkd.admin.test_app import Stream
+from tests.sparkd.admin.test_live import FakeScraper
+from tests.support.answers import check_answer
+from tests.support.fakes import FakeClock, stage
+
+
+class Served:
+    def __init__(self, made: Any, path: Path) -> None:
+        supervisor = made.supervisor
+        controlled: Any = (supervisor, supervisor.registry, supervisor.ledger, made.cluster)
+        self.live = Live(*controlled, FakeScraper(), list, path=path, boundary=Boundary(FakeClock()))  # type: ignore[arg-type]
+        self.app = admin_app(*controlled, Parts(live=self.live))
+        self.edge = Edge(supervisor, admin=self.app, live=lambda: (True, {}), ready=lambda: (True, {}))
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.edge), base_url="http://localhost")
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.client.get(PREFIX + path)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with stage(tmp_path) as made:
+        await made.supervisor.tick()
+        served = Served(made, tmp_path / "history.bin")
+        running = asyncio.ensure_future(served.live.run())
+        yield served
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await served.client.aclose()
+
+
+async def test_the_stream_begins_with_the_document(served: Served) -> None:
+    page = Stream(served.edge)
+    running = asyncio.ensure_future(page.run("/live", {}))
+    async with asyncio.timeout(20):
+        while "\n\n" not in page.text:  # noqa: ASYNC110 - the fake client has no event
+            await asyncio.sleep(0.01)
+    assert (page.status, page.headers[b"content-type"]) == (200, b"text/event-stream; charset=utf-8")
+    identity, kind, data = page.text.split("\n\n")[0].split("\n")
+    assert (identity, kind) == (f"id: {served.live.stream.boot}-1", "event: snapshot")
+    check_answer(served.app, "GET", f"{PREFIX}/live", 200, json.loads(data.removeprefix("data: ")))
+    page.gone.set()
+    async with asyncio.timeout(20):
+        await running
+
+
+async def test_one_page_too_many_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.live.stream, "_pages", MOST_PAGES)
+    refused = await served.get("/live")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "30")
+
+
+async def test_history(served: Served) -> None:
+    async with asyncio.timeout(20):
+        while (answer := await served.get("/history?series=node.n.free_bytes&series=b&span_s=5")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    check_answer(served.app, "GET", f"{PREFIX}/history", 200, answer.json())
+    assert (answer.json()["step_s"], {name: len(row) for name, row in answer.json()["series"].items()}) == (
+        1,
+        {"node.n.free_bytes": 5, "b": 5},
+    )
+    coarse = (await served.get("/history?series=b&span_s=86400")).json()
+    assert (coarse["step_s"], len(coarse["series"]["b"])) == (30, 2880)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "series=a&span_s=0", "series=a&span_s=86401", "series=a&span_s=nan", f"series={'n' * 257}", "&".join(["series=a"] * 65)],
+    ids=["no series", "no time", "too long", "no number", "long name", "too many"],
+)
+async def test_a_question_that_is_refused(served: Served, query: str) -> None:
+    assert (await served.get(f"/history?{query}")).status_code == 400
+
+
+async def test_a_daemon_without_it_has_no_such_route(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        supervisor = made.supervisor
+        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, made.cluster)  # type: ignore[arg-type]
+        edge = Edge(supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=edge), base_url="http://localhost") as client:
+            for path in ("/live", "/history?series=a"):
+                assert (await client.get(PREFIX + path)).status_code == 404

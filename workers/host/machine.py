@@ -1,0 +1,25 @@
+"""Reads what a node is, besides its memory: its name, how long it has been up, and how full the disk of a folder is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def sample(proc: Path, folder: Path) -> dict[str, Any]:
+    """{"host", "uptime_s", "disk_total_bytes", "disk_free_bytes"}; None for what cannot be read.
+
+    free: to a user who is not root. Blocks as long as the folder's file system does.
+    """
+    facts: dict[str, Any] = {"host": socket.gethostname(), "uptime_s": None, "disk_total_bytes": None, "disk_free_bytes": None}
+    try:
+        facts["uptime_s"] = float((proc / "uptime").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        facts["uptime_s"] = None
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return facts
+    return facts | {"disk_total_bytes": disk.f_blocks * disk.f_frsize, "disk_free_bytes": disk.f_bavail * disk.f_frsize}
