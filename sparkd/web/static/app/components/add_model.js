@@ -1,0 +1,89 @@
+// Owns the dialog that adds a model: a plan first, then the entry, then the request.
+
+import { ADMIN, get, post, Refused } from "../api.js";
+import { html, useEffect, useState } from "../lib.js";
+import { go } from "../router.js";
+import { entryText } from "../yaml.js";
+import { Copy } from "./copy.js";
+import { Dialog } from "./dialog.js";
+import { EntryKeys, keyOf, rowsOf, specOf } from "./entry_keys.js";
+import { Fit } from "./fit.js";
+import { Check, Field } from "./form.js";
+import { act, sentence } from "./toast.js";
+
+/** The name of a model that comes from a hub id or a folder. @param {string} source */
+const nameOf = (source) => (source.replace(/\/+$/, "").split("/").pop() ?? "").toLowerCase();
+
+/** @param {{onClose: () => void}} props */
+export function AddModel({ onClose }) {
+  const [source, setSource] = useState("");
+  const [name, setName] = useState("");
+  const [rows, setRows] = useState(/** @type {import("./entry_keys.js").Row[] | null} */ (null));
+  const [load, setLoad] = useState(true);
+  const [answer, setAnswer] = useState(/** @type {any} */ (null));
+  const [recipes, setRecipes] = useState(/** @type {any[]} */ ([]));
+  const [busy, setBusy] = useState("");
+  const [planRefusal, setPlanRefusal] = useState(/** @type {unknown} */ (null));
+  const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
+  useEffect(() => {
+    get(`${ADMIN}/recipes`).then((listed) => setRecipes(listed.recipes), () => {});
+  }, []);
+
+  const check = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    const asked = source.trim();
+    setBusy("plan");
+    setPlanRefusal(null);
+    setRefusal(null);
+    setAnswer(null);
+    const recipe = recipes.find((one) => one.name === asked.split("@")[0]);
+    try {
+      const question = recipe ? { model: recipe.model, ...(typeof recipe.quantize === "string" ? { quantize: recipe.quantize } : {}) } : { model: asked };
+      if (recipe) setRows(rowsOf({ recipe: asked }));
+      if (!name) setName(nameOf(asked.split("@")[0] ?? asked));
+      const plan = await post(`${ADMIN}/plan`, question);
+      setAnswer(plan);
+      if (!recipe) setRows(rowsOf(plan.choice?.config ?? { model: asked }));
+    } catch (error) {
+      setPlanRefusal(error);
+      // A model whose headers cannot be read may be added all the same: the daemon decides.
+      if (!recipe && !rows) setRows(rowsOf({ model: asked }));
+    }
+    setBusy("");
+  };
+  const add = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    setBusy("add");
+    setRefusal(null);
+    try {
+      const taken = await post(`${ADMIN}/models`, { name, spec: specOf(rows ?? []), load });
+      await act(async () => taken, load ? undefined : `${name} was added.`);
+      onClose();
+      go("models", name);
+    } catch (error) {
+      setRefusal(error);
+    }
+    setBusy("");
+  };
+  const atName = refusal instanceof Refused && refusal.param === "name";
+  const atKey = rows ? keyOf(refusal, rows) : "";
+  return html`<${Dialog} title="Add model" onClose=${onClose} wide>
+    <form onSubmit=${check}>
+      <${Field} label="Hub id, folder or recipe" value=${source} onInput=${setSource} required mono list=${recipes.map((one) => one.name)} error=${planRefusal ? sentence(planRefusal) : null} placeholder="Qwen/Qwen3-30B-A3B" />
+      <div class="actions"><button class="main" disabled=${busy !== ""}>Check whether it fits</button><span role="status">${busy === "plan" ? "Reading the headers…" : ""}</span></div>
+    </form>
+    ${answer && html`<${Fit} answer=${answer} />`}
+    ${rows && html`<form onSubmit=${add}>
+      <${Field} label="Name" value=${name} onInput=${setName} required mono error=${atName ? sentence(refusal) : null} />
+      <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
+      ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
+      <div class="page-head"><h3>The entry</h3><${Copy} text=${() => entryText(name, specOf(rows))} label="Copy entry" /></div>
+      <pre>${entryText(name, specOf(rows))}</pre>
+      <div class="actions">
+        <${Check} label="Load it now" checked=${load} onChange=${setLoad} />
+        <button class="main" disabled=${busy !== ""}>Add</button><span role="status">${busy === "add" ? "Adding…" : ""}</span>
+      </div>
+    </form>`}
+  <//>`;
+}
+

@@ -1,0 +1,60 @@
+// Owns the editor of an entry's keys, which stands in the browser until the daemon takes it.
+
+import { Refused } from "../api.js";
+import { html } from "../lib.js";
+import { shown, typed } from "../yaml.js";
+import { Field } from "./form.js";
+
+/** The keys that an added model may have: those of sparkd/recipes/admin_policy.py. */
+export const KEYS = [
+  "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
+  "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
+  "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
+  "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",
+  "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
+];
+
+/**
+ * One row of the editor: a key, and its value as it is typed.
+ * @typedef {{key: string, text: string}} Row
+ */
+
+/** @param {Record<string, unknown>} spec @returns {Row[]} */
+export const rowsOf = (spec) => Object.entries(spec).map(([key, value]) => ({ key, text: shown(value) }));
+/** @param {Row[]} rows @returns {Record<string, unknown>} */
+export const specOf = (rows) => Object.fromEntries(rows.filter((row) => row.key.trim()).map((row) => [row.key.trim(), typed(row.text)]));
+
+/**
+ * The key that a refusal is about, and "" for one about none of these rows.
+ * @param {unknown} refusal @param {Row[]} rows
+ */
+export function keyOf(refusal, rows) {
+  if (!(refusal instanceof Refused)) return "";
+  const names = rows.map((row) => row.key).sort((a, b) => b.length - a.length);
+  const last = refusal.param?.split(".").pop();
+  return names.find((name) => name && name === last) ?? names.find((name) => name && new RegExp(`(^|[\\s.'"\`])${escaped(name)}([\\s:.,'"\`]|$)`).test(refusal.message)) ?? "";
+}
+
+/** @param {string} text */
+const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+
+/** @param {{rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown}} props */
+export function EntryKeys({ rows, onChange, refusal }) {
+  const wrong = keyOf(refusal, rows);
+  const set = (/** @type {number} */ place, /** @type {Partial<Row>} */ change) => onChange(rows.map((row, other) => (other === place ? { ...row, ...change } : row)));
+  return html`<fieldset class="stack">
+    <legend>Keys</legend>
+    ${rows.map(
+      (row, place) => html`<div class="key-row" key=${place}>
+        <${Field} label="Key" value=${row.key} list=${KEYS} mono onInput=${(/** @type {string} */ key) => set(place, { key })} />
+        <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })}
+          error=${wrong && row.key === wrong ? /** @type {Error} */ (refusal).message : null} />
+        <button type="button" aria-label="Remove key ${row.key}" onClick=${() => onChange(rows.filter((_, other) => other !== place))}>✕</button>
+      </div>`,
+    )}
+    <div class="actions">
+      <button type="button" onClick=${() => onChange([...rows, { key: "", text: "" }])}>Add key</button>
+      <span class="hint">A value is JSON, or else text.</span>
+    </div>
+  </fieldset>`;
+}

@@ -1,0 +1,26 @@
+// Owns the list of findings: what was looked at, the value that was read, and what fixes it.
+
+import { html } from "../lib.js";
+import { Copy } from "./copy.js";
+import { Word } from "./state.js";
+
+const ORDER = ["fail", "warn", "ok"];
+
+/** @param {{findings: Finding[]}} props */
+export function Findings({ findings }) {
+  const bad = findings.filter((one) => one.verdict !== "ok").sort((a, b) => ORDER.indexOf(a.verdict) - ORDER.indexOf(b.verdict));
+  const good = findings.filter((one) => one.verdict === "ok");
+  const list = (/** @type {Finding[]} */ some) => html`<ul class="notes">
+    ${some.map((one, place) => html`<li key=${place} class="finding">
+      <${Word} word=${one.verdict} /> <b>${one.node}</b> · ${one.about}: ${one.evidence}
+      ${one.cure && html`<div class="cure"><span>${one.cure}</span><${Copy} text=${commandIn(one.cure)} label=${commandIn(one.cure) === one.cure ? "Copy" : "Copy command"} /></div>`}
+    </li>`)}
+  </ul>`;
+  return html`<div class="stack">
+    ${bad.length ? list(bad) : html`<p>Nothing is wrong.</p>`}
+    ${good.length > 0 && html`<details><summary>${good.length} in order</summary>${list(good)}</details>`}
+  </div>`;
+}
+
+/** The command between backticks, else the whole text. @param {string} cure */
+const commandIn = (cure) => /`([^`]+)`/.exec(cure)?.[1] ?? cure;

@@ -1,0 +1,29 @@
+// Owns how states and verdicts look: a colour and always a word.
+
+import { html, useComputed } from "../lib.js";
+import { now } from "../store.js";
+import { duration, percent } from "../units.js";
+
+/** @type {Record<string, string>} */
+const TONES = { READY: "good", FAILED: "bad", STOPPED: "idle", ok: "good", warn: "busy", fail: "bad", tight: "busy", pressed: "busy", critical: "bad" };
+
+/** A coloured word. @param {{word: string, tone?: string}} props */
+export const Word = ({ word, tone }) => html`<span class="word ${tone ?? TONES[word] ?? "busy"}">${word}</span>`;
+
+/** A model's state, as `sparkd ps` prints it. @param {{model: {state: string, turn?: number | null, doubt?: string | null, progress?: Progress | null}}} props */
+export function State({ model }) {
+  if (model.turn != null) return html`<${Word} word="WAITS ${model.turn}" tone="busy" />`;
+  if (model.doubt && model.state === "READY") return html`<${Word} word="SUSPECT" tone="busy" />`;
+  const fraction = model.state === "LOADING" ? model.progress?.fraction : null;
+  return html`<${Word} word=${model.state + (fraction == null ? "" : ` ${percent(fraction)}`)} tone=${TONES[model.state] ?? "busy"} />`;
+}
+
+/** For how long, by the daemon's clock; drawn again only when its text changes. @param {{atS: number | null | undefined}} props */
+export function Since({ atS }) {
+  const text = useComputed(() => (atS == null ? "-" : duration(now.value - atS)));
+  return html`<span class="figure">${text}</span>`;
+}
+
+/** How far something is. @param {{fraction: number | null | undefined, label: string}} props */
+export const Progress = ({ fraction, label }) =>
+  fraction == null ? null : html`<progress max="1" value=${fraction} aria-label=${label}>${percent(fraction)}</progress>`;

@@ -1,0 +1,186 @@
+// Owns the overview: nodes with their memory, cables, models, what waits, and what is wrong.
+
+import { ADMIN, get } from "../api.js";
+import { MemoryBar } from "../components/memory_bar.js";
+import { ModelActions } from "../components/model_actions.js";
+import { Since, State, Word } from "../components/state.js";
+import { Table } from "../components/table.js";
+import { html, signal, useEffect, useRef, useSignal } from "../lib.js";
+import { to } from "../router.js";
+import { cables, conditions, lastIncident, models, nodes } from "../store.js";
+import { bandwidth, celsius, count, duration, gib, megahertz, moment, percent, rate, size, stage, UNKNOWN, watts } from "../units.js";
+
+export function Overview() {
+  return html`<section class="page">
+    <h1 class="offscreen">Overview</h1>
+    <${Conditions} /><${Nodes} /><${Resident} /><${Waiting} /><${Troubles} />
+  </section>`;
+}
+
+function Conditions() {
+  const some = conditions.value;
+  if (!some.length) return null;
+  return html`<section aria-label="Conditions">
+    <ul class="notes">
+      ${some.map((one) => html`<li key=${one.reason + one.message}><b>${one.reason}</b>${one.node && ` · ${one.node}`}: ${one.message}</li>`)}
+    </ul>
+  </section>`;
+}
+
+function Nodes() {
+  const addresses = nodes.keys.value;
+  const some = cables.value;
+  const pair = addresses.length === 2 && some.length > 0;
+  return html`<section aria-label="Nodes">
+    <div class=${pair ? "cards pair" : "cards"}>
+      ${addresses.map((address, place) => html`
+        ${pair && place === 1 && html`<${Cables} key="cables" />`}
+        <${NodeCard} key=${address} address=${address} />
+      `)}
+    </div>
+    ${!pair && some.length > 0 && html`<${Cables} />`}
+  </section>`;
+}
+
+/** A node that is not on the screen is not drawn again. @param {{address: string}} props */
+function NodeCard({ address }) {
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  const visible = useSignal(true);
+  useEffect(() => {
+    if (!ref.current) return;
+    const watch = new IntersectionObserver(([entry]) => (visible.value = entry?.isIntersecting ?? true), { rootMargin: "200px" });
+    watch.observe(ref.current);
+    return () => watch.disconnect();
+  }, []);
+  const entry = nodes.of(address);
+  const node = visible.value ? entry.value : entry.peek();
+  if (!node) return html`<article class="card" ref=${ref}></article>`;
+  const reading = node.reading;
+  return html`<article class="card" ref=${ref} aria-label="Node ${node.host ?? address}">
+    <header class="card-head">
+      <h2>${node.host ?? address}</h2>
+      <span class="quiet-text">${node.host ? address : ""}${node.local ? " · head" : ""}</span>
+      ${node.agent ? html`<${Word} word=${reading?.level ?? "no reading"} />` : html`<${Word} word="its agent does not answer" tone="bad" />`}
+    </header>
+    <${MemoryBar} node=${node} />
+    ${reading?.level_why && html`<p class="error">${reading.level_why}</p>`}
+    <dl class="figures">
+      <${Pair} name="available" value=${gib(reading?.mem_available_bytes)} />
+      <${Pair} name="slope" value=${slope(reading?.slope_bytes_per_s)} />
+      <${Pair} name="to the floor" value=${reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
+      <${Pair} name="PSI some / full" value=${`${psi(reading?.psi_some_avg10)} / ${psi(reading?.psi_full_avg10)}`} />
+      <${Pair} name="GPU" value=${percent(fractionOf(node.gpu?.busy_percent ?? reading?.gpu_busy_percent))} />
+      <${Pair} name="power" value=${watts(node.gpu?.power_w ?? reading?.gpu_power_w)} />
+      <${Pair} name="temperature" value=${celsius(node.gpu?.celsius ?? reading?.gpu_celsius)} />
+      <${Pair} name="clock" value=${megahertz(node.gpu?.clock_mhz)} />
+      <${Pair} name="disk free" value=${node.disk ? `${size(node.disk.free_bytes)} (${percent(node.disk.free_bytes / node.disk.total_bytes)})` : UNKNOWN} />
+      <${Pair} name="up" value=${duration(node.uptime_s)} />
+      ${node.gpu?.name && html`<${Pair} name="device" value=${node.gpu.name} />`}
+    </dl>
+    ${node.gpu?.throttled?.length ? html`<p class="error">The GPU is throttled: ${node.gpu.throttled.join(", ")}.</p>` : null}
+    ${reading?.device_trouble && html`<p class="error">${reading.device_trouble}</p>`}
+  </article>`;
+}
+
+/** @param {{name: string, value: any}} props */
+const Pair = ({ name, value }) => html`<div><dt>${name}</dt><dd class="figure">${value}</dd></div>`;
+
+/** @param {number | null | undefined} value */
+const fractionOf = (value) => (value == null ? null : value / 100);
+/** @param {number | null | undefined} value */
+const psi = (value) => (value == null ? UNKNOWN : `${value.toFixed(1)}%`);
+/** @param {number | null | undefined} bytesPerS */
+const slope = (bytesPerS) => (bytesPerS == null ? UNKNOWN : `${bytesPerS < 0 ? "−" : "+"}${size(Math.abs(bytesPerS))}/s`);
+
+function Cables() {
+  return html`<ul class="cables" aria-label="Cables">
+    ${cables.value.map((cable) => {
+      const problem = cable.problem ?? cable.rails.map((rail) => rail.problem).find(Boolean);
+      const verdict = cable.verdict ?? (problem ? "warn" : "ok");
+      return html`<li key=${[cable.a, cable.a_cage, cable.b, cable.b_cage].join(" ")} class="cable ${verdict}">
+        <span class="ends">${cable.a} cage ${cable.a_cage} – ${cable.b} cage ${cable.b_cage}</span>
+        <${Word} word=${verdict} /> <span class="figure">${count(cable.rails.length)} rails</span>
+        <span class="figure">${cable.rate_gb_s == null ? "not measured" : bandwidth(cable.rate_gb_s * 1e9)}</span>
+        ${problem && html`<span class="error">${problem}</span>`}
+      </li>`;
+    })}
+  </ul>`;
+}
+
+const seen = (/** @type {string} */ name) => models.of(name).value;
+/** @param {LiveModel | null} model */
+const resident = (model) => model !== null && (model.state !== "STOPPED" || model.want === "RUNNING");
+
+/** @type {import("../components/table.js").Column<string>[]} */
+const COLUMNS = [
+  { head: "Model", name: true, value: (name) => name, cell: (name) => html`<a href=${to("models", name)}>${name}</a>` },
+  { head: "State", value: (name) => seen(name)?.state, cell: (name) => html`<${State} model=${seen(name) ?? { state: "gone" }} />` },
+  { head: "Tokens/s", end: true, hint: "generated", value: (name) => seen(name)?.rates?.generation_tokens_per_s, cell: (name) => html`<span class="figure">${rate(seen(name)?.rates?.generation_tokens_per_s)}</span>` },
+  { head: "KV use", end: true, value: (name) => seen(name)?.rates?.kv_usage, cell: (name) => html`<span class="figure">${percent(seen(name)?.rates?.kv_usage)}</span>` },
+  { head: "Running", end: true, value: (name) => seen(name)?.rates?.running ?? seen(name)?.in_flight, cell: (name) => html`<span class="figure">${count(seen(name)?.rates?.running ?? seen(name)?.in_flight)}</span>` },
+  { head: "Waiting", end: true, value: (name) => waitingOf(seen(name)), cell: (name) => html`<span class="figure">${count(waitingOf(seen(name)))}</span>` },
+  { head: "Memory", end: true, value: (name) => seen(name)?.memory_gib, cell: (name) => html`<span class="figure">${seen(name)?.memory_gib == null ? UNKNOWN : `${seen(name)?.memory_gib} GiB`}</span>` },
+  { head: "Node", value: (name) => placeOf(seen(name)), cell: (name) => placeOf(seen(name)) },
+  { head: "For", end: true, cell: (name) => html`<${Since} atS=${seen(name)?.since_s} />` },
+  { head: "", cell: (name) => html`<${ModelActions} name=${name} />` },
+];
+
+/** In the engine, and before it in the gateway. @param {LiveModel | null} model */
+const waitingOf = (model) => (model ? (model.rates?.waiting ?? 0) + (model.queued ?? 0) : null);
+/** @param {LiveModel | null} model */
+const placeOf = (model) => (model?.ranks ?? []).map((rank) => rank.node).join(", ") || model?.node || UNKNOWN;
+/** @param {string} name */
+const isResident = (name) => resident(seen(name));
+
+function Resident() {
+  const names = models.keys.value;
+  return html`<section>
+    <h2>Models</h2>
+    <${Table} label="Resident models" rows=${names} columns=${COLUMNS} rowKey=${(/** @type {string} */ name) => name} matches=${isResident}
+      search=${names.length > 20 ? "Search models" : undefined}
+      empty=${html`No model is known. <a href=${to("models")}>Add one</a>.`} />
+    <p><a href=${to("models")}>All ${names.length} known models</a></p>
+  </section>`;
+}
+
+function Waiting() {
+  const some = models.all().filter((model) => model.wait || model.turn != null || model.queued > 0 || ["PLANNED", "LOADING", "WARMING", "SIZING"].includes(model.state) || model.retry_in_s != null);
+  if (!some.length) return null;
+  some.sort((a, b) => (a.turn ?? Infinity) - (b.turn ?? Infinity));
+  return html`<section>
+    <h2>Waiting</h2>
+    <ul class="notes">
+      ${some.map((model) => html`<li key=${model.name}>
+        <a href=${to("models", model.name)}>${model.name}</a> <${State} model=${model} />${" "}
+        ${model.message ?? `${stage(model.state, model.progress)}.`}
+        ${model.retry_in_s != null && html` Next try in <span class="figure">${duration(model.retry_in_s)}</span>.`}
+        ${model.queued > 0 && html` <span class="figure">${count(model.queued)}</span> ${model.queued === 1 ? "request waits" : "requests wait"}.`}
+      </li>`)}
+    </ul>
+  </section>`;
+}
+
+/** The last examination of this visit: each one starts programs on every node. @type {Signal<{findings: Finding[], verdict: string} | null>} */
+const examination = signal(null);
+/** @type {Signal<any[]>} */
+const incidents = signal([]);
+
+function Troubles() {
+  const last = lastIncident.value;
+  useEffect(() => {
+    if (!examination.peek()) get(`${ADMIN}/doctor`).then((answer) => (examination.value = answer), () => {});
+  }, []);
+  useEffect(() => {
+    get(`${ADMIN}/incidents`).then((answer) => (incidents.value = answer.incidents.slice(0, 3)), () => {});
+  }, [last]);
+  const bad = (examination.value?.findings ?? []).filter((finding) => finding.verdict !== "ok");
+  if (!bad.length && !incidents.value.length) return null;
+  return html`<section>
+    <h2>Findings and incidents</h2>
+    <ul class="notes">
+      ${bad.slice(0, 5).map((one) => html`<li key=${one.check + one.node + one.about}><${Word} word=${one.verdict} /> ${one.node} · ${one.about}: ${one.evidence}</li>`)}
+      ${incidents.value.map((one) => html`<li key=${one.id}><${Word} word="incident" tone="bad" /> <a href=${to("doctor", one.id)}>${moment(one.at_s)}</a> ${one.node} · ${one.model ?? ""}: ${one.why}</li>`)}
+    </ul>
+    ${bad.length > 5 && html`<p><a href=${to("doctor")}>${bad.length} findings</a></p>`}
+  </section>`;
+}

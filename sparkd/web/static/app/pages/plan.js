@@ -1,0 +1,81 @@
+// Owns the page of a plan: the questions of `sparkd plan` as a form, and its answer.
+
+import { ADMIN, post, Refused } from "../api.js";
+import { Choice, Fit } from "../components/fit.js";
+import { Check, Field } from "../components/form.js";
+import { sentence } from "../components/toast.js";
+import { html, useState } from "../lib.js";
+import { models } from "../store.js";
+import { typed } from "../yaml.js";
+
+/** The fields of the question, with the options of the command line. @type {[string, string, {hint?: string, kind: "text" | "whole" | "number", options?: [string, string][]}][]} */
+const FIELDS = [
+  ["nodes", "Nodes", { kind: "whole" }],
+  ["max_model_len", "Context, tokens", { kind: "whole", hint: "32k is 32,000, 32K is 32,768; empty for as many as fit" }],
+  ["requests", "Requests at once", { kind: "whole" }],
+  ["quantize", "Format", { kind: "text", hint: "such as nvfp4; empty tries all" }],
+  ["kv_cache_dtype", "KV cache dtype", { kind: "text", options: [["", "as configured"], ["auto", "auto"], ["fp8", "fp8"], ["fp8_e4m3", "fp8_e4m3"], ["fp8_e5m2", "fp8_e5m2"]] }],
+  ["speculative", "Speculative decoding", { kind: "text", hint: "such as mtp; empty for none" }],
+  ["max_num_batched_tokens", "Batched tokens", { kind: "whole" }],
+  ["max_num_seqs", "Sequences at once", { kind: "whole" }],
+  ["margin_gib", "Margin, GiB", { kind: "number" }],
+];
+
+/** @param {string} text */
+function tokens(text) {
+  const found = /^([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])$/.exec(text);
+  if (!found) return typed(text);
+  const letter = found[2] ?? "";
+  return Math.floor(Number(found[1]) * (letter === letter.toLowerCase() ? 1000 : 1024) ** ("kmgt".indexOf(letter.toLowerCase()) + 1));
+}
+
+/** The field that a refusal is about: its parameter, or a field that its sentence names. @param {unknown} refusal */
+function fieldOf(refusal) {
+  if (!(refusal instanceof Refused)) return "";
+  const names = ["model", ...FIELDS.map(([name]) => name)].sort((a, b) => b.length - a.length);
+  const dashed = (/** @type {string} */ name) => [`body.${name}`, `--${name.replaceAll("_", "-")}`, name];
+  return names.find((name) => name === refusal.param?.split(".").pop()) ?? names.find((name) => dashed(name).slice(0, 2).some((word) => refusal.message.includes(word))) ?? "model";
+}
+
+export function Plan() {
+  const [model, setModel] = useState("");
+  const [values, setValues] = useState(/** @type {Record<string, string>} */ ({}));
+  const [eager, setEager] = useState(false);
+  const [answer, setAnswer] = useState(/** @type {any} */ (null));
+  const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
+  const [busy, setBusy] = useState(false);
+  const submit = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    setBusy(true);
+    setRefusal(null);
+    /** @type {Record<string, unknown>} */
+    const question = { model: model.trim() };
+    for (const [name, , { kind }] of FIELDS) {
+      const text = (values[name] ?? "").trim();
+      if (text) question[name] = kind === "text" ? (text.startsWith("{") ? typed(text) : text) : tokens(text);
+    }
+    if (eager) question.enforce_eager = true;
+    try {
+      setAnswer(await post(`${ADMIN}/plan`, question));
+    } catch (error) {
+      setRefusal(error);
+      setAnswer(null);
+    }
+    setBusy(false);
+  };
+  const wrong = fieldOf(refusal);
+  const errorAt = (/** @type {string} */ name) => (wrong === name ? sentence(refusal) : null);
+  return html`<section class="page">
+    <h1>Plan</h1>
+    <p class="quiet-text">Whether a model fits, from its headers alone; no weights are read.</p>
+    <form class="panel" onSubmit=${submit}>
+      <${Field} label="Model" value=${model} onInput=${setModel} required mono list=${models.keys.value} error=${errorAt("model")} hint="A known model, a folder or a hub id." />
+      <div class="fields">
+        ${FIELDS.map(([name, label, { hint, options }]) => html`<${Field} key=${name} label=${label} value=${values[name] ?? ""} hint=${hint} options=${options} error=${errorAt(name)}
+          onInput=${(/** @type {string} */ text) => setValues({ ...values, [name]: text })} />`)}
+      </div>
+      <div class="actions"><button class="main" disabled=${busy}>Plan</button><${Check} label="Without CUDA graphs" checked=${eager} onChange=${setEager} /><span role="status">${busy ? "Reading the headers…" : ""}</span></div>
+    </form>
+    ${answer && html`<section aria-label="Answer"><${Fit} answer=${answer} /><${Choice} answer=${answer} /></section>`}
+  </section>`;
+}

@@ -1,0 +1,135 @@
+// Owns the page of requests: those in flight, and those that have ended; never a prompt.
+
+import { ADMIN, get, remove, request } from "../api.js";
+import { Word } from "../components/state.js";
+import { Table } from "../components/table.js";
+import { act, sentence } from "../components/toast.js";
+import { html, useEffect, useState } from "../lib.js";
+import { to } from "../router.js";
+import { models, now } from "../store.js";
+import { count, duration, moment, rate, seconds, size, UNKNOWN } from "../units.js";
+
+const EVERY_S = 1;
+const PAGE = 200;
+
+/** @typedef {import("../components/table.js").Column<any>} RequestColumn */
+/** @type {RequestColumn} */
+const MODEL = { head: "Model", value: (one) => one.model, cell: (one) => (one.model && models.keys.value.includes(one.model) ? html`<a href=${to("models", one.model)}>${one.model}</a>` : one.model ?? UNKNOWN) };
+/** @type {RequestColumn} */
+const KEY = { head: "Key", value: (one) => one.key, cell: (one) => one.key ?? UNKNOWN };
+/** @type {RequestColumn} */
+const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route };
+
+/** @type {RequestColumn[]} */
+const IN_FLIGHT = [
+  { head: "Request", name: true, value: (one) => one.request_id, cell: (one) => html`<code>${one.request_id}</code>` },
+  { head: "Age", end: true, value: (one) => -one.started_s, cell: (one) => html`<span class="figure">${duration(now.value - one.started_s)}</span>` },
+  { head: "Phase", value: (one) => one.phase, cell: (one) => html`<${Word} word=${one.phase} tone=${one.phase === "streaming" ? "good" : "busy"} />` },
+  MODEL,
+  KEY,
+  { head: "Tokens", end: true, value: (one) => one.completion_tokens, cell: (one) => html`<span class="figure">${count(one.completion_tokens)}</span>` },
+  { head: "Sent", end: true, value: (one) => one.bytes_out, cell: (one) => html`<span class="figure">${size(one.bytes_out)}</span>` },
+  { head: "First token", end: true, value: (one) => one.ttft_s, cell: (one) => seconds(one.ttft_s) },
+  ROUTE,
+  { head: "", cell: (one) => html`<button type="button" aria-label="Cancel ${one.request_id}" onClick=${() => act(() => remove(`${ADMIN}/requests/${encodeURIComponent(one.request_id)}`), `${one.request_id} was cancelled.`)}>Cancel</button>` },
+];
+
+/** @type {RequestColumn[]} */
+const FINISHED = [
+  { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap">${moment(one.started_s)}</span>` },
+  MODEL,
+  KEY,
+  { head: "Code", end: true, value: (one) => one.status, cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} />` },
+  { head: "In", end: true, hint: "tokens of the prompt", value: (one) => one.prompt_tokens, cell: (one) => count(one.prompt_tokens) },
+  { head: "Cached", end: true, hint: "of those, from the prefix cache", value: (one) => one.cached_tokens, cell: (one) => count(one.cached_tokens) },
+  { head: "Out", end: true, hint: "tokens of the answer", value: (one) => one.completion_tokens, cell: (one) => count(one.completion_tokens) },
+  { head: "First token", end: true, value: (one) => one.ttft_s, cell: (one) => seconds(one.ttft_s) },
+  { head: "Tokens/s", end: true, value: (one) => one.tokens_per_s, cell: (one) => rate(one.tokens_per_s) },
+  { head: "Queued", end: true, value: (one) => one.queued_s, cell: (one) => seconds(one.queued_s) },
+  { head: "Took", end: true, value: (one) => one.seconds, cell: (one) => seconds(one.seconds) },
+  { head: "Error", value: (one) => one.code, cell: (one) => one.code ?? UNKNOWN },
+  ROUTE,
+  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code>${one.request_id}</code>` },
+];
+
+/** A stream that broke off has the status 200 and a code. @param {any} one */
+const answered = (one) => one.status !== null && one.status < 400 && !one.code;
+/** @param {string} model */
+const queryOf = (model) => new URLSearchParams(model ? { model } : {});
+
+export function Requests() {
+  const [model, setModel] = useState("");
+  const [flight, setFlight] = useState(/** @type {any[]} */ ([]));
+  const [finished, setFinished] = useState(/** @type {any[]} */ ([]));
+  const [next, setNext] = useState(/** @type {string | null} */ (null));
+  const [older, setOlder] = useState(/** @type {any[]} */ ([]));
+  const [outcome, setOutcome] = useState("");
+  const [problem, setProblem] = useState("");
+  useEffect(() => {
+    let ended = false;
+    let timer = 0;
+    setOlder([]);
+    const look = async () => {
+      try {
+        const page = await get(`${ADMIN}/requests?limit=${PAGE}&${queryOf(model)}`);
+        if (ended) return;
+        setFlight(page.in_flight);
+        setFinished((before) => (same(before, page.finished) ? before : page.finished));
+        setNext(page.next);
+        setProblem("");
+      } catch (error) {
+        if (!ended) setProblem(sentence(error));
+      }
+      if (!ended) timer = setTimeout(look, EVERY_S * 1000);
+    };
+    look();
+    return () => {
+      ended = true;
+      clearTimeout(timer);
+    };
+  }, [model]);
+  const more = async () => {
+    const cursor = older.length ? older[older.length - 1].next : next;
+    const page = await act(() => get(`${ADMIN}/requests?limit=${PAGE}&before=${encodeURIComponent(cursor ?? "")}&${queryOf(model)}`));
+    if (page) setOlder([...older, { rows: page.finished, next: page.next }]);
+  };
+  const csv = () =>
+    act(async () => {
+      const response = await request("GET", `${ADMIN}/requests?${queryOf(model)}`, { headers: { accept: "text/csv" } });
+      saved(await response.blob(), "requests.csv");
+    });
+  const rows = [...finished, ...older.flatMap((page) => page.rows)].filter(
+    (one, place, all) => (place === 0 || one.request_id !== all[place - 1].request_id) && (outcome === "" || (outcome === "ok") === answered(one)),
+  );
+  const last = older.length ? older[older.length - 1].next : next;
+  return html`<section class="page">
+    <div class="page-head"><h1>Requests</h1>
+      <select class="slim" aria-label="Model" value=${model} onChange=${(/** @type {any} */ event) => setModel(event.currentTarget.value)}>
+        <option value="">All models</option>${models.keys.value.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
+      </select>
+      <button type="button" onClick=${csv}>Save as CSV</button>
+    </div>
+    ${problem && html`<p class="error" role="alert">${problem}</p>`}
+    <section><h2>In flight</h2>
+      <${Table} label="Requests in flight" rows=${flight} columns=${IN_FLIGHT} rowKey=${(/** @type {any} */ one) => one.request_id} empty="No request is in flight." />
+    </section>
+    <section><h2>Finished</h2>
+      <${Table} label="Finished requests" rows=${rows} columns=${FINISHED} rowKey=${(/** @type {any} */ one) => one.number ?? one.request_id} search="Search requests" empty="No request has ended yet." limit=${2000}
+        more=${html`<select class="slim" aria-label="Outcome" value=${outcome} onChange=${(/** @type {any} */ event) => setOutcome(event.currentTarget.value)}>
+          <option value="">Any outcome</option><option value="ok">Answered</option><option value="failed">Failed</option></select>`} />
+      ${last && html`<div class="actions"><button type="button" onClick=${more}>Older requests</button></div>`}
+    </section>
+  </section>`;
+}
+
+/** @param {any[]} before @param {any[]} after */
+const same = (before, after) => before.length === after.length && before[0]?.request_id === after[0]?.request_id && before[before.length - 1]?.request_id === after[after.length - 1]?.request_id;
+
+/** @param {Blob} content @param {string} name */
+export function saved(content, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
