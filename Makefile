@@ -12,7 +12,7 @@ DEMO     := smollm2-135m-instruct
 # The first word of so small a model's answer is nearly a toss-up, and a CPU's matrix unit rounds it to the wrong side in bfloat16.
 PRECISE  := $(if $(wildcard /dev/nvidia0),,-o models.$(DEMO).dtype=float32)
 
-.PHONY: help serve test lint bench wheels lock clean dev python promtool page
+.PHONY: help serve test lint bench wheels lock clean dev python promtool chromium page
 .SILENT:
 
 help:
@@ -38,7 +38,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 # pip would compile 25,000 files, and the tests import few of them.
 test: export PIP_COMPILE := 0
 # OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
-test: lint promtool page
+test: lint promtool chromium page
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
 	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m engines
 	"$(BIN)/python" -m pytest -m alone
@@ -50,6 +50,9 @@ lint: dev
 
 promtool: dev
 	deploy/promtool.sh "$(BIN)/promtool"
+
+chromium:
+	deploy/chromium.sh
 
 # What checks the page's types. A machine without npm tests everything else.
 page:

@@ -45,6 +45,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cli.serve", "register_serve", ("serve",)),
     ("cli.run", "register", ("run",)),
     ("cli.models", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
+    ("cli.requests", "register", ("requests",)),
     ("cli.plan", "register", ("plan",)),
     ("cli.fabric", "register", ("fabric", "nodes")),
     ("cli.reload", "register", ("reload",)),

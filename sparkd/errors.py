@@ -28,7 +28,9 @@
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
     - RouteNotServed 404
+    - UnknownRequest 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
+    - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
     - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 400
   + Unavailable 503             try again later; carries Retry-After
@@ -362,6 +364,31 @@ class UnknownIncident(RequestError):
 
     def __init__(self, incident_id: str) -> None:
         super().__init__(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
+
+
+class UnknownRequest(RequestError):
+    """No request with this id is in flight: it has ended, or there was none."""
+
+    status = 404
+    type = "not_found_error"
+    code = "request_not_found"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"No request {request_id[:128]!r} is in flight. `sparkd requests` lists those that are.")
+
+
+class RequestCancelled(RequestError):
+    """An operator ended the request. No status that clients retry by themselves: that would undo what the operator did."""
+
+    status = 410
+    type = "cancelled_error"
+    code = "request_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("An operator of this server cancelled the request. Ask the operator before you send it again.")
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class MethodNotAllowed(RequestError):

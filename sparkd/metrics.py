@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 
 from prometheus_client import (
     CollectorRegistry,
@@ -228,10 +229,13 @@ TICK_SECONDS = Histogram(
 )
 
 
-def labelled(*labels: str) -> tuple[Gauge | Counter | Histogram, ...]:
-    """Every metric that is declared above with these labels and no others."""
-    declared = (each for each in globals().values() if isinstance(each, Gauge | Counter | Histogram))
-    return tuple(each for each in declared if each._labelnames == labels)
+def forget(label: str, value: str, but: Collection[Gauge | Counter | Histogram] = ()) -> None:
+    """Remove every series, of any metric that is declared above, whose `label` has this value. but: metrics that keep theirs."""
+    for metric in globals().values():
+        if isinstance(metric, Gauge | Counter | Histogram) and label in metric._labelnames and metric not in but:
+            place = metric._labelnames.index(label)
+            for labels in [each for each in metric._metrics if each[place] == value]:
+                metric.remove(*labels)
 
 
 def text(extra: bytes = b"") -> bytes:

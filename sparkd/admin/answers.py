@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
 from sparkd.condition import Condition
-from sparkd.engine.rates import Rates
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import Setting
 from sparkd.fabric.rates import Rate
@@ -24,7 +23,7 @@ from sparkd.state.snapshot import ModelView, NodeView
 _HIDDEN = ("api_key_path",)
 
 
-def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
+def body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
     """The body of a dataclass: its fields but for the hidden ones, and more, each a type."""
     hints = get_type_hints(noun)
     members = {field.name: (hints[field.name], ...) for field in fields(noun) if field.name not in hidden}
@@ -32,12 +31,12 @@ def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **mo
     return create_model(name, __doc__=doc, **members)  # type: ignore[call-overload]
 
 
-ReadingBody = _body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
-RankBody = _body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
-NodeBody = _body_of(
+ReadingBody = body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
+RankBody = body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
+NodeBody = body_of(
     "Node", NodeView, "One node of the cluster. `agent` is false while its agent does not answer.", reading=ReadingBody | None, node=str
 )
-ModelBody = _body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
+ModelBody = body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
 
 
 def reading_body(reading: Reading) -> dict[str, Any]:
@@ -70,68 +69,6 @@ class Costs(BaseModel):
     ray: list[Cost]
     ray_pss_bytes: int
     ray_listeners: list[str]
-
-
-class LiveLimits(BaseModel):
-    """The guard's marks on a node's memory, bytes of MemAvailable."""
-
-    soft: int
-    hard: int
-    floor: int
-
-
-class LiveEngine(BaseModel):
-    model: str
-    host_bytes: int | None
-    device_bytes: int | None
-
-
-class LiveDisk(BaseModel):
-    total_bytes: int
-    free_bytes: int
-
-
-class LiveGpu(BaseModel):
-    """The first GPU of a node with an engine."""
-
-    name: str | None
-    power_w: float | None
-    busy_percent: float | None
-    celsius: float | None
-    clock_mhz: float | None
-    throttled: list[str] | None = Field(description="What holds the clock down; empty where nothing does")
-
-
-LiveNode = _body_of(
-    "LiveNode",
-    NodeView,
-    "One node, with what the page draws of it. released_bytes: memory of engines that ended which has not come back.",
-    ("machine",),
-    reading=ReadingBody | None,
-    node=str,
-    limits=LiveLimits | None,
-    engines=list[LiveEngine],
-    reserved_bytes=int,
-    released_bytes=int,
-    host=str | None,
-    uptime_s=float | None,
-    disk=LiveDisk | None,
-    gpu=LiveGpu | None,
-)
-LiveRates = _body_of(
-    "LiveRates",
-    Rates,
-    "One engine over the last 10 s, latencies over the last 30. joules_per_token is of its GPUs, where no other engine shares them.",
-    joules_per_token=float | None,
-)
-LiveModel = _body_of(
-    "LiveModel",
-    ModelView,
-    "One model, with what its engine does.",
-    ranks=list[RankBody],  # type: ignore[valid-type]
-    pin=bool,
-    rates=LiveRates | None,
-)
 
 
 class OpenQuestion(BaseModel):
@@ -228,7 +165,7 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-RateBody = _body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+RateBody = body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
 
 
 class TensorParallel(BaseModel):
@@ -237,47 +174,6 @@ class TensorParallel(BaseModel):
     all: bool
     reason: str | None
     pairs: list[list[str]]
-
-
-class LiveCable(Cable):
-    """Nodes by their addresses. rate_gb_s: measured last, where it holds; problem: the worst finding, with what helps."""
-
-    rate_gb_s: float | None
-    verdict: str
-    problem: str | None
-
-
-class LiveEvents(BaseModel):
-    last_seq: int
-
-
-class LiveIncidents(BaseModel):
-    last_id: str | None
-
-
-class LiveDocument(BaseModel):
-    """What the page shows. The stream sends it once, then JSON merge patches: there null removes a member, which is then unknown."""
-
-    boot: str = Field(description="Another after each start of the daemon")
-    version: str
-    at_s: float
-    settled: bool
-    draining: bool
-    conditions: list[Condition]
-    nodes: dict[str, LiveNode]  # type: ignore[valid-type]
-    models: dict[str, LiveModel]  # type: ignore[valid-type]
-    operations: dict[str, Operation]
-    cables: list[LiveCable]
-    events: LiveEvents
-    incidents: LiveIncidents
-
-
-class SeriesAnswer(BaseModel):
-    """series: by name, a number for each step_s, the last at end_s; null where there is none."""
-
-    step_s: int
-    end_s: float
-    series: dict[str, list[float | None]]
 
 
 class FabricReport(BaseModel):
@@ -337,7 +233,7 @@ class Models(BaseModel):
     models: list[ModelBody]  # type: ignore[valid-type]
 
 
-Accepted = _body_of(
+Accepted = body_of(
     "Accepted", Operation, "A long action that has begun, and where to ask for it. operation is its id.", operation=str, href=str
 )
 
@@ -473,6 +369,38 @@ class FitAnswer(BaseModel):
     floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
+
+
+class RequestBody(BaseModel):
+    """One request for a model. Times are in seconds: started_s since 1970, the others since its arrival.
+
+    number counts the finished ones and is null in flight. tokens: as the engine counted them; tokens_per_s: of a stream behind its first.
+    """
+
+    request_id: str
+    number: int | None
+    model: str = Field(description="A configured name; `unknown`, or empty, if the request named none")
+    route: str
+    key: str | None = Field(description="The name of the client's key; null if none is configured")
+    started_s: float
+    phase: Literal["queued", "prefill", "streaming", "done"]
+    status: int | None = Field(description="499: the client left; null before the answer has begun")
+    code: str | None = Field(description="The code of the error that ended it")
+    seconds: float
+    queued_s: float | None
+    ttft_s: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+    tokens_per_s: float | None
+    bytes_out: int
+    streamed: bool
+
+
+class Requests(BaseModel):
+    in_flight: list[RequestBody] = Field(description="Oldest first")
+    finished: list[RequestBody] = Field(description="Newest first, by their end")
+    next: int | None = Field(description="The `before` of the next page")
 
 
 class Events(BaseModel):

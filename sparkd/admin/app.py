@@ -41,11 +41,14 @@ from sparkd.admin.answers import (
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
+from sparkd.admin.model_routes import register_models
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
@@ -66,6 +69,7 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.fabric.peer_cache import Offers
+from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.model import ModelConfig
@@ -90,6 +94,7 @@ class Parts:
     reload: Reload | None = None
     measures: Measures | None = None
     question: Callable[[], Mapping[str, Any] | None] = lambda: None
+    requests: RequestLog | None = None
     live: Live | None = None
 
 
@@ -162,7 +167,10 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         return _accepted(measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
+    register_requests(api, parts.requests)
     register_live(api, parts.live)
+    register_disk(api, Disk(supervisor, registry, journal, cluster), f"{PREFIX}/operations")
+    register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:

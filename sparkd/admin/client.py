@@ -33,6 +33,8 @@ READ_TIMEOUT_S = 30.0
 # A key has at most 512 letters; the rest is comments.
 _KEY_FILE_BYTES = 1 << 16
 _KEY = re.compile(r"[!-~]{1,512}")
+# The daemon's key files may have a name in front of a key (sparkd.config.api_keys).
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}:[ \t]+")
 _NAMES_A_PORT = re.compile(r"://[^/]*:\d{1,5}(?:/|$)")
 
 
@@ -98,6 +100,15 @@ class Client:
 
     def delete(self, path: str) -> dict[str, Any]:
         return self._ask("DELETE", path, {})
+
+    def csv(self, path: str, **parameters: Any) -> str:
+        """A list of the admin API as CSV."""
+        with self._translated():
+            response = self._http.get(ADMIN + path, params=parameters, headers={"accept": "text/csv"})
+        if response.headers.get("content-type", "").startswith("text/csv"):
+            return response.text
+        self._checked(response)
+        raise self._stranger(response.status_code)
 
     def models(self) -> list[dict[str, Any]]:
         models = self.get("/models").get("models")
@@ -221,7 +232,7 @@ def admin_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:
     if key_file is None:
         key, origin = environ.get("SPARKD_ADMIN_KEY", "").strip(), "SPARKD_ADMIN_KEY"
     else:
-        key, origin = _first_line(key_file), str(key_file)
+        key, origin = _NAME.sub("", _first_line(key_file)), str(key_file)
     if not key and key_file is None:
         return None
     if key.startswith("sha256:"):

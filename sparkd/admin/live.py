@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,22 @@ import msgspec
 
 from sparkd.admin.live_document import Beside, Tree, cables_of, document_of, patch_of, series_of
 from sparkd.admin.readings import fabric_of
+from sparkd.admin.starts import Starts
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.engine.metrics import Scraper
+from sparkd.engine.rates import Rates
 from sparkd.errors import StateError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
 from sparkd.state.series import Excerpt, Series
+from sparkd.state.snapshot import Snapshot
 
-EVERY_S = 1.0
+EVERY_S, EARLY_S = 1.0, 0.1
+# Without a look of the supervisor.
+LATE_S = 2.0
 HEARTBEAT_S = 15.0
 # A page that comes back goes on where it was; one that falls further behind than BEHIND is dropped.
 KEPT, BEHIND = 60, 30
@@ -40,7 +46,7 @@ log = logging.getLogger("sparkd")
 
 
 class LiveStream:
-    """The last document, and the changes that led to it. `asked` is set by a page that waits for a first document."""
+    """The last document, and the changes that led to it. `asked`: for the next document, also by a page that waits for a first one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.boot = secrets.token_hex(8)
@@ -61,15 +67,14 @@ class LiveStream:
         """Whether a page is open, or was a moment ago."""
         return self._pages > 0 or self._clock() - self._left_s < LINGER_S
 
-    async def publish(self, document: Tree) -> None:
-        """Take the next document. What changed is worked out on a thread: with many nodes it takes some milliseconds."""
-        if self._document is None:
-            self._seq += 1
-        elif event := await asyncio.to_thread(self._change, self._document, document):
-            self._seq += 1
-            self._changes.append((self._seq, event))
-        else:
+    async def publish(self, make: Callable[[], Tree]) -> None:
+        """Take the next document. It is made, and what changed worked out, on a thread: with many nodes that takes some milliseconds."""
+        document, event = await asyncio.to_thread(self._made, make)
+        if event is not None:
+            self._changes.append((self._seq + 1, event))
+        elif self._document is not None:
             return
+        self._seq += 1
         self._document, self._whole = document, None
         news, self._news = self._news, asyncio.Event()
         news.set()
@@ -137,9 +142,11 @@ class LiveStream:
             self._whole = self._seq, self._event("snapshot", self._seq, self._document)
         return self._whole[1]
 
-    def _change(self, before: Tree, after: Tree) -> str | None:
-        patch = patch_of(before, after)
-        return self._event("change", self._seq + 1, patch) if patch else None
+    def _made(self, make: Callable[[], Tree]) -> tuple[Tree, str | None]:
+        """The document, and the event of what changed since the last; None where nothing did, or there is no last one."""
+        document, before = make(), self._document
+        patch = patch_of(before, document) if before is not None else {}
+        return document, self._event("change", self._seq + 1, patch) if patch else None
 
     def _event(self, kind: str, seq: int, tree: Tree | None) -> str:
         return f"id: {self.boot}-{seq}\nevent: {kind}\ndata: {msgspec.json.encode(tree, enc_hook=_plain).decode()}\n\n"
@@ -157,7 +164,7 @@ class _Asked:
 
 
 class Live:
-    """Keeps the series each second, and feeds `stream` while a page is open. scraper.watched follows the pages."""
+    """Keeps the series each second, and feeds `stream` while a page is open. `starts` sees each look of the supervisor."""
 
     def __init__(
         self,
@@ -172,6 +179,11 @@ class Live:
     ) -> None:
         """rates: what was measured between the nodes. path: of the file of the series."""
         self.stream = LiveStream()
+        self.starts = Starts()
+        supervisor.watchers.append(self._watch)
+        # What the supervisor's last look showed, and when the last document was made (its wall clock).
+        self._seen: Snapshot | None = None
+        self._shown_s = float("-inf")
         self._supervisor = supervisor
         self._registry = registry
         self._journal = journal
@@ -180,27 +192,36 @@ class Live:
         self._measured = rates
         self._path = path
         self._boundary = boundary
+        self._former: tuple[Snapshot, Tree] | None = None
         self._series: Series | None = None
         self._full = False
         self._asked = _Asked([], None)
 
     async def run(self) -> None:
-        """Until cancelled: once a second, and at once for the first page."""
+        """Until cancelled: behind a look of the supervisor, once a second, and at once for the first page."""
         self._series = await asyncio.to_thread(self._opened)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
+                    self.stream.asked.clear()
                     with self._boundary.around("live"):
                         await self._turn(tasks)
-                    self.stream.asked.clear()
                     try:
-                        async with asyncio.timeout(EVERY_S - time.time() % EVERY_S):
+                        async with asyncio.timeout(LATE_S):
                             await self.stream.asked.wait()
                     except TimeoutError:
-                        continue
+                        # The supervisor waits for something: its state is shown all the same.
+                        self._seen = None
         finally:
             if self._series is not None:
                 self._series.close()
+
+    def _watch(self, snapshot: Snapshot) -> None:
+        """The supervisor looks four times a second while a model starts."""
+        self._seen = snapshot
+        self.starts.look(snapshot)
+        if snapshot.at_s - self._shown_s >= EVERY_S - EARLY_S:
+            self.stream.asked.set()
 
     async def excerpt(self, names: list[str], span_s: float) -> Excerpt:
         """The series of the last span_s. Raises StateError where there is no file."""
@@ -212,16 +233,23 @@ class Live:
             raise StateError(f"{self._path} cannot be read: {error.strerror}. Remove it; sparkd makes a new one.") from None
 
     async def _turn(self, tasks: asyncio.TaskGroup) -> None:
-        snapshot, rates = self._supervisor.snapshot(), self._scraper.rates()
-        await asyncio.to_thread(self._keep, snapshot.at_s, series_of(snapshot, rates))
+        rates = self._scraper.rates()
+        # For a page another snapshot, of this moment; the series do with what the supervisor saw.
+        snapshot = self._supervisor.snapshot() if self._seen is None or self.stream.watched else self._seen
+        before_s, self._shown_s = self._shown_s, snapshot.at_s
         self._scraper.watched = self.stream.watched
-        if not self.stream.watched:
+        if self.stream.watched:
+            await self.stream.publish(partial(self._document, snapshot, self._beside(tasks, rates)))
+        else:
             self.stream.forget()
-            return
+            self._former = None
+        await asyncio.to_thread(self._keep, before_s, snapshot, rates)
+
+    def _beside(self, tasks: asyncio.TaskGroup, rates: Mapping[str, Rates]) -> Beside:
         last_seq = self._journal.feed.behind_newest(0)
         self._ask_soon(tasks, last_seq)
         config = self._registry.config
-        beside = Beside(
+        return Beside(
             boot=self.stream.boot,
             limits=config.memory.limits,
             pins=frozenset(name for name, model in config.models.items() if model.pin),
@@ -230,7 +258,11 @@ class Live:
             last_seq=last_seq,
             last_incident=self._asked.last_incident,
         )
-        await self.stream.publish(await asyncio.to_thread(document_of, snapshot, beside))
+
+    def _document(self, snapshot: Snapshot, beside: Beside) -> Tree:
+        document = document_of(snapshot, beside, self._former)
+        self._former = snapshot, document
+        return document
 
     def _ask_soon(self, tasks: asyncio.TaskGroup, last_seq: int) -> None:
         age_s = time.monotonic() - self._asked.at_s
@@ -255,12 +287,16 @@ class Live:
             log.warning("%s cannot be used, so the page shows no history: %s", self._path, error.strerror)
             return None
 
-    def _keep(self, at_s: float, values: Mapping[str, float]) -> None:
-        """A full disk costs rows, and one line of the log."""
+    def _keep(self, before_s: float, snapshot: Snapshot, rates: Mapping[str, Rates]) -> None:
+        """One row, and another for the second that a look a little more than a second later has left out. A full disk costs rows, and one
+        line of the log."""
         if self._series is None:
             return
+        values = series_of(snapshot, rates)
+        skipped = int(snapshot.at_s) - int(before_s) == 2 if before_s > 0 else False
         try:
-            self._series.write(at_s, values)
+            for at_s in (snapshot.at_s - 1, snapshot.at_s) if skipped else (snapshot.at_s,):
+                self._series.write(at_s, values)
             self._full = False
         except OSError as error:
             if not self._full:

@@ -43,8 +43,9 @@ class Beside:
     last_incident: str | None = None
 
 
-def document_of(snapshot: Snapshot, beside: Beside) -> Tree:
-    """The whole document. What is unknown is None."""
+def document_of(snapshot: Snapshot, beside: Beside, former: tuple[Snapshot, Tree] | None = None) -> Tree:
+    """The whole document. What is unknown is None. former: an earlier one, whose unchanged models are taken over as they are."""
+    earlier, shown = (former[0].models, former[1]["models"]) if former else ({}, {})
     engines: dict[str, list[EngineMemory]] = {}
     for engine in snapshot.engines:
         engines.setdefault(engine.node, []).append(engine)
@@ -61,9 +62,9 @@ def document_of(snapshot: Snapshot, beside: Beside) -> Tree:
             for node in snapshot.nodes
         },
         "models": {
-            name: _model(
-                view, name in beside.pins, _rates(beside.rates[name], _power_w(view, snapshot, readings)) if name in beside.rates else None
-            )
+            name: shown[name]
+            if earlier.get(name) == view and name not in beside.rates and _is_still(shown[name], name in beside.pins)
+            else _model(view, name in beside.pins, _rates(beside.rates.get(name), view, snapshot, readings))
             for name, view in snapshot.models.items()
         },
         "operations": {operation.id: _operation(operation) for operation in _shown(snapshot.operations)},
@@ -189,9 +190,16 @@ def _model(view: ModelView, pin: bool, rates: Tree | None) -> Tree:
     }
 
 
-def _rates(rates: Rates, power_w: float | None) -> Tree:
+def _is_still(body: Tree, pin: bool) -> bool:
+    """Of a model without rates, whose view is the same."""
+    return body["rates"] is None and body["pin"] is pin
+
+
+def _rates(rates: Rates | None, view: ModelView, snapshot: Snapshot, readings: Mapping[str, Reading]) -> Tree | None:
+    if rates is None:
+        return None
     figures = {name: _rounded(getattr(rates, name), 5) for name in _RATES}
-    tokens_per_s = rates.generation_tokens_per_s
+    power_w, tokens_per_s = _power_w(view, snapshot, readings), rates.generation_tokens_per_s
     return figures | {"joules_per_token": round(power_w / tokens_per_s, 3) if power_w is not None and tokens_per_s else None}
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from sparkd.admin.answers import LiveDocument, SeriesAnswer, answers
+from sparkd.admin.answers import answers
 from sparkd.admin.live import Live
+from sparkd.admin.page_answers import LiveDocument, SeriesAnswer
 from sparkd.admin.streams import Endless
 from sparkd.errors import UnknownRoute
 from sparkd.state.series import NAME_BYTES

@@ -1,34 +1,65 @@
-"""Owns why a model is not let in, and what would fit instead. Each number that it names satisfies every limit of the node and the entry."""
+"""Owns why a load, a check and a plan refuse a model, and what would fit instead. Each number satisfies every limit of the node and the
+entry; workers.kv.advice has the words, which are those of the engine too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.account import Account, Ways, serving_of
 from sparkd.capacity.auto_resolve import cache_limit
-from sparkd.capacity.fit import AS_STORED, FitRequest, choose, gib, short_cache
+from sparkd.capacity.fit import AS_STORED, Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
 from sparkd.capacity.headers import Headers
-from sparkd.capacity.kv_cache import fitting, longest, sized
-from sparkd.capacity.requirement import Requirement
+from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
+from sparkd.capacity.parallelism import possible_ranks
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.prequantized import prequantized
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.kv_cache import in_words, spelled
 from sparkd.schema.quantize import AUTO
+from workers.kv.advice import Cure, advised
 from workers.quantization.recipe import AS_IT_IS
+
+if TYPE_CHECKING:
+    from sparkd.capacity.requirement import Requirement
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
-_SMALLER = "a smaller context or format"
+_SMALLER = Cure(deed="choose a smaller context or format")
+_BEGIN = {
+    "memory": "The memory is too small: ",
+    "cache": "The cache is too small: ",
+    "length": "The requests are too long: ",
+    "links": "The nodes are not linked for it: ",
+    "vllm": "vLLM refuses this model: ",
+    "split": "The model cannot be split so: ",
+    "format": "The weights cannot have this format: ",
+    "uncounted": "The model cannot be counted: ",
+}
 
 
-def too_large(need: Requirement, most_gib: int, where: str) -> str | None:
-    """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """reason: without a full stop. cures: each alone would do. cause: what stands in the way."""
+
+    reason: str
+    cures: tuple[Cure, ...]
+    cause: Cause = "memory"
+
+    @property
+    def message(self) -> str:
+        return f"{self.reason}. {advised(self.cures)}."
+
+    def to_json(self) -> dict[str, str]:
+        return {"cause": self.cause, "message": self.message}
+
+
+def too_large(need: Requirement, most_gib: int, where: str) -> Refusal | None:
+    """Why no node can ever hold it; None where one can. where: `this node`, most_gib: what it offers."""
     args, known = need.args, need.account
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
     room = int((most_gib - kept) * GIB)
@@ -36,109 +67,162 @@ def too_large(need: Requirement, most_gib: int, where: str) -> str | None:
         return short
     if known is not None and args.memory_gib is None and known.surely > room:
         free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
-        cure = _what_would_fit(need, known, most_gib, room) or f"Choose {_SMALLER}"
-        return f"{args.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
-    if known is not None and args.memory_gib is not None and outgrown(need) and need.gib <= most_gib:
-        allow = f"Allow it more (memory_gib: {more}), or" if (more := ceil(known.least / GIB)) <= most_gib else ""
-        cure = _what_would_fit(need, known, most_gib, int(args.memory_gib * GIB))
-        advised = f"{allow}{':' if allow and cure else ''} {cure or f'choose {_SMALLER}'}".strip()
-        return f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}. {advised[0].upper()}{advised[1:]}."
+        reason = f"{args.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}"
+        return Refusal(reason, tuple(_cures(need, known, most_gib, room)) or (_SMALLER,))
+    if known is not None and args.memory_gib is not None and outgrown(known, args.memory_gib) and need.gib <= most_gib:
+        larger = [cure for cure in [more_memory(known)] if cure.settings["memory_gib"] <= most_gib]
+        cures = (*larger, *_cures(need, known, most_gib, int(args.memory_gib * GIB)))
+        return Refusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}", cures or (_SMALLER,))
     if short := share_too_large(args, need.gib, need.hardware, most_gib, where):
         return short
     if need.gib > most_gib:
-        size = "a smaller size" if isinstance(args.cache, Mapping) else "a size"
-        return (
-            f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB: choose {_SMALLER}, "
-            f"give kv_cache {size}, or set memory_gib to what it really needs."
-        )
+        size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}")
+        reason = f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB"
+        return Refusal(reason, (_SMALLER, size, Cure(deed="set memory_gib to what it really needs")))
     return None
 
 
-def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> str | None:
+def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> Refusal | None:
     """Why no node can lend the share of its memory that vLLM is to take, with the largest that one can; None where one can, or the gib to
     reserve do not follow from a share. where, most_gib: as in `too_large`."""
     share = args.share if args.memory_gib is None else None
     if share is None or gib <= most_gib or gib != ceil(share * (hardware.memory_bytes / GIB)):
         return None
-    most = int(100 * share * most_gib / gib) / 100
-    asked = f"{args.name} asks for {gib} GiB of unified memory ({args.share_words})"
-    return f"{asked} and {where} offers {most_gib} GiB: choose {most:g} or less."
+    reason = f"{args.name} asks for {gib} GiB of unified memory ({args.share_words}) and {where} offers {most_gib} GiB"
+    return Refusal(reason, (Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"),))
 
 
-def outgrown(need: Requirement) -> bool:
+def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> Refusal | None:
+    """The refusal of a plan; None where an option fits, or there is none.
+
+    Memory is the cause only where a way could be counted: then it is told of the way that lacks least. Else it is that of the way over the
+    fewest nodes.
+    """
+    if not options or any(option.fits for option in options):
+        return None
+    counted = [option for option in options if option.footprint is not None]
+    option = max(counted, key=_spare) if counted else min(options, key=lambda each: (each.nodes, each.pipeline))
+    cause = option.cause or "memory"
+    reason = f"{_BEGIN[cause]}{doubt_in_short(option.reason or '')}"
+    return Refusal(reason, tuple(_plan_cures(option, options, inventory, wish)), cause)
+
+
+def cache_cures(cache: Mapping[str, Any] | None, size: int, layout: KvLayout, tokens: int, room: int | None = None) -> Iterator[Cure]:
+    """In place of a cache that holds no request of `tokens` tokens, one that does, and a length for which it is enough. cache, size: as in
+    sparkd.capacity.fit.short_cache. room: the most bytes that a cache may have, None for one that no other limit keeps from growing."""
+    cost = layout.cost(tokens)
+    if room is None or cost.least <= room:
+        blocks, own = {"blocks": cost.blocks + 1}, {"tokens": tokens}
+        yield Cure({"kv_cache": blocks if "blocks" in (cache or ()) else own if "tokens" in (cache or ()) else {"sequences": 1}})
+    # The bytes of a cache in tokens or requests follow from the length.
+    if shorter := longest(cache, layout, tokens, size if room is None else room, limit=size if cache is None else None):
+        yield Cure({"max_model_len": shorter})
+
+
+def more_memory(known: Account) -> Cure:
+    return Cure({"memory_gib": ceil(known.least / GIB)})
+
+
+def outgrown(known: Account | None, memory_gib: float | None) -> bool:
     """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
-    which measures."""
-    return need.account is not None and exceeds(need.account, need.args.memory_gib)
-
-
-def exceeds(known: Account, memory_gib: float | None) -> bool:
-    """As `outgrown`, of an account by itself. memory_gib: None is never too little."""
-    surely_bytes = known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES)
-    return memory_gib is not None and surely_bytes > memory_gib * GIB
+    which measures. None is never too much, or too little."""
+    if known is None or memory_gib is None:
+        return False
+    return known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES) > memory_gib * GIB
 
 
 def advice(
     args: EngineArgs, headers: Headers | None, hardware: Hardware, offered_bytes: int, ways: Ways = (1, 1), *, instead_of: int = 0
-) -> str:
-    """The choices that would fit into offered_bytes of each node instead, split in `ways`; empty where none is known. instead_of:
-    the ranks that the entry asks for, where `ways` are fewer: that its own length and format fit is an answer then, too."""
+) -> Iterator[Cure]:
+    """The choices that would fit into offered_bytes of each node instead, split in `ways`. instead_of: the ranks that the entry asks for,
+    where `ways` are fewer: that its own length and format fit is an answer then, too."""
     if headers is None:
-        return ""
+        return
     model, serving = headers.model, serving_of(args, headers, hardware)
     if serving.unknown:
-        return ""
+        return
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
     wish = FitRequest(serving.max_model_len, 1, ways[0] * ways[1], serving, None, args.enforce_eager, 0, ways=(ways,))
     options = choose(model, machine, wish).options
     own = AS_STORED if args.recipe is None or args.quantize in (None, AUTO) else args.recipe.default.spelling
     if not instead_of and any(option.fits and option.format == own for option in options):
-        return ""  # then it is another key that stands in the way
-    cures = []
-    shorter = next((option.longest for option in options if option.format == own and option.longest), 0)
-    if shorter:
-        cures.append(f"max_model_len {shorter:,} as it is")
+        return  # then it is another key that stands in the way
+    split = {"tensor_parallel": ways[0]} if instead_of else {}
+    if shorter := next((option.longest for option in options if option.format == own and option.longest), 0):
+        yield Cure({**split, "max_model_len": shorter})
     better = next((option for option in options if option.fits and option.format not in (own, AS_STORED)), None)
     if better is not None and better.footprint is not None:
-        cures.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
-    if source := next(_fitting(args, model, machine, replace(wish, quantize=AS_IT_IS)), None):
-        cures.append(source)
-    where = f" one node (tensor_parallel: {ways[0]})" if instead_of else ""
-    return f"What would fit{where}: {', or '.join(cures)}" if cures else ""
-
-
-def _fitting(args: EngineArgs, model: Inventory, machine: Hardware, wish: FitRequest) -> Iterator[str]:
-    """The same model on this node, quantized already. It is named and not taken: a request for a model is served by that model."""
+        yield Cure({**split, "quantize": better.format}, gib(better.footprint.total))
+    # The same model, quantized already. It is named and not taken: a request for a model is served by that model.
     for name, checkpoint in prequantized(args.model, model.checkpoint, {**os.environ, **args.env}):
-        best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, wish).best
+        best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, replace(wish, quantize=AS_IT_IS)).best
         if best is not None and best.footprint is not None:
-            yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
+            yield Cure({**split, "model": name}, f"quantized already, {gib(best.footprint.total)}")
+            return
 
 
-def _what_would_fit(need: Requirement, known: Account, most_gib: int, room: int) -> str:
-    """In place of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
-    layout, wanted = known.layout, need.args.cache
+def _cures(need: Requirement, known: Account, most_gib: int, room: int) -> Iterator[Cure]:
+    """In place of a cache of a given size a smaller one, where room bytes hold one request; else another choice."""
+    layout, wanted, tokens = known.layout, need.args.cache, known.max_model_len
     left = room - known.fixed
-    if less := fitting(wanted, layout, known.max_model_len, left):
-        size, cost = sized(less, layout, known.max_model_len) or 0, known.kv
-        many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
-        shorter = longest(wanted, layout, known.max_model_len, left) if list(wanted or ()) == ["sequences"] else 0
-        context = f", or max_model_len {shorter:,} as it is" if shorter else ""
-        smaller = in_words(less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
-        return f"What would fit: {smaller}{many}{context}"
+    if less := fitting(wanted, layout, tokens, left):
+        size, cost = sized(less, layout, tokens) or 0, known.kv
+        yield Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
+        if list(wanted or ()) == ["sequences"] and (shorter := longest(wanted, layout, tokens, left)):
+            yield Cure({"max_model_len": shorter})
+        return
     node = replace(need.hardware, memory_bytes=most_gib * GIB, system_bytes=0)
-    advised = advice(need.args, need.headers, node, room, need.ways)
-    least_cache = advised and known.cache is not None and known.cache > known.kv.least
-    return f"{advised}, with kv_cache: {{sequences: 1}}" if least_cache else advised
+    least_cache = {"kv_cache": {"sequences": 1}} if known.cache is not None and known.cache > known.kv.least else {}
+    for cure in advice(need.args, need.headers, node, room, need.ways):
+        yield cure.also(least_cache)
 
 
-def _short_cache(need: Requirement, known: Account, room: int) -> str | None:
+def _short_cache(need: Requirement, known: Account, room: int) -> Refusal | None:
     """Why a cache of its size would hold no request. room: bytes for the engine."""
-    args = need.args
+    args, tokens = need.args, known.max_model_len
     wanted = args.cache if known.cache is not None else None
     cache = wanted if isinstance(wanted, Mapping) else None
     size = known.cache if known.cache is not None else cache_limit(args, need.platform)
-    short = short_cache(cache, size, known.layout, known.max_model_len, room - known.fixed)
-    if short is None or args.memory_gib is not None or known.upper is not None:
+    short = short_cache(cache, size, known.kv)
+    if size is None or short is None or args.memory_gib is not None or known.upper is not None:
         return None
-    cure = ", or ".join(short.cures) or f"choose {_SMALLER}"
-    return f"{args.name} does not fit: {short.reason}. {cure[0].upper()}{cure[1:]}."
+    cures = tuple(cache_cures(cache, size, known.layout, tokens, room - known.fixed))
+    return Refusal(f"{args.name} does not fit: {short}", cures or (_SMALLER,))
+
+
+def _spare(option: Option) -> int:
+    found = option.footprint
+    return 0 if found is None else min(found.free_bytes, found.load_free_bytes)
+
+
+def _plan_cures(option: Option, options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> Iterator[Cure]:
+    source, needed = inventory.checkpoint.quantization, option.footprint
+    match option.cause:
+        case "cache" if needed is not None:
+            size = needed.parts["kv"] if wish.cache is not None else wish.cache_limit or 0
+            cures = list(cache_cures(wish.cache, size, needed.layout, option.serving.max_model_len, needed.room))
+            yield from cures or [_SMALLER]
+        case "length":
+            yield Cure({"max_model_len": inventory.shape.max_len}, "--ctx")
+        case "links":
+            yield Cure(deed="run `sparkd fabric` for what is wrong with the cables")
+            yield Cure(deed="plan for one node")
+        case "vllm":
+            whole = option.nodes == 1
+            yield Cure(deed="choose another model" if whole else "choose another tensor_parallel")
+            yield Cure(deed=f"choose a vLLM that {'serves it' if whole else 'splits it so'} (engine.runtime)")
+        case "split":
+            yield Cure(deed=f"choose another tensor_parallel: {possible_ranks(inventory.shape, option.tensor)}")
+        case "format":
+            yield Cure(deed="choose another format (--quantize, or quantize of the entry)")
+        case "uncounted":
+            yield Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
+        case _ if option.longest:
+            yield Cure({"max_model_len": option.longest}, "--ctx")
+        case _ if wish.limit is not None:
+            yield Cure(deed="raise that limit of the entry")
+        case _ if all(each.format == AS_STORED for each in options) and (source is None or source.requantizable):
+            yield Cure(deed="choose a smaller format, such as --quantize nvfp4")
+        case _:
+            yield Cure(deed=f"share it by more than {wish.nodes} node{'s' if wish.nodes > 1 else ''} (--nodes)")
+            yield Cure(deed="choose a smaller model")

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sparkd.capacity.account import NOTHING, Evidence, account, machine, serving_of
-from sparkd.capacity.advice import exceeds
+from sparkd.capacity.advice import Refusal, cache_cures, more_memory, outgrown
 from sparkd.capacity.candidates import Candidate, candidate_of
 from sparkd.capacity.fit import short_cache
 from sparkd.capacity.headers import Headers, drafting_here, headers_here
 from sparkd.capacity.kv_cache import Serving, kv_layout, sized
-from sparkd.capacity.parallelism import uneven_heads
+from sparkd.capacity.parallelism import MOST_RANKS, possible_ranks, uneven_heads
 from sparkd.capacity.sureness import of_cache
 from sparkd.capacity.vllm_figures import GUESS, Exact
 from sparkd.capacity.weights import inventory
@@ -21,15 +21,13 @@ from sparkd.checkpoint.header import AGAIN
 from sparkd.checkpoint.index import object_of
 from sparkd.checkpoint.quantization import source_quantization
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
 from sparkd.models.architectures import is_checked
 from sparkd.models.shape import LAYERS, Shape, shape_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
 from workers.quantization.recipe import AS_IT_IS
-
-_MOST_RANKS = 8
 
 
 def misfits(args: EngineArgs, speculative: str | None, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
@@ -78,8 +76,7 @@ def _ranks(args: EngineArgs, shape: Shape, exact: Exact) -> Iterator[tuple[str, 
     if ranks is None:
         return
     if reason := exact.refusal if exact.decides else next(uneven_heads(shape, ranks), None):
-        legal = [str(other) for other in range(1, _MOST_RANKS + 1) if other != ranks and not any(uneven_heads(shape, other))]
-        yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {', '.join(legal)}."
+        yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {possible_ranks(shape, ranks)}."
 
 
 def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -87,12 +84,12 @@ def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterato
     candidate = _candidate(args) if args.memory_gib is not None else None
     if candidate is None:
         return
-    ranks = args.tensor_parallel or _MOST_RANKS
+    ranks = args.tensor_parallel or MOST_RANKS
     needed = account(candidate, hardware, evidence, (ranks, 1))
-    if needed is not None and exceeds(needed, args.memory_gib):
-        cure = f"Allow it {-(-needed.least // GIB)} or more"
+    if needed is not None and outgrown(needed, args.memory_gib):
         where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
-        yield "memory_gib", f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}. {cure}."
+        reason = f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}"
+        yield "memory_gib", Refusal(reason, (more_memory(needed),)).message
 
 
 def _candidate(args: EngineArgs) -> Candidate | None:
@@ -115,5 +112,8 @@ def _cache(args: EngineArgs, checkpoint: Checkpoint, shape: Shape, hardware: Har
         return
     serving = replace(serving, tensor_parallel=args.split[0])
     layout = kv_layout(shape, serving) if exact.layout is None else replace(exact.layout, serving=serving)
-    if short := short_cache(size, sized(size, layout, serving.max_model_len), layout, serving.max_model_len):
-        yield "extra_args" if "blocks" in size else "kv_cache", f"{short.reason} ({sureness}): {', or '.join(short.cures)}."
+    size_bytes = sized(size, layout, serving.max_model_len)
+    short = short_cache(size, size_bytes, layout.cost(serving.max_model_len))
+    if size_bytes is not None and short is not None:
+        cures = tuple(cache_cures(size, size_bytes, layout, serving.max_model_len))
+        yield "extra_args" if "blocks" in size else "kv_cache", Refusal(f"{short} ({sureness})", cures).message

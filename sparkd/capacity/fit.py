@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
-from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, longest
+from sparkd.capacity.kv_cache import KvCost, Serving, longest
 from sparkd.capacity.parallelism import unfit, unsplit
 from sparkd.capacity.speculative import Drafting
 from sparkd.capacity.sureness import CHECKED_METHODS
@@ -16,7 +16,6 @@ from sparkd.capacity.weights import Inventory
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import LENGTHS
-from sparkd.schema.kv_cache import spelled
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
@@ -76,7 +75,7 @@ class Option:
     """format: a spelling. tensor, pipeline: sizes. footprint: None where it is not legal. reason, cause: None where it fits, else one
     sentence, and which kind of thing it is about.
 
-    longest: tokens that `requests` requests may have each, 0 where there is no room. cures: what would help, where that is worked out here.
+    longest: tokens that `requests` requests may have each, 0 where there is no room.
     """
 
     format: str
@@ -87,7 +86,6 @@ class Option:
     reason: str | None
     longest: int = 0
     cause: Cause | None = None
-    cures: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -252,8 +250,8 @@ def _option(
     if not needed.fits:
         return Option(name, tensor, pipeline, serving, needed, _short(needed, hardware, length, wish), length, "memory")
     size = needed.parts["kv"] if wish.cache is not None else wish.cache_limit
-    if short := short_cache(wish.cache, size, needed.layout, context, needed.room):
-        return Option(name, tensor, pipeline, serving, needed, short.reason, length, "cache", short.cures)
+    if short := short_cache(wish.cache, size, needed.layout.cost(context)):
+        return Option(name, tensor, pipeline, serving, needed, short, length, "cache")
     return Option(name, tensor, pipeline, serving, needed, None, length)
 
 
@@ -264,41 +262,18 @@ def _longest(needed: Footprint, inventory: Inventory, wish: FitRequest) -> int:
     return 0 if needed.load_free_bytes < 0 else longest(size, needed.layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
 
 
-@dataclass(frozen=True, slots=True)
-class ShortCache:
-    """Why a cache holds no request of full length, and what would help, each with its number; no cure where nothing is known that would."""
-
-    reason: str
-    cures: tuple[str, ...]
-
-
-def short_cache(
-    cache: Mapping[str, Any] | None, size: int | None, layout: KvLayout, tokens: int, room: int | None = None
-) -> ShortCache | None:
-    """None where a cache of `size` bytes holds a request of so many tokens, or has no size: else vLLM ends its start, with all weights
-    loaded. cache: the size as it was asked for, None for that of a CPU's engine. room: the most bytes that a cache may have, None for one
-    that no other limit keeps from growing."""
-    cost = layout.cost(tokens)
+def short_cache(cache: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> str | None:
+    """Why a cache of `size` bytes holds no request; None where it does, or has no size: else vLLM ends its start, with all weights loaded.
+    cache: the size as it was asked for, None for that of a CPU's engine."""
     if size is None or cost.least <= size:
         return None
-    reason, larger = _cache_reason(cache, size, cost)
-    # The bytes of a cache in tokens or requests follow from the length.
-    shorter = longest(cache, layout, tokens, size if room is None else room, limit=size if cache is None else None)
-    cures = [larger] if room is None or cost.least <= room else []
-    return ShortCache(reason, (*cures, *([f"choose max_model_len {shorter:,} or less"] if shorter else [])))
-
-
-def _cache_reason(cache: Mapping[str, Any] | None, size: int, cost: KvCost) -> tuple[str, str]:
-    """The reason, and the size that would do."""
     request = f"one request of {cost.max_model_len:,} tokens needs"
     if cache is not None and "tokens" in cache:
-        reason = f"kv_cache holds {cache['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
-        return reason, f"give kv_cache at least {spelled({'tokens': cost.max_model_len})}"
+        return f"kv_cache holds {cache['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
     if cache is not None and "blocks" in cache:
-        blocks = cost.blocks + 1
-        return f"{BLOCKS_FLAG} is {cache['blocks']:,}, and {request} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
+        return f"{BLOCKS_FLAG} is {cache['blocks']:,}, and {request} {cost.blocks + 1:,} blocks"
     name = "the cache of a CPU's engine" if cache is None else "kv_cache"
-    return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}", f"give kv_cache at least {spelled({'sequences': 1})}"
+    return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}"
 
 
 def _short(needed: Footprint, hardware: Hardware, longest: int, wish: FitRequest) -> str:

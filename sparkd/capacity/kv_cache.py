@@ -7,12 +7,12 @@ of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from sparkd.hardware import GIB
 from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, RecurrentState, Shape
+from workers.kv.advice import largest, most_written
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -156,7 +156,7 @@ def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> di
     if way is None or not isinstance(size, Mapping) or not 0 < least <= room:
         return None
     if way == "bytes":
-        return {"bytes": next(found for found in (int(room * 10 // GIB / 10 * GIB), room >> 20 << 20, room) if least <= found <= room)}
+        return {"bytes": most_written(least, room)}
     most = largest(lambda count: (sized({**size, way: count}, layout, max_model_len) or 0) <= room, int(size[way]))
     found = {**size, way: most}
     return found if (sized(found, layout, max_model_len) or 0) >= least else {"sequences": 1}
@@ -171,17 +171,6 @@ def longest(size: object, layout: KvLayout, most: int, room: int, *, limit: int 
         return max(cache or 0, least) <= room and all(least <= most_bytes for most_bytes in (cache, limit) if most_bytes is not None)
 
     return largest(fits, most, step)
-
-
-def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int:
-    """`most`, or the largest of the whole steps below it that fits, by bisection; 0, which is not asked about, where none does."""
-    if most > 0 and fits(most):
-        return most
-    low, high = 0, (most - 1) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-    return low * step
 
 
 def _lookahead(serving: Serving) -> int:

@@ -13,6 +13,8 @@ from workers.quantization.formats import Format, fitting
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
 # validate_fp8_block_shape).
 BLOCK = 128
+# Nodes that a model may be split over.
+MOST_RANKS = 8
 # The blocks of a checkpoint's experts may be cut into parts of this size, each with the scale of its block
 # (vllm/model_executor/layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape). Beside weights that sparkd quantizes they stay whole:
 # compressed-tensors, whose names those have, refines nothing.
@@ -34,6 +36,11 @@ def unsplit(model: FormattedModel, ranks: int, stages: int) -> str | None:
 def unfit(model: FormattedModel, ranks: int, platform: str = "cuda") -> str | None:
     """Why the weights cannot have the recipe's formats, which vLLM does not see before it loads them; as `refusal`."""
     return next(_unfit(model, ranks, platform), None)
+
+
+def possible_ranks(shape: Shape, ranks: int) -> str:
+    """The other sizes of tensor parallelism by which its heads divide, in words."""
+    return ", ".join(str(size) for size in range(1, MOST_RANKS + 1) if size != ranks and not any(uneven_heads(shape, size)))
 
 
 def _unfit(model: FormattedModel, ranks: int, platform: str) -> Iterator[str]:

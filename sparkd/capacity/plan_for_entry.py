@@ -60,6 +60,7 @@ from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
+from workers.kv.advice import advised
 from workers.kv.profiles import profiles_in
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
@@ -159,9 +160,7 @@ def answer(
     most_gib = max(1, _free(hardware) // GIB)
     if short := share_too_large(args, needed_gib(args, hardware, most_gib), hardware, most_gib, "a node"):
         taken = []
-        options = [
-            (replace(option, reason=short.rstrip("."), cause="memory"), one) if option.fits else (option, one) for option, one in options
-        ]
+        options = [(replace(option, reason=short.reason, cause="memory"), one) if option.fits else (option, one) for option, one in options]
     options.sort(key=lambda each: rank(each[0], headers.model, wish))
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
@@ -184,7 +183,7 @@ def answer(
     how = None if best is None else _how(entry, best[0], decided(spec, best[1]), hardware)
     plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
     if short is not None:
-        plan["refusal"] = {"cause": "memory", "message": short}
+        plan["refusal"] = short.to_json()
     plan["entry"] = {"name": spec.name, "origin": entry.origin}
     return plan if how is None else {**plan, "notes": [*plan["notes"], *how["notes"]]}
 
@@ -202,10 +201,10 @@ def _taken(
 def _advice(args: EngineArgs, hardware: Hardware) -> str:
     """The choices that would fit over as many nodes as the entry asks for, or else on one."""
     free, here = max(0, room_of(args, hardware, _free(hardware)).engine), headers_here(args)
-    smaller = advice(args, here, hardware, free, args.split)
+    smaller = advised(advice(args, here, hardware, free, args.split))
     if smaller or args.split == (1, 1):
         return smaller
-    return advice(args, here, hardware, free, instead_of=math.prod(args.split))
+    return advised(advice(args, here, hardware, free, instead_of=math.prod(args.split)))
 
 
 def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:

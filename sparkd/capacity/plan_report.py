@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.capacity.advice import refusal
 from sparkd.capacity.fit import AS_STORED, FitRequest, FitResult, Option, Rank, floor, rank, smallest
 from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_refusal import refusal
 from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint.header import shown
@@ -134,6 +134,7 @@ def to_json(
     ]
     ways.sort(key=lambda way: way[0])
     _, of, best, already = ways[0] if ways and ways[0][2].fits else (None, model, None, None)
+    refused = refusal([option for *_, option, _ in ways], inventory, wish)
     return {
         "model": model,
         "entry": None,
@@ -157,7 +158,7 @@ def to_json(
         "choice": None
         if best is None
         else {**option_json(best), "model": of, "prequantized": already, **(how or how_of(of, best, wish, hardware, site or Site()))},
-        "refusal": refusal([option for *_, option, _ in ways], inventory, wish) if best is None else None,
+        "refusal": None if refused is None else refused.to_json(),
         "floor": [] if best is None else _floor(best, hardware),
         "notes": [*choice.notes, *(_offered(each, model, of) for each in offers)],
     }

@@ -13,7 +13,7 @@ from typing import Any
 from sparkd.capacity.account import is_other
 from sparkd.capacity.headers import inventory_in
 from sparkd.capacity.parallelism import uneven_groups
-from sparkd.capacity.weights import inventory, refuse_incomplete
+from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
 from sparkd.models.shape import LENGTHS, rotary_tables, shape_of, text_config
@@ -79,14 +79,8 @@ def too_long(args: EngineArgs, release: Release | None = None) -> str | None:
 def uneven(args: EngineArgs) -> str | None:
     """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what
     QuantizationRecipe.assign refuses. None where it would not, or the headers are not on this machine."""
-    folder = folder_of(args.model, args.revision, args.env)
-    if folder is None or args.recipe is None or args.quantize in (None, AUTO):
-        return None
-    try:
-        model = inventory_in(folder)
-    except (CheckpointError, ConfigError, OSError):
-        return None  # the engine says it, with the tensor's name
-    if is_other(args, model):
+    model = _quantized_here(args)
+    if model is None or args.recipe is None or is_other(args, model):
         return None
     try:
         groups = next(uneven_groups(model.formatted(args.recipe)), None)
@@ -97,13 +91,19 @@ def uneven(args: EngineArgs) -> str | None:
 
 def unmet(args: EngineArgs) -> tuple[str, ...]:
     """As Inventory.unmet, for the entry's `quantize`; empty where the headers are not on this machine."""
+    model = _quantized_here(args)
+    return () if model is None or args.recipe is None else model.unmet(args.recipe)
+
+
+def _quantized_here(args: EngineArgs) -> Inventory | None:
+    """The weights that its `quantize` is about; None where there is none, or they are not on this machine."""
     folder = folder_of(args.model, args.revision, args.env)
-    if folder is None or args.recipe is None or args.quantize in (None, AUTO):
-        return ()
+    if folder is None or args.quantize in (None, AUTO):
+        return None
     try:
-        return inventory_in(folder).unmet(args.recipe)
+        return inventory_in(folder)
     except (CheckpointError, ConfigError, OSError):
-        return ()  # the engine says it, with the tensor's name
+        return None  # the engine says it, with the tensor's name
 
 
 def _is_another_config(name: str) -> bool:

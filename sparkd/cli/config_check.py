@@ -167,8 +167,10 @@ def _keys(valid: Config, reading: ConfigReading, path: Path, environ: Mapping[st
 def _from_environment(tree: Table, role: str) -> bool:
     """Whether a key of this role is written as a variable."""
     written = tree["keys"].get(role) if isinstance(tree.get("keys"), Table) else None
-    places = written.places if isinstance(written, Items) else [place_of(tree, ("keys", role))]
-    return any(place.secret for place in places)
+    if not isinstance(written, Items):
+        return place_of(tree, ("keys", role)).secret
+    named = (place for item in written if isinstance(item, Table) for place in item.places.values())
+    return any(place.secret for place in (*written.places, *named))
 
 
 def _in_file(problem: ConfigProblem, valid: Config, tree: Table) -> ConfigProblem:

@@ -117,9 +117,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(function, eval_str=True)
 
     def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
-        before = ctx.find_root().obj or CommonOptions()
-        options = replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
-        session = Session(options)
+        session = Session(given_options(ctx, url, key_file, json=json))
         try:
             function(session, **arguments)
         finally:
@@ -136,6 +134,12 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
+
+
+def given_options(ctx: typer.Context, url: str | None, key_file: Path | None, *, json: bool) -> CommonOptions:
+    """The options of a verb, with those in front of it."""
+    before = ctx.find_root().obj or CommonOptions()
+    return replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
 
 
 def register(app: typer.Typer) -> None:

@@ -20,7 +20,7 @@ from workers.host import regular_file
 if TYPE_CHECKING:
     from sparkd.recipes.library import RecipeLibrary
     from sparkd.schema.yaml_file import ConfigProblem
-    from sparkd.vllm.arg_check import Refusal
+    from sparkd.vllm.arg_check import RefusedArg
     from sparkd.vllm.releases import Release
 
 recipes = typer.Typer(
@@ -207,7 +207,7 @@ def import_(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[Refusal]] | None:
+def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """What the parser of the vLLM beside sparkd refuses; asking it takes as long as its import."""
     from sparkd.cli.config_file import config_of
     from sparkd.inquiry.parser_answers import announce, answers, places

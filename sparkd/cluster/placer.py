@@ -79,7 +79,7 @@ class Siting:
             need = await self._of_its_node(config, spec, where, need)
             node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
-        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
+        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.account, need.args.memory_gib)):
             # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
             raise DoesNotFit(refusal, lasts=True)
         return await self._spread(config, spec, where, refusal)
@@ -277,7 +277,8 @@ class Siting:
         offered = sorted((gib for node, gib in self._places.offered.items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
-        refusal = await asyncio.to_thread(too_large, need, most_gib, where)
+        found = await asyncio.to_thread(too_large, need, most_gib, where)
+        refusal = None if found is None else found.message
         if refusal and only and need.entrypoint not in GUARDED and len(self._in_sight()) > 1:
             refusal += f" No other node can serve it: its engine, {need.entrypoint}, is not vLLM and asks for no key on an address."
         return refusal

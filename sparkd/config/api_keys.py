@@ -1,4 +1,4 @@
-"""Owns the API keys: from literals, files and systemd credentials to SHA-256 digests. Never keeps, logs or compares a key."""
+"""Owns the API keys: from literals, files and systemd credentials to SHA-256 digests and names. Never keeps, logs or compares a key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SecretStr
 
@@ -20,14 +20,32 @@ from workers.host import regular_file
 SHORT_KEY = 16
 _KEY = re.compile(r"[!-~]{1,512}")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
+# A key holds no space, so a colon with one behind it ends a name.
+_NAMED = re.compile(r"(?!sha256:)([A-Za-z0-9][A-Za-z0-9._@-]{0,63}):[ \t]+(.*)")
 _MAX_FILE_BYTES = 1024 * 1024
 
 
-Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(one_or_many)]
+def _lines(value: Any) -> Any:
+    """Write what YAML reads as a map of one pair, NAME: KEY, as the line that it was."""
+    values = one_or_many(value)
+    return [_line(item) for item in values] if isinstance(values, list | tuple) else values
+
+
+def _line(item: Any) -> Any:
+    if not isinstance(item, Mapping) or len(item) != 1:
+        return item
+    [(name, key)] = item.items()
+    return f"{name}: {key}" if isinstance(key, str) else item
+
+
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_lines)]
 
 
 class KeySettings(Section):
-    """The keys of those who may call: inference keys open /v1, admin keys open /admin. A value is a key, or 'sha256:HEX' of one."""
+    """The keys of those who may call: inference keys open /v1, admin keys open /admin.
+
+    A value is a key, or 'sha256:HEX' of one; 'NAME: ' may stand in front of either.
+    """
 
     inference: Secrets = ()
     admin: Secrets = ()
@@ -37,10 +55,13 @@ class KeySettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """SHA-256 digests (32 bytes each) of the keys that are accepted, and what is unwise about where they came from."""
+    """SHA-256 digests (32 bytes each) of the keys that are accepted, with the name of each, and what is unwise about where they came from.
 
-    inference: frozenset[bytes]
-    admin: frozenset[bytes]
+    A key without a name is called by its role and place, such as inference-2 for the second one.
+    """
+
+    inference: Mapping[bytes, str]
+    admin: Mapping[bytes, str]
     warnings: tuple[ConfigProblem, ...] = ()
 
 
@@ -51,17 +72,26 @@ def load_keys(keys: KeySettings, environ: Mapping[str, str]) -> KeyRing:
     """
     warnings: list[ConfigProblem] = []
     return KeyRing(
-        inference=frozenset(_role("inference", keys.inference, keys.inference_file, environ, warnings)),
-        admin=frozenset(_role("admin", keys.admin, keys.admin_file, environ, warnings)),
+        inference=_by_digest("inference", _role("inference", keys.inference, keys.inference_file, environ, warnings)),
+        admin=_by_digest("admin", _role("admin", keys.admin, keys.admin_file, environ, warnings)),
         warnings=tuple(warnings),
     )
 
 
+def _by_digest(role: str, named: Iterable[tuple[str | None, bytes]]) -> dict[bytes, str]:
+    """The first name of a key that is given twice counts."""
+    names: dict[bytes, str] = {}
+    for place, (name, digest) in enumerate(named, start=1):
+        names.setdefault(digest, name or f"{role}-{place}")
+    return names
+
+
 def _role(
     role: str, literals: Iterable[SecretStr], file: Path | None, environ: Mapping[str, str], warnings: list[ConfigProblem]
-) -> Iterator[bytes]:
+) -> Iterator[tuple[str | None, bytes]]:
+    """The name and the digest of each key, in order."""
     for literal in literals:
-        yield _digest(literal.get_secret_value(), f"keys.{role}", None, warnings)
+        yield _named(literal.get_secret_value(), f"keys.{role}", None, warnings)
     if file is not None:
         yield from _from_file(file, warnings)
     folder = environ.get("CREDENTIALS_DIRECTORY")
@@ -69,7 +99,7 @@ def _role(
         yield from _from_file(credential, warnings)
 
 
-def _from_file(path: Path, warnings: list[ConfigProblem]) -> Iterator[bytes]:
+def _from_file(path: Path, warnings: list[ConfigProblem]) -> Iterator[tuple[str | None, bytes]]:
     try:
         status, raw = path.stat(), regular_file.read(path, _MAX_FILE_BYTES + 1)
         if len(raw) > _MAX_FILE_BYTES:
@@ -82,7 +112,12 @@ def _from_file(path: Path, warnings: list[ConfigProblem]) -> Iterator[bytes]:
         warnings.append(ConfigProblem(str(path), None, "Every user of this machine can read this key file: chmod 640 or less.", "warning"))
     for number, line in enumerate(text.splitlines(), start=1):
         if (key := line.strip()) and not key.startswith("#"):
-            yield _digest(key, str(path), number, warnings)
+            yield _named(key, str(path), number, warnings)
+
+
+def _named(text: str, file: str, line: int | None, warnings: list[ConfigProblem]) -> tuple[str | None, bytes]:
+    match = _NAMED.fullmatch(text)
+    return (match[1], _digest(match[2], file, line, warnings)) if match else (None, _digest(text, file, line, warnings))
 
 
 def _digest(key: str, file: str, line: int | None, warnings: list[ConfigProblem]) -> bytes:
@@ -90,7 +125,10 @@ def _digest(key: str, file: str, line: int | None, warnings: list[ConfigProblem]
         return bytes.fromhex(key.removeprefix("sha256:"))
     if key.startswith("sha256:") or not _KEY.fullmatch(key):
         raise ConfigError(
-            "A key is 1 to 512 visible ASCII characters, or 'sha256:' and 64 hex digits; one here is neither.", file=file, line=line
+            "A key is 1 to 512 visible ASCII characters, or 'sha256:' and 64 hex digits, with 'NAME: ' in front if you like; one here is "
+            "neither.",
+            file=file,
+            line=line,
         )
     if len(key) < SHORT_KEY:
         warnings.append(

@@ -157,6 +157,7 @@ class Config(Section):
     metrics_need_key: bool = False
     web: bool = True
     include_aliases_in_list: bool = False
+    request_log: bool = True
     wait_for_load_s: Seconds = 300
     max_queued_requests: Count = 512
     loading_heartbeat_s: Seconds = 10

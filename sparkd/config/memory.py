@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
-from workers.guard.policy import MemoryLimits
+
+if TYPE_CHECKING:
+    from workers.guard.policy import MemoryLimits
 
 GIB = 1 << 30
 
@@ -41,6 +43,8 @@ class MemorySettings(Section):
 
     def limits(self, mem_total_bytes: int) -> MemoryLimits:
         """The guard's, on a node with so much memory."""
+        from workers.guard.policy import MemoryLimits
+
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in limits.items()})
 

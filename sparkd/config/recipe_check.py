@@ -20,7 +20,7 @@ from sparkd.recipes.registry import is_of_hub
 from sparkd.recipes.speculation import NOTES
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, parse
-from sparkd.vllm.arg_check import Refusal
+from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.translate import draft_method, speculative_config, translated
 from sparkd.vllm.unknown_names import unknown_parsers
@@ -206,7 +206,7 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
         raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
     try:
         output = json.loads(done.stdout)
-        answers = [(each, [Refusal.of(raw) for raw in refused]) for each, refused in zip(resolved, output["refused"], strict=True)]
+        answers = [(each, [RefusedArg.of(raw) for raw in refused]) for each, refused in zip(resolved, output["refused"], strict=True)]
         version = str(output["vllm"])
     except (ValueError, TypeError, KeyError):
         raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None

@@ -15,7 +15,6 @@ from workers.guard.policy import LEVELS, MemoryLimits
 
 _models: set[str] = set()
 _nodes: set[str] = set()
-_reasons: dict[str, set[str]] = {}
 _infos: dict[str, tuple[str, ...]] = {}
 # By node, on the daemon's clock: when the last reading that came was taken.
 _read_at_s: dict[str, float] = {}
@@ -32,7 +31,8 @@ def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None
             _start_at_zero(view.name)
         _show_model(view)
     for name in _models - set(snapshot.models):
-        _forget_model(name)
+        metrics.forget("model", name, but=_OF_REQUESTS)
+        _infos.pop(name, None)
     _models.clear()
     _models.update(snapshot.models)
     for node in snapshot.nodes:
@@ -41,10 +41,7 @@ def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None
             _show_limits(node.node_id, limits(node.reading.mem_total_bytes))
     present = {node.node_id for node in snapshot.nodes}
     for node_id in _nodes - present:
-        for metric in metrics.labelled("node"):
-            _remove(metric, node_id)
-        for limit in MemoryLimits.__slots__:
-            _remove(metrics.NODE_MEM_LIMIT_BYTES, node_id, limit)
+        metrics.forget("node", node_id)
         _read_at_s.pop(node_id, None)
     _nodes.clear()
     _nodes.update(present)
@@ -67,7 +64,6 @@ def loaded(model: str, seconds: float, adopted: bool) -> None:
 def failed(model: str, reason: str) -> None:
     if reason == "MemoryGuard":
         metrics.GUARD_ACTIONS.labels("kill", model).inc()
-    _reasons.setdefault(model, set()).add(reason)
     metrics.MODEL_FAILURES.labels(model, reason).inc()
 
 
@@ -181,22 +177,14 @@ _OF_A_READING: tuple[tuple[Gauge, Callable[[Reading], float | None]], ...] = (
     (metrics.GPU_CELSIUS, lambda reading: reading.gpu_celsius),
     (metrics.NODE_MEMORY_LEVEL, lambda reading: LEVELS.index(reading.level)),
 )
-# Of requests: those that still run count down after their model has gone.
-_OF_REQUESTS = (metrics.IN_FLIGHT, metrics.QUEUE_SECONDS, metrics.TIME_TO_FIRST_TOKEN_SECONDS)
-
-
-def _forget_model(model: str) -> None:
-    for state in ModelState:
-        _remove(metrics.MODEL_STATE, model, state.value)
-    if labels := _infos.pop(model, None):
-        _remove(metrics.MODEL_INFO, *labels)
-    for reason in _reasons.pop(model, set()):
-        _remove(metrics.MODEL_FAILURES, model, reason)
-    for action in _GUARD_ACTIONS:
-        _remove(metrics.GUARD_ACTIONS, action, model)
-    for metric in metrics.labelled("model"):
-        if metric not in _OF_REQUESTS:
-            _remove(metric, model)
+# The gateway holds these series (sparkd.gateway.exchange): a request may end, and count down, after its model has gone.
+_OF_REQUESTS = (
+    metrics.REQUESTS,
+    metrics.REQUEST_SECONDS,
+    metrics.IN_FLIGHT,
+    metrics.QUEUE_SECONDS,
+    metrics.TIME_TO_FIRST_TOKEN_SECONDS,
+)
 
 
 def _ratio(percent: float | None) -> float | None:

@@ -82,6 +82,8 @@ class Supervisor:
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
+        # Each is shown the snapshot of every tick.
+        self.watchers: list[Callable[[Snapshot], None]] = []
         self.registry = registry
         self.ledger = journal
         self.ledger.tell_damages()
@@ -297,8 +299,11 @@ class Supervisor:
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
-            gauges.show(self.snapshot(), self.registry.config.memory.limits)
+            snapshot = self.snapshot()
+            gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
+            for watch in self.watchers:
+                watch(snapshot)
 
     def _welcome(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""

@@ -46,9 +46,11 @@ from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.pages import origins_of
+from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.state.nouns import ModelState, Want
+from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from sparkd.web.files import page_files
@@ -61,6 +63,8 @@ LOOP_DEAD_S = 30.0
 FIRST_LOOK_S = 5.0
 PLACING_S = 10.0
 LOCK_CHARACTERS = 20
+# The daemon's own key, with which it asks a model its first question.
+OWN_NAME = "sparkd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ class Daemon:
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
+        self._requests = RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
         self._live_page = Live(
             *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
             path=config.state_dir / "history.bin",
@@ -169,6 +174,7 @@ class Daemon:
             metrics_text=lambda: metrics.text(self._scraper.text()),
             settings=self._edge_settings(config),
             probe_token=probe_token,
+            requests=self._requests,
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
@@ -200,6 +206,7 @@ class Daemon:
                 "measures": self._measures.run,
                 "foresight": self._foresight.run,
                 "reloader": self._reloader.run,
+                "requests": self._requests.run,
                 "watchdog": self._keep_watchdog_quiet,
                 "console": partial(self._console.run, self._options.ask),
             }
@@ -225,8 +232,10 @@ class Daemon:
         from sparkd.admin.app import Parts, admin_app
 
         page_files()  # reads and compresses them here, on a thread
-        controlled = self._supervisor, self._registry, self._journal, self._cluster
-        return admin_app(*controlled, Parts(self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open, self._live_page))
+        parts = Parts(
+            *(self._pulls, self._reloader.now, self._measures), lambda: self._foresight.open, requests=self._requests, live=self._live_page
+        )
+        return admin_app(self._supervisor, self._registry, self._journal, self._cluster, parts)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""
@@ -265,6 +274,8 @@ class Daemon:
         if stop_engines:
             with self._boundary.around("engines"):
                 await self._end_engines()
+        with self._boundary.around("requests"):
+            await self._requests.close()
         with self._boundary.around("asker"):
             await self._asker.close()
         with self._boundary.around("cluster"):
@@ -295,6 +306,7 @@ class Daemon:
 
     def _take(self, config: Config) -> dict[str, list[str]]:
         self._edge.settings = self._edge_settings(config)
+        self._requests.keeps = config.request_log
         self._server.set_limits(_limits(config))
         self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
         logging.getLogger().setLevel(config.log_level.upper())
@@ -355,7 +367,8 @@ class Daemon:
             log.warning("%s", warning)
         if not ring.inference and not ring.admin:
             return KeyDigests()
-        return KeyDigests((*ring.inference, digest(self._own_key)), tuple(ring.admin))
+        own = digest(self._own_key)
+        return KeyDigests((*ring.inference, own), tuple(ring.admin), {**ring.inference, **ring.admin, own: OWN_NAME})
 
 
 class _AdminLater:

@@ -27,6 +27,8 @@ MAX_HEADERS = 128
 
 _CONNECT_AGAIN_S = 0.05
 _SLICE_BYTES = 64 * 1024
+# An engine says at the end of its answer how many tokens it took: in one of the last three events of a stream, behind all else in JSON.
+_TAIL_BYTES = 8 * 1024
 # The bytes that a read may hold after a head just within the limit; asyncio reads 256 KiB at most.
 _ONE_READ_BYTES = 256 * 1024
 _CRLF = b"\r\n"
@@ -72,9 +74,11 @@ class Connection(asyncio.Protocol):
         "_in_head",
         "_keep",
         "_made",
+        "_older",
         "_parser",
         "_pass",
         "_passing",
+        "_past",
         "_pool",
         "_sink",
         "_unparsed_bytes",
@@ -107,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._between_chunks = False
         self._pass: Callable[[bytes], None] | None = None
         self._passing: Callable[[bytes], None] | None = None  # _pass, while the parser stands between two chunks
-        self.passed = b""
+        self.passed = self._past = self._older = b""
         self.passed_bytes = 0
         self._writable: asyncio.Future[None] | None = None
 
@@ -124,7 +128,7 @@ class Connection(asyncio.Protocol):
         self._unparsed_bytes = 0
         self._in_head, self._answering, self._complete, self._until_close, self._between_chunks = True, False, False, False, False
         self._pass = None
-        self.passed, self.passed_bytes = b"", 0
+        self.passed, self._past, self._older, self.passed_bytes = b"", b"", b"", 0
         if len(body) <= _SLICE_BYTES:
             self.transport.write(head + body)
             return
@@ -160,6 +164,15 @@ class Connection(asyncio.Protocol):
         """
         self._pass = write
 
+    def keep(self, data: bytes) -> None:
+        """Take a piece that the sink passed on itself for the last one that was passed on."""
+        self._older, self._past, self.passed = self._past, self.passed, data[-_TAIL_BYTES:]
+
+    @property
+    def tail(self) -> bytes:
+        """The last three pieces that were passed on, of each its last bytes."""
+        return b"".join((self._older, self._past, self.passed))
+
     def pause(self) -> None:
         if not self.transport.is_closing():
             self.transport.pause_reading()
@@ -184,7 +197,7 @@ class Connection(asyncio.Protocol):
                 head = _CHUNK_HEADS[length]
                 if data.startswith(head) and data.endswith(_CRLF):
                     self.passed_bytes += length - len(head) - 2
-                    self.passed = data
+                    self._older, self._past, self.passed = self._past, self.passed, data
                     self._passing(data)
                     return
         if self._sink is None:  # no request is open

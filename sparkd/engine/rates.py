@@ -19,7 +19,7 @@ _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
 _TTFT, _ITL, _E2E = _HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
 _DRAFTS, _ACCEPTED = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total"
 _NAMES = "|".join((*_COUNTERS, *_GAUGES, *(f"{name}_bucket" for name in _HISTOGRAMS), _DRAFTS, _ACCEPTED))
-_SAMPLE = re.compile(rf"^vllm:({_NAMES})(?:\{{(.*)\}})? ([^ \n]+)", re.MULTILINE)
+_SAMPLE = re.compile(rf"\nvllm:({_NAMES})(?:\{{(.*)\}})? ([^ \n]+)")
 _BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
 _POSITION = re.compile(r'(?:^|,)position="([0-9]+)"')
 
@@ -118,7 +118,7 @@ def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | No
 def sample_of(page: str, at_s: float) -> Sample:
     """Takes about a millisecond. at_s: monotonic seconds."""
     sample = Sample(at_s)
-    for name, labels, text in _SAMPLE.findall(page):
+    for name, labels, text in _SAMPLE.findall(f"\n{page}"):
         try:
             value = float(text)
         except ValueError:

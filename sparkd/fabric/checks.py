@@ -1,4 +1,4 @@
-"""Owns what is wrong with one node's network and what helps: verdict, the values that were read, one sentence of cure. Never changes it.
+"""Owns what is wrong with one node's network and what helps: verdict, the values that were read, the cure. Never changes it.
 
 The rates are those of nccl-tests on pairs of Sparks: 13.9 GB/s over one rail, 20 to 24 over both, 2.1 by sockets over the ConnectX-7,
 1 over the 10GbE port (logs of owners, NVIDIA's playbooks and their issues 25 and 102).

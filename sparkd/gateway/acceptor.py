@@ -130,15 +130,19 @@ class Acceptor:
             )
         return None
 
-    def close(self) -> None:
-        """Accept no more, and close what is being opened: the server would not tell it to end. Before the sockets are closed."""
-        for opening in tuple(self._opening):
-            opening.cancel()
+    async def close(self) -> None:
+        """Accept no more, and return once what was accepted is open, so that the server can tell it to end. Before the sockets are closed.
+
+        A connection takes two turns of the loop to open. Cancelled between them it would reset its client, and uvloop would never call
+        connection_lost: the server would wait until drain_s for a connection that is gone.
+        """
         if self._resting is not None:
             self._resting.cancel()
             self._resting = None
-            return
-        self._unwatch()
+        else:
+            self._unwatch()
+        if self._opening:
+            await asyncio.wait(tuple(self._opening))
 
     # --- own ------------------------------------------------------------------------------------------------------------
 

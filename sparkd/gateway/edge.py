@@ -21,7 +21,6 @@ from sparkd.errors import (
     REQUEST_ID,
     BadRequest,
     BodyTooLarge,
-    Draining,
     Forbidden,
     MethodNotAllowed,
     SparkdError,
@@ -36,7 +35,8 @@ from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
 from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.proxy import Leases, Proxy, leave
+from sparkd.gateway.proxy import Leases, Proxy, interruption, leave
+from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import (
     App,
     Message,
@@ -80,7 +80,7 @@ class Edge:
     """The ASGI application of the daemon.
 
     `settings` may be replaced at any time; it applies to requests that arrive afterwards. `admin` gets the requests under /admin/v1, after
-    their key and the size of their body were checked.
+    their key and the size of their body were checked. `requests` records the requests for models.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Edge:
         settings: EdgeSettings | None = None,
         metrics_text: Callable[[], bytes] = metrics.text,
         probe_token: str | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         self._settings = settings or EdgeSettings()
         self._supervisor = supervisor
@@ -101,6 +102,7 @@ class Edge:
         self._ready = ready
         self._metrics_text = metrics_text
         self._proxy = Proxy(supervisor, self._settings.limits, probe_token)
+        self._requests = requests or RequestLog()
         self._open_requests = 0
         self._admin_turns = asyncio.Lock()
 
@@ -118,6 +120,7 @@ class Edge:
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = Exchange(_request_id(headers))
+        exchange.task = asyncio.current_task()
         self._open_requests += 1
         try:
             await self._serve(scope, receive, send, headers, exchange)
@@ -126,15 +129,17 @@ class Edge:
         except SparkdError as error:
             await self._refuse(error, scope, receive, send, headers, exchange)
         except asyncio.CancelledError:
-            # Only a shutdown cancels a request here. If this were raised again, uvicorn would answer with its own error in plain text.
-            await self._refuse(Draining("sparkd is shutting down; try again soon."), scope, receive, send, headers, exchange)
+            # A shutdown or an operator cancels a request. If this were raised again, uvicorn would answer with its own error in plain text.
+            await self._refuse(interruption(exchange), scope, receive, send, headers, exchange)
         except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
             _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
             await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
         finally:
             self._open_requests -= 1
             self._proxy.release(exchange)
+            exchange.task = None  # breaks a reference cycle
             exchange.close()
+            self._requests.end(exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         match = find(scope["path"], scope["raw_path"])
@@ -153,7 +158,9 @@ class Edge:
                 return
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
-        self._check_caller(route, scope["method"], headers, allowed_page=page is not None)
+        exchange.key = self._check_caller(route, scope["method"], headers, allowed_page=page is not None)
+        if route.kind in _FORWARDED:
+            self._requests.begin(exchange)
         if self._open_requests > self._most_requests(route.kind):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(scope["headers"]):
@@ -188,8 +195,10 @@ class Edge:
             body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(headers))).encode()
         elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
-        else:
+        elif route.kind is RouteKind.ROOT:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
+        else:
+            raise LookupError(f"No branch here answers a route of the kind {route.kind.value}.")
         exchange.status, exchange.bytes_out = status, len(body)
         # sparkd does not log a probe that succeeds. Its answer carries an id only if the prober sent one, as with vLLM.
         named = route.kind not in _PROBES or status != 200 or b"x-request-id" in headers
@@ -264,23 +273,27 @@ class Edge:
             return ""
         return f"; the nearest is {suggested}"
 
-    def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> None:
-        """Raise unless the request has the route's key. Without configured keys, raise if a web page that is not allowed sent it."""
+    def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> str | None:
+        """Return the name of the key. Raise unless the request has the route's key.
+
+        Without configured keys, raise if a web page that is not allowed sent it.
+        """
         if self._settings.keys.open:
             if route.kind not in _PROBES:
                 does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.PAGE)
                 check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
-            return
+            return None
         needed = route.role
         if route.kind is RouteKind.METRICS and self._settings.metrics_need_key:
             needed = Role.INFERENCE
         if needed is Role.NOBODY:
-            return
-        role = self._settings.keys.role(headers)
+            return None
+        role, name = self._settings.keys.caller(headers)
         if role is Role.NOBODY:
             raise Unauthorized
         if role < needed:
             raise Forbidden("This key is for inference; the admin API needs an admin key.")
+        return name
 
     def _check_length(self, route: Route, headers: dict[bytes, bytes]) -> None:
         declared = headers.get(b"content-length")
@@ -373,7 +386,7 @@ def _place(error: BaseException) -> str:
 
 async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:
     """Send the rest of an answer whose head was sent, until its client leaves."""
-    client.call_when_gone(partial(leave, exchange, asyncio.current_task()))
+    client.call_when_gone(partial(leave, exchange))
     try:
         async for text in texts:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from sparkd import metrics
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT, RouteKind
+from sparkd.gateway.usage import Tokens
 
 _log = logging.getLogger("sparkd.access")
 
@@ -39,30 +40,47 @@ class EarlyAnswer(Protocol):
     def refuse(self, error: SparkdError) -> None: ...
 
 
+class AnswerPipe(Protocol):
+    """The part of sparkd.gateway.relay.Pipe that the rest of a request uses.
+
+    passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet.
+    """
+
+    @property
+    def passed_bytes(self) -> int: ...
+    def stop(self) -> None: ...
+
+
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
-    all bodies; `whole` is true once it was read to its end. `hang_up` aborts the engine's work. `heartbeat` is set once the request has to
-    wait for a model.
+    all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
+    `heartbeat` is set once the request has to wait for a model. `key` is the name of the client's key; `tokens` is what the engine counted.
+    `task` serves the request; `cancelled` says that an operator ended it.
     """
 
     __slots__ = (
         "body",
         "bytes_out",
+        "cancelled",
         "code",
         "first_s",
         "gone",
-        "hang_up",
         "heartbeat",
+        "key",
         "model",
         "outline",
+        "pipe",
         "queued_s",
         "request_id",
         "reserved",
         "route",
         "started_s",
         "status",
+        "streamed",
+        "task",
+        "tokens",
         "whole",
     )
 
@@ -81,8 +99,19 @@ class Exchange:
         self.reserved = 0
         self.whole = False
         self.gone = False
-        self.hang_up: Callable[[], None] | None = None
+        self.cancelled = False
+        self.streamed = False
+        self.key: str | None = None
+        self.tokens: Tokens | None = None
+        self.pipe: AnswerPipe | None = None
+        self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
+
+    def cancel(self) -> None:
+        """End the request for an operator. Its client gets RequestCancelled."""
+        self.cancelled = True
+        if self.task is not None:
+            self.task.cancel()
 
     def close(self) -> None:
         """Count and log the request, once, at its end. `model` is a configured name, "" or "unknown", so that the series stay bounded."""

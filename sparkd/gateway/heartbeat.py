@@ -93,7 +93,7 @@ class Heartbeat:
 
     def _begin(self) -> None:
         self.begun = True
-        self._exchange.status = 200
+        self._exchange.status, self._exchange.streamed = 200, True
         head = [
             (b"x-request-id", self._exchange.request_id.encode()),
             (b"content-type", b"text/event-stream; charset=utf-8"),

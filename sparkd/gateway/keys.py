@@ -1,10 +1,10 @@
-"""Maps an API key to a role by SHA-256 digests, compared in constant time. Never holds, logs or returns a key."""
+"""Maps an API key to a role and a name by SHA-256 digests, compared in constant time. Never holds, logs or returns a key."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from hmac import compare_digest
 
@@ -19,10 +19,14 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyDigests:
-    """Digests of the keys of each role. Without any key the gateway is open, which the daemon allows on loopback only."""
+    """Digests of the keys of each role. Without any key the gateway is open, which the daemon allows on loopback only.
+
+    names: what a key is called in the record of requests, by its digest.
+    """
 
     inference: tuple[bytes, ...] = ()
     admin: tuple[bytes, ...] = ()
+    names: Mapping[bytes, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, inference: Iterable[str] = (), admin: Iterable[str] = ()) -> KeyDigests:
@@ -34,21 +38,24 @@ class KeyDigests:
         return not self.inference and not self.admin
 
     def role(self, headers: Mapping[bytes, bytes]) -> Role:
-        """The greatest role of the keys in `Authorization: Bearer` and `x-api-key`.
+        return self.caller(headers)[0]
+
+    def caller(self, headers: Mapping[bytes, bytes]) -> tuple[Role, str | None]:
+        """The greatest role of the keys in `Authorization: Bearer` and `x-api-key`, and the name of the key that has it.
 
         Every presented key is compared with every digest, without an early exit, so that the time does not show which one matched
         (vLLM's authenticate.py does the same).
         """
-        role = Role.NOBODY
+        role, matched = Role.NOBODY, b""
         for key in _presented(headers):
             presented = hashlib.sha256(key).digest()
             for configured in self.inference:
-                if compare_digest(presented, configured):
-                    role = max(role, Role.INFERENCE)
+                if compare_digest(presented, configured) and role < Role.INFERENCE:
+                    role, matched = Role.INFERENCE, configured
             for configured in self.admin:
-                if compare_digest(presented, configured):
-                    role = Role.ADMIN
-        return role
+                if compare_digest(presented, configured) and role < Role.ADMIN:
+                    role, matched = Role.ADMIN, configured
+        return role, self.names.get(matched)
 
 
 def digest(key: str) -> bytes:

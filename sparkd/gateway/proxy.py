@@ -20,6 +20,7 @@ from sparkd.errors import (
     BodyTooLarge,
     Draining,
     NoToolParser,
+    RequestCancelled,
     SparkdError,
     Unavailable,
     UnknownResponse,
@@ -139,11 +140,11 @@ class Proxy:
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(leave, exchange, asyncio.current_task()))
+        connection.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
-            waits = partial(self._wait, connection, exchange, route) if route.kind is RouteKind.JSON else None
+            waits = partial(self._wait, connection, exchange, route)
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
                 if exchange.heartbeat is not None:
@@ -161,7 +162,7 @@ class Proxy:
             if exchange.gone:
                 raise ClientGone from None
             if exchange.code is None:
-                _refuse_begun(exchange, Draining("sparkd is shutting down; try again soon."))
+                _refuse_begun(exchange, interruption(exchange))
             raise
         except SparkdError as error:
             if exchange.model == "unknown":
@@ -177,7 +178,9 @@ class Proxy:
     def _wait(
         self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
-        exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
+        exchange.model = loading()["model"]
+        if route.kind is RouteKind.JSON:
+            exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
@@ -188,7 +191,7 @@ class Proxy:
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
         pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == _RESPONSES else None)
-        exchange.hang_up = pipe.stop
+        exchange.pipe = pipe
         before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
             head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
@@ -202,13 +205,13 @@ class Proxy:
         except asyncio.CancelledError:
             if pipe.begun and not pipe.ended and not exchange.gone:
                 pipe.stop()
-                pipe.break_off(Draining("sparkd is shutting down; try again soon."), route.anthropic)
+                pipe.break_off(interruption(exchange), route.anthropic)
             raise
         finally:
-            exchange.hang_up = None  # breaks a reference cycle, which every request would leave to the garbage collector
+            exchange.pipe = None  # breaks a reference cycle, which every request would leave to the garbage collector
             if exchange.bytes_out > before:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
-                well = exchange.status < 500 and exchange.code is None
+                well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
                 lease.answered = (True if exchange.status == 200 else None) if well else False
             pipe.stop()
 
@@ -273,13 +276,18 @@ class Proxy:
         raise UnknownResponse(response_id)
 
 
-def leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+def leave(exchange: Exchange) -> None:
     """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream."""
     exchange.gone = True
-    if exchange.hang_up is not None:
-        exchange.hang_up()
-    if task is not None:
-        task.cancel()
+    if exchange.pipe is not None:
+        exchange.pipe.stop()
+    if exchange.task is not None:
+        exchange.task.cancel()
+
+
+def interruption(exchange: Exchange) -> SparkdError:
+    """The error for a client whose request was cancelled: by an operator, else by the daemon's end."""
+    return RequestCancelled() if exchange.cancelled else Draining("sparkd is shutting down; try again soon.")
 
 
 def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:

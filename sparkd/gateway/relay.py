@@ -12,6 +12,7 @@ from sparkd.gateway.exchange import EarlyAnswer, Exchange
 from sparkd.gateway.headers import response_headers
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import RawHeaders, error_event
+from sparkd.gateway.usage import tokens_of
 
 # The ends of an event, and of a chunk that ends with an event.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -66,6 +67,11 @@ class Pipe:
         self._last = b""
         self._foreign: bytearray | None = None
 
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes of the answer that went past `body`, and are not counted in the exchange yet."""
+        return 0 if self._source is None else self._source.passed_bytes
+
     def stop(self) -> None:
         """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
         source = self._source
@@ -100,6 +106,7 @@ class Pipe:
                 self._foreign = bytearray()
                 self._exchange.code = f"status_{status}"
             self._streams = self._chunked = True
+        self._exchange.streamed = self._streams
 
     def body(self, data: bytes, ended: bool) -> None:
         source = self._source
@@ -124,7 +131,7 @@ class Pipe:
                 if self._peek is None:
                     source.pass_chunks(self._write)
                 data = b"%x\r\n%b\r\n" % (len(data), data)
-            source.passed = data
+            source.keep(data)
             pieces.append(data)
         if ended and self._chunked and self._chunks:
             pieces.append(b"0\r\n\r\n")
@@ -154,6 +161,7 @@ class Pipe:
             self._client.fed_by(None)
             self._exchange.bytes_out += source.passed_bytes
             self._last = source.passed
+            self._exchange.tokens = tokens_of(source.tail)
 
     def _count(self, data: bytes) -> None:
         if self._streams and self._exchange.first_s is None:

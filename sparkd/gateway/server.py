@@ -59,7 +59,7 @@ class GatewayServer(uvicorn.Server):
         """uvicorn's, but for the accepting: asyncio's and uvloop's own have no bound, and end badly where descriptors run out."""
         await super().startup(sockets=[])
         if self.acceptor is not None:
-            self.acceptor.close()
+            await self.acceptor.close()
         config, state = self.config, self.server_state
         make = partial(config.http_protocol_class, config=config, server_state=state, app_state=self.lifespan.state)
         limit = config.http.limits.connections
@@ -67,7 +67,7 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.acceptor is not None:
-            self.acceptor.close()
+            await self.acceptor.close()
         await super().shutdown(sockets=sockets)
 
     async def on_tick(self, counter: int) -> bool:

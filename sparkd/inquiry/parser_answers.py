@@ -20,13 +20,13 @@ from pathlib import Path
 import workers
 from sparkd.errors import StateError
 from sparkd.execution.as_owner import as_owner
-from sparkd.vllm.arg_check import ANOTHER_PARSER, Refusal, unspeculative
+from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg, unspeculative
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, packages_of
 from sparkd.vllm.translate import release_of, translated, values_of
 from workers.host.interpreter import inherited_environment
 
-Refusals = tuple[Refusal, ...]
+RefusedArgs = tuple[RefusedArg, ...]
 # Flags and variables of an engine.
 Subject = tuple[Sequence[str], Mapping[str, str]]
 
@@ -37,7 +37,7 @@ _PROGRAM = Path(workers.__file__).parent / "engine" / "parse_args.py"
 # Flags whose plain numbers every vLLM takes: what a plan chooses for them is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
 # What this process has asked itself, where no folder keeps it, and the environments that gave no answer: none is asked again.
-_answered: dict[str, Refusals] = {}
+_answered: dict[str, RefusedArgs] = {}
 _silent: set[str] = set()
 
 
@@ -76,7 +76,7 @@ def announce() -> None:
 
 def answers(
     lines: Sequence[Sequence[str]], runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None
-) -> list[Refusals | None]:
+) -> list[RefusedArgs | None]:
     """What the parser refuses of each list of arguments. runtime: an interpreter, None for the one that this runs in. folders: where
     answers are kept, the first that can be written to.
 
@@ -134,18 +134,18 @@ def neighbours(interpreter: Path) -> Iterator[str]:
             yield from sorted(name for name in os.listdir(packages) if name.endswith((".dist-info", ".egg-info", ".pth", ".egg-link")))
 
 
-def _kept(key: str, folders: Sequence[Path]) -> Refusals | None:
+def _kept(key: str, folders: Sequence[Path]) -> RefusedArgs | None:
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            return tuple(map(Refusal.of, json.loads((folder / f"{key}.json").read_bytes())))
+            return tuple(map(RefusedArg.of, json.loads((folder / f"{key}.json").read_bytes())))
     return _answered.get(key)
 
 
-def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, Refusals]] | None:
+def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, RefusedArgs]] | None:
     """An answer for each, as it is kept and as it is read."""
     try:
         raw = json.loads(_run(interpreter, json.dumps({"lines": lines})) or "")["refused"]
-        said = [(json.dumps(each), tuple(map(Refusal.of, each))) for each in raw]
+        said = [(json.dumps(each), tuple(map(RefusedArg.of, each))) for each in raw]
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return said if len(said) == len(lines) else None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.recipes.speculation import Speculating, speculating
 from sparkd.schema.engine_flags import contradictions
 from sparkd.schema.fields import Method, ProfileName, absolute_from
 from sparkd.schema.overlay import table_of
@@ -21,6 +20,7 @@ from sparkd.vllm.translate import SPECULATIVE, draft_method, flag_name, speculat
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
+    from sparkd.recipes.speculation import Speculating
 
 KEYS = ("recipe", "profile", "speculative")
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -190,6 +190,8 @@ def _speculation(
                 return Table()  # as the recipe has it
     if method not in METHODS:
         return Table()
+    from sparkd.recipes.speculation import speculating
+
     model = entry.get("model", merged.get("model"))
     offers = file.speculation(variant) if file is not None else None
     config = speculative_config(_words(merged))

@@ -18,7 +18,7 @@ from sparkd.recipes.file import is_foreign
 from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
 from sparkd.schema import yaml_file
 from sparkd.schema.overlay import error_of
-from sparkd.vllm.arg_check import Refusal
+from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.reserved_args import owned_env
@@ -63,7 +63,7 @@ _PLAIN_BUILDS = (
 _PLAIN = re.compile(r"[^\s{}]+")
 
 # (arguments, variables) -> (version, what this vLLM's parser refuses); None where there is none to ask.
-Parser = Callable[[Sequence[str], Mapping[str, str]], tuple[str, Sequence[Refusal]] | None]
+Parser = Callable[[Sequence[str], Mapping[str, str]], tuple[str, Sequence[RefusedArg]] | None]
 
 
 def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError
 from sparkd.schema import kv_cache as kv_sizing
 from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.model import ModelConfig
 from sparkd.schema.quantize import AUTO
 from sparkd.vllm.arg_check import amount
 from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of
@@ -35,8 +34,12 @@ from sparkd.vllm.unaccounted_args import (
     unsized,
     without_length,
 )
+from workers.kv.advice import written
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
 
 # Flags that tell vLLM another longest request than config.json does.
 _OTHER_CONFIG = ("hf-", "config-f", "revision")
@@ -164,7 +167,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         prefix_caching=switched(args, "enable-prefix-caching") is not False,
         chunked_prefill=switched(args, "enable-chunked-prefill") is not False,
         cache=cache,
-        cache_words=kv_sizing.in_words(cache) if isinstance(cache, Mapping) else "",
+        cache_words=written("kv_cache", cache) if isinstance(cache, Mapping) else "",
         cache_bytes=_cache_bytes(args),
         cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
         share=share,
@@ -238,7 +241,7 @@ def _share_words(spec: ModelConfig) -> str:
     if (share := share_of(spec.extra_args)) is not None:
         return f"--{SHARE} {share:g}"
     if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
-        return f"kv_cache: {kv_sizing.spelled(spec.kv_cache)}"
+        return written("kv_cache", spec.kv_cache)
     return "" if spec.gpu_memory_utilization is None else f"gpu_memory_utilization {spec.gpu_memory_utilization:g}"
 
 

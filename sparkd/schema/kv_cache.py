@@ -12,7 +12,8 @@ from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.unaccounted_args import blocks_of, length_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
-from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
+from workers.kv.advice import spelled
+from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -73,7 +74,7 @@ def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
         yield "kv_cache", f"{reason}: give it at least {spelled({'tokens': length})}, or lower max_model_len."
     whole_gib = model.memory_gib
     if isinstance(whole_gib, int | float) and size.get("bytes", 0) >= whole_gib * GIB:
-        reason = f"{_written(size['bytes'])} are all of the {whole_gib:g} GiB that memory_gib gives the whole engine, or more"
+        reason = f"{spelled({'bytes': size['bytes']})} are all of the {whole_gib:g} GiB that memory_gib gives the whole engine, or more"
         yield "kv_cache", f"{reason}: lower it, or raise memory_gib."
 
 
@@ -115,17 +116,6 @@ def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
     if not re.fullmatch(r"[0-9]{1,9}", mib):
         raise ConfigError(f"{MARGIN_VARIABLE} must be a whole number of MiB: correct it, or set kv_margin_gib instead.", param="env")
     return int(mib) << 20
-
-
-def in_words(size: Mapping[str, Any]) -> str:
-    """A size as `cache_of` gives it, by the key or the flag that it stands in."""
-    return f"{BLOCKS_FLAG} {size['blocks']}" if "blocks" in size else f"kv_cache: {spelled(size)}"
-
-
-def spelled(size: Mapping[str, Any]) -> str:
-    """A size as an entry has it: what this is read as is the same size again."""
-    told = (f"{key}: {_written(value) if key == 'bytes' else value}" for key, value in size.items())
-    return f"{{{', '.join(told)}}}"
 
 
 def unreadable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
@@ -173,13 +163,6 @@ def sizing_of(
 def without_cpu_space(model: EngineKeys, env: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
-
-
-def _written(size: int) -> str:
-    tenths = f"{size / GIB:.1f}".removesuffix(".0")
-    if int(float(tenths) * GIB) == size:
-        return f"{tenths}GiB"
-    return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
 
 
 def _bytes(key: str, value: Any) -> int:

@@ -32,7 +32,7 @@ _FLAT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedArg:
     """What a vLLM's parser says of one argument; the fields are those of workers/engine/parse_args.py."""
 
     flag: str
@@ -43,7 +43,7 @@ class Refusal:
     text: str
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Refusal:
+    def of(cls, raw: Mapping[str, Any]) -> RefusedArg:
         """Raises KeyError or TypeError for what is none."""
         near = None if raw["near"] is None else str(raw["near"])
         return cls(str(raw["flag"]), str(raw["kind"]), tuple(map(str, raw["names"])), near, str(raw["key"]), str(raw["text"]))

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from tests.bench.arguments import Parser, amount, count, model, new, pattern
@@ -65,24 +64,25 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=REAL, help="how many of the faults hit real vLLM")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=amount, default=5400)
-    parser.add_argument("--only", type=pattern, default="", help="a regular expression for the targets' names")
+    parser.add_argument("--only", type=pattern, default="", help="a regular expression for the names of targets and trials")
     parser.add_argument("--json", type=new)
     asked = parser.parse_args()
-    names = parser.chosen(TARGETS, asked.only)
+    names = parser.chosen((*TARGETS, *TRIALS), asked.only)
+    targets, trials = [name for name in names if name in TARGETS], [name for name in names if name in TRIALS]
     deadline_s = time.monotonic() + asked.limit_s
-    real = min(asked.real, asked.faults) if asked.model else 0
+    faults = asked.faults if targets else 0
+    real = min(asked.real, faults) if asked.model else 0
     outcomes: list[Outcome] = []
     print(_HEAD, flush=True)
     try:
-        for stub, times in ((True, asked.faults - real), (False, real)):
+        for stub, times in ((True, faults - real), (False, real)):
             if times:
-                _faults(asked, names, stub=stub, times=times, deadline_s=deadline_s, outcomes=outcomes)
+                _faults(asked, targets, stub=stub, times=times, deadline_s=deadline_s, outcomes=outcomes)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
-    others = _others(deadline_s, asked.seed) if not asked.only else {}
-    return _judge(outcomes, others, timed=not asked.smallest)
+    return _judge(outcomes, _others(trials, deadline_s, asked.seed), timed=not asked.smallest)
 
 
 def _faults(asked: argparse.Namespace, names: Sequence[str], *, stub: bool, times: int, deadline_s: float, outcomes: list[Outcome]) -> None:
@@ -186,15 +186,15 @@ def _scene(
 # What is no kill.
 
 
-def _others(deadline_s: float, seed: int) -> dict[str, str | None]:
+def _others(trials: Sequence[str], deadline_s: float, seed: int) -> dict[str, str | None]:
     """By sentence, why it is bad; None where it is well."""
     found: dict[str, str | None] = {}
-    for name, trial in (("errors inside", partial(_inside, seed)), ("disk", _disk), ("clock", _clock), ("reload storm", _storm)):
+    for name in trials:
         if time.monotonic() > deadline_s:
             found[f"{name}: not tried, the time was over"] = "it was not tried"
             continue
         try:
-            found |= trial()
+            found |= TRIALS[name](seed)
         except (OSError, RuntimeError, AssertionError) as error:
             found[f"{name}: {str(error).splitlines()[0][:200]}"] = "it could not be tried, or went wrong"
         for told, bad in list(found.items())[-3:]:
@@ -301,6 +301,15 @@ def _storm() -> dict[str, str | None]:
         same = scene.present() == rank
         told = f"{RELOADS} reloads, {whole} of {STORM_STREAMS} streams whole"
         return {told: None if whole == STORM_STREAMS and same else f"the engine is the same: {same}"}
+
+
+# The trials, which get the seed.
+TRIALS: Mapping[str, Callable[[int], dict[str, str | None]]] = {
+    "errors inside": _inside,
+    "disk": lambda _: _disk(),
+    "clock": lambda _: _clock(),
+    "reload storm": lambda _: _storm(),
+}
 
 
 # What came of it.

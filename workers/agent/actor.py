@@ -16,6 +16,8 @@ from sparkd.errors import NodeRefused, RankError, refused_by
 from workers.agent.node_facts import NodeFacts
 from workers.agent.page_cache import PageCache
 from workers.agent.programs import Programs
+from workers.agent.rank_logs import RankLogs
+from workers.agent.storage import Storage
 from workers.agent.version import VERSION
 from workers.guard import incidents
 from workers.guard.guard import Sentry
@@ -31,7 +33,7 @@ from workers.rank.load_report import load_path
 log = logging.getLogger("sparkd.agent")
 
 
-class Agent(NodeFacts, PageCache, Programs):
+class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
     """One node's eyes and hands. Its own methods are about ranks and the guard; each base has another subject, since the methods of a Ray
     actor lie on one class. Every method returns facts and blocks; Ray runs them on threads of their own.
 
@@ -112,7 +114,8 @@ class Agent(NodeFacts, PageCache, Programs):
             holder = held.get(fact["rank_id"]) if fact["alive"] else None
             fact["host_bytes"], fact["device_bytes"] = (holder.host_bytes, holder.device_bytes) if holder else (None, None)
             fact["killed"] = None if fact["alive"] else self.sentry.killed(fact["rank_id"])
-        return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "machine": self.sentry.machine, "ranks": ranks}
+        sentry = self.sentry
+        return {"node_id": self.node_id, "now_s": time.time(), "reading": sentry.reading, "machine": sentry.machine, "ranks": ranks}
 
     def incidents(self) -> list[dict[str, Any]]:
         """The guard's deeds here, oldest first: see workers.guard.incidents.SUMMARY."""
@@ -178,16 +181,6 @@ class Agent(NodeFacts, PageCache, Programs):
             lifecycle.forget(handle["rank_id"], self.run_dir)
             (Path(self.run_dir) / f"{handle['rank_id']}.key").unlink(missing_ok=True)
         return ended
-
-    def read_log(self, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
-        """Only files in this node's log folder."""
-        if Path(path).resolve().parent != Path(self.log_dir).resolve():
-            return {"text": "", "cursor": cursor or ""}
-        return lifecycle.read_log(path, cursor, max_bytes=max_bytes)
-
-    def nccl_lines(self, path: str) -> list[str]:
-        """NCCL's own lines of one rank since it started; only of files in this node's log folder."""
-        return lifecycle.nccl_lines(path) if Path(path).resolve().parent == Path(self.log_dir).resolve() else []
 
     def _loader(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Where this node's loader tells how far it is, and keeps what it quantized."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from workers.kv.symbols import imported
 
 V = TypeVar("V")
+_LACKS = {"unlearned": "no profile of this engine", "scarce": "no memory to spare"}
 # Every rank's finding is handed to every rank, in the order of ranks.
 Gather = Callable[[V], Sequence[V]]
 
@@ -34,11 +35,13 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The way that all ranks take. source: profile, plenty or rehearsal. setbacks: after how many. why: which rank's finding decided, None
-    where all found the same. refusal, missing: of the rank that has one."""
+    """The way that all ranks take. source: profile, plenty or rehearsal. setbacks: after how many. reason: the finding of some ranks that
+    decided (setbacks, unlearned, settings or scarce), empty where all found the same. why: it as a sentence with the ranks, None then.
+    refusal, missing: of the rank that has one."""
 
     source: str
     setbacks: int = 0
+    reason: str = ""
     why: str | None = None
     refusal: str = ""
     missing: str = ""
@@ -54,17 +57,20 @@ def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
     worst = max(votes, key=lambda vote: vote.setbacks)
     if worst.setbacks:
         alike = all(vote.setbacks == worst.setbacks for vote in votes)
-        return Course("rehearsal", worst.setbacks, None if alike else f"rank {worst.rank} ran out of memory {worst.setbacks} times before")
+        if alike:
+            return Course("rehearsal", worst.setbacks)
+        return Course("rehearsal", worst.setbacks, "setbacks", f"rank {worst.rank} ran out of memory {worst.setbacks} times before")
     without = [vote for vote in votes if not vote.learned]
     others = sorted({vote.engine for vote in votes if vote.engine})
     if not without and len(others) <= 1:
         return Course("profile")
     if all(vote.plenty for vote in votes):
-        return Course("plenty", why=_mixed(votes, without, "no profile of this engine"))
+        return _mixed("plenty", "unlearned", votes, without) or Course("plenty")
     scarce = [vote for vote in votes if not vote.plenty]
     if len(others) > 1:
-        return Course("rehearsal", why="the ranks were not started with the same settings")
-    return Course("rehearsal", why=_mixed(votes, without, "no profile of this engine") or _mixed(votes, scarce, "no memory to spare"))
+        return Course("rehearsal", reason="settings", why="the ranks were not started with the same settings")
+    mixed = _mixed("rehearsal", "unlearned", votes, without) or _mixed("rehearsal", "scarce", votes, scarce)
+    return mixed or Course("rehearsal")
 
 
 def alone(mine: V) -> Sequence[V]:
@@ -87,9 +93,10 @@ def over_world(mine: Any) -> Sequence[Any]:
     return answers
 
 
-def _mixed(votes: Sequence[Vote], those: Sequence[Vote], what: str) -> str | None:
-    """`rank 1 has no profile of this engine`, where others have one."""
+def _mixed(source: str, reason: str, votes: Sequence[Vote], those: Sequence[Vote]) -> Course | None:
+    """The course for what some ranks lack and others have."""
     if not those or len(those) == len(votes):
         return None
     names = " and ".join(str(vote.rank) for vote in those[:4])
-    return f"rank {names} has {what}" if len(those) == 1 else f"ranks {names} have {what}"
+    subject = f"rank {names} has" if len(those) == 1 else f"ranks {names} have"
+    return Course(source, reason=reason, why=f"{subject} {_LACKS[reason]}")

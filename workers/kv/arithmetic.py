@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
-from workers.kv.settings import BLOCKS_FLAG
+from workers.kv.advice import OTHER_PROGRAMS, Cure, advised, largest, least_written, most_written
 
 GIB = 2**30
 # A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
@@ -22,6 +20,7 @@ PEAK_FACTOR = 1.25
 FOUR_BITS = 4.5
 # Lengths and batches that are advised are whole ones of these.
 STEP_TOKENS = 256
+_BATCH = ("max_num_batched_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,11 @@ class CachePool:
 
 
 class CacheDoesNotFit(Exception):
-    """The sentence is for the user."""
+    """The sentence is for the user. cures: those that are in it."""
+
+    def __init__(self, sentence: str, cures: Sequence[Cure] = ()) -> None:
+        super().__init__(sentence)
+        self.cures = tuple(cures)
 
 
 def margin_of(size: int, asked: int | None) -> int:
@@ -170,43 +173,39 @@ def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeB
     requested, at_most, reserved = bounds.asked, bounds.at_most, bounds.reserved
     again = bounds.again if requested is not None and bounds.again else lambda _need: requested
     case = _Case(room, margin, demand, need, again, at_most, reserved, bounds.by_blocks)
-    left, limit = case.left, ""
-    if requested is not None:
-        if requested < need.floor and (cures := _of_too_little(requested, case)):
-            least = f"one request of {need.shortest:,} tokens needs {_gib(need.floor, math.ceil)}"
-            raise CacheDoesNotFit(f"The requested KV cache is {_gib(requested)}, and {least}. To make it fit: {', or '.join(cures)}.")
-        if requested > left:
-            raise CacheDoesNotFit(
-                _sentence(f"The requested KV cache needs {_gib(requested)}", case, max(requested, need.floor) - left, smaller=True)
-            )
-        size = requested
+    size, limit = case.size, ""
+    if requested is None and need.floor <= size < case.left:
+        holds = "" if reserved is None else f"memory_gib is {reserved.bytes / GIB:g} and the engine holds {_gib(reserved.taken)} of it"
+        limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
+    if case.fits:
+        return CachePool(size, room, margin, demand, limit)
+    one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor)}"
+    if requested is not None and requested <= case.left:
+        reason = f"The requested KV cache is {_gib(requested)}, and {one}."
+    elif requested is None and size < case.left and need.floor <= case.left:
+        reason = f"{_what(need)}, and at most {_gib(max(0, size))} were allowed for it."
+        reason += _of_memory_gib(reserved, demand) if reserved is not None and size != at_most else ""
     else:
-        size = case.within if at_most is None else min(case.within, at_most)  # negative: refused below
-        if size < left:
-            holds = "" if reserved is None else f"memory_gib is {reserved.bytes / GIB:g} and the engine holds {_gib(reserved.taken)} of it"
-            limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
-    if size < need.floor:
-        if size == left or left < need.floor:
-            raise CacheDoesNotFit(_sentence(_what(need), case, need.floor - left, most=size))
-        raise CacheDoesNotFit(_limited(size, case, by_reserve=requested is None and size != at_most))
-    return CachePool(size, room, margin, demand, limit)
+        what = _what(need) if requested is None else f"The requested KV cache needs {_gib(requested)}"
+        weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
+        reason = f"{what} and {_gib(max(0, case.left))} are left: {_sum(case)}.{weights}"
+    cures = list(_cures(case))
+    raise CacheDoesNotFit(f"{reason} {advised(cures) or 'No setting that is known would make it fit'}.", cures)
 
 
 def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: int, learned: Demand | None) -> str:
     """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
     starts needed beside the cache; None where that is unknown."""
-    demand = replace(learned or Demand(), weights=weights)
-    case = _Case(room, margin, demand, need)
+    case = _Case(room, margin, replace(learned or Demand(), weights=weights), need, least_room=floor)
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which are not known yet, come on top"
-    missing = max(need.floor - case.left, floor - room)
-    sum_of = _sentence(_what(need), case, missing, most=0, more=more, tried=False)
-    return f"At least {_gib(floor)} must be free before the KV cache can be sized. {sum_of}"
+    holds = f" The engine, its weights included, holds {_gib(weights)}." if weights else ""
+    sum_of = f"{_what(need)} and {_gib(0)} are left: {_sum(case)}{more}.{holds}"
+    return f"At least {_gib(floor)} must be free before the KV cache can be sized. {sum_of} {advised(_cures(case))}."
 
 
 def longest(left: int, need: CacheCosts) -> int:
     """How many tokens one request may have where `left` bytes are there for it, in steps."""
-    steps = range(1, need.max_model_len // STEP_TOKENS + 1)
-    return STEP_TOKENS * bisect_right(steps, left - need.per_block, key=lambda step: need.request(step * STEP_TOKENS))
+    return largest(lambda tokens: need.request(tokens) <= left - need.per_block, need.max_model_len, STEP_TOKENS)
 
 
 def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, int]:
@@ -234,7 +233,7 @@ def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, i
 @dataclass(frozen=True, slots=True)
 class _Case:
     """The limits that are known when a cache does not fit, so that no advice breaks another limit. asked: bytes of a cache of a given size,
-    by the need; the others as in `pool`."""
+    by the need; least_room: bytes that must be free before anything is tried; the others as in `pool`."""
 
     room: int
     margin: int
@@ -244,6 +243,7 @@ class _Case:
     at_most: int | None = None
     reserved: Reserved | None = None
     by_blocks: bool = False
+    least_room: int = 0
 
     @property
     def left(self) -> int:
@@ -254,137 +254,108 @@ class _Case:
         """The part of it that memory_gib leaves."""
         return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
 
-    def fits(self, *, need: CacheCosts | None = None, demand: Demand | None = None, freed: int = 0) -> bool:
-        """Whether a start with one of these instead is not refused. freed: bytes of weights that are not there."""
-        reserved = self.reserved and replace(self.reserved, taken=self.reserved.taken - freed * self.reserved.ranks)
-        then = replace(self, room=self.room + freed, need=need or self.need, demand=demand or self.demand, reserved=reserved)
-        size = then.asked(then.need)
-        if size is not None:
-            return then.need.floor <= size <= then.left
-        return then.need.floor <= (then.within if then.at_most is None else min(then.within, then.at_most))
+    @property
+    def size(self) -> int:
+        """Of the cache; negative where there is no room for any."""
+        asked = self.asked(self.need)
+        if asked is not None:
+            return asked
+        return self.within if self.at_most is None else min(self.within, self.at_most)
 
     @property
-    def least(self) -> int:
-        """A size that holds one request, as the words for it say it."""
-        blocks = -(-self.need.floor // self.need.per_block)
-        return blocks * self.need.per_block if self.by_blocks else _rounded(self.need.floor, math.ceil)
+    def fits(self) -> bool:
+        return self.need.floor <= self.size <= self.left and self.room >= self.least_room
+
+    def under(self, settings: Mapping[str, Any]) -> _Case:
+        """As a start with these settings would be."""
+        need, demand, reserved = self.need, self.demand, self.reserved
+        freed = _freed(self) if "quantize" in settings else 0
+        if reserved is not None:
+            limit = int(settings["memory_gib"] * GIB) if "memory_gib" in settings else reserved.bytes
+            reserved = replace(reserved, bytes=limit, taken=reserved.taken - freed * reserved.ranks)
+        if batch := {name: count for name, count in settings.items() if name in _BATCH}:
+            demand = _with_batch(demand, need, batch)
+        if "enforce_eager" in settings:
+            demand = replace(demand, graphs=0)
+        if "max_model_len" in settings:
+            need = need.shortened(settings["max_model_len"])
+        case = replace(self, room=self.room + freed, need=need, demand=demand, reserved=reserved)
+        if "kv_cache" not in settings:
+            return case
+        size = settings["kv_cache"]
+        size_bytes = size["blocks"] * need.per_block if "blocks" in size else size["bytes"]
+        return replace(case, asked=lambda _need: size_bytes, at_most=None)
+
+    def of(self, size: int) -> dict[str, Any]:
+        """A cache of so many bytes, whole blocks where they are counted in these, by the key in which it was requested."""
+        return {"kv_cache": {"blocks": size // self.need.per_block} if self.by_blocks else {"bytes": size}}
 
     @property
-    def larger(self) -> str:
-        """The further cure where the cache's own size or limit is below one request, whatever is left; empty where it is not."""
-        if all(size is None or size >= self.need.floor for size in (self.asked(self.need), self.at_most)):
-            return ""
-        way = f"{BLOCKS_FLAG} {self.least // self.need.per_block}" if self.by_blocks else f"kv_cache; {_gib(self.least)}"
-        return f" with a larger cache ({way} would do)"
+    def least(self) -> dict[str, Any]:
+        """A cache that holds one request."""
+        if self.by_blocks:
+            return self.of(self.need.floor + self.need.per_block - 1)
+        return self.of(least_written(self.need.floor, self.left))
 
-    def enough(self, cure: str, **change: Any) -> list[str]:
-        """The cure, with a larger cache where that is needed too; none where it does not do. change: see `fits`."""
-        if self.fits(**change):
-            return [cure]
-        free = replace(self, asked=lambda _need: None, at_most=None)
-        sized = replace(free, asked=lambda _need: self.least)
-        return [cure + self.larger] if self.larger and free.fits(**change) and sized.fits(**change) else []
-
-    def offered(self, size: int) -> int:
-        """A size as the words for it say it: they are followed to the letter."""
-        return size // self.need.per_block * self.need.per_block if self.by_blocks else _rounded(size, math.floor)
+    def enough(self, cure: Cure) -> Iterator[Cure]:
+        """The cure, with a larger cache where that is needed too; none where it does not do."""
+        then = self.under(cure.settings)
+        if not then.fits and then.size < then.need.floor and not cure.settings.keys() & {"kv_cache", "max_model_len"}:
+            if replace(then, asked=lambda _need: None, at_most=None).fits:
+                yield cure.also(then.least)
+        elif then.fits:
+            yield cure
 
 
-def _of_too_little(size: int, case: _Case) -> list[str]:
-    """The cures for a cache whose given size is less than one request."""
-    need = case.need
-    way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if case.by_blocks else "kv_cache"
-    cures = [f"a larger cache ({way})"] if case.left >= case.least else []
-    return cures + _shorter(min(size, case.left), case)
+def _cures(case: _Case) -> Iterator[Cure]:
+    """Each alone would do."""
+    need, demand, asked = case.need, case.demand, case.asked(case.need)
+    most = case.within if asked is None else case.left
+    if case.size < need.floor <= most:
+        yield from case.enough(Cure(case.least))
+    elif case.size > most >= need.floor:
+        size = most if case.by_blocks else most_written(need.floor, most)
+        yield from case.enough(Cure(case.of(size), f"{(size - need.per_block) // need.per_request} of {need.max_model_len:,} tokens"))
+    if case.reserved is not None and case.within < need.floor:
+        whole = (case.reserved.taken + (need.floor + demand.ahead) * case.reserved.ranks) / GIB
+        yield from case.enough(Cure({"memory_gib": math.ceil(whole * 10) / 10}))
+    yield from _shorter(case)
+    if (missing := max(need.floor, asked or 0) - most) > 0 or case.room < case.least_room:
+        yield from _smaller(case, missing)
+        yield from replace(case, room=1 << 60).enough(Cure(deed=OTHER_PROGRAMS))
 
 
-def _shorter(size: int, case: _Case) -> list[str]:
-    """A context for which `size` bytes are enough; with a size of its own where the one that was asked for is too large for it, or becomes
-    so or too small."""
-    if not (tokens := longest(size, case.need)):
-        return []
-    if case.fits(need=case.need.shortened(tokens)):
-        return [f"a shorter context (max_model_len {tokens:,} would fit)"]
-    requested, offered = case.asked(case.need), case.offered(case.left)
-    if requested is None or not 0 < (tokens := longest(offered, case.need)) < case.need.max_model_len:
-        return []
-    kind = "a smaller cache" if requested > offered else "a cache of another size"
-    return [f"{kind} with a shorter context ({_most(offered, case)} and max_model_len {tokens:,} would fit)"]
+def _shorter(case: _Case) -> Iterator[Cure]:
+    """A context for which the cache is enough; with a cache of another size where the requested one is too large or too small for it."""
+    if tokens := longest(min(case.size, case.left), case.need):
+        if case.under(shorter := {"max_model_len": tokens}).fits:
+            yield Cure(shorter)
+        elif case.asked(case.need) is not None:
+            size = case.left if case.by_blocks else most_written(1, case.left)
+            settings = case.of(size)
+            if 0 < (tokens := longest(size, case.need)) < case.need.max_model_len:
+                yield from case.enough(Cure({**settings, "max_model_len": tokens}))
 
 
-def _most(size: int, case: _Case) -> str:
-    """A size that is offered, in the words in which it was asked for."""
-    return f"{BLOCKS_FLAG} {size // case.need.per_block}" if case.by_blocks else f"up to {_gib(size)}"
-
-
-def _what(need: CacheCosts) -> str:
-    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor, math.ceil)}"
-
-
-def _limited(size: int, case: _Case, *, by_reserve: bool) -> str:
-    """Where a limit is in the way and not the machine. by_reserve: it is memory_gib; else the cache's own."""
-    need, demand, reserved = case.need, case.demand, case.reserved
-    sum_of, cures = "", []
-    larger = _rounded(case.within, math.floor) >= need.floor
-    if reserved is not None and by_reserve:
-        parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
-        share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
-        sum_of = f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
-    if reserved is not None and not larger:
-        more = (reserved.taken + (case.least + demand.ahead) * reserved.ranks) / GIB
-        cures.append(f"a larger memory_gib ({math.ceil(more * 10) / 10:g} would fit){case.larger}")
-    elif larger:
-        cures.append(f"a larger cache (kv_cache; up to {_gib(case.within, math.floor)} would fit)")
-    cures += _shorter(size, case)
-    if by_reserve:
-        cures += _smaller(case, need.floor - size)
-    return f"{_what(need)}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} To make it fit: {', or '.join(cures)}."
-
-
-def _ahead(demand: Demand) -> list[str]:
-    parts = [f"{_gib(demand.graphs)} for CUDA graphs"] if demand.graphs else []
-    return [*parts, f"{_gib(demand.ahead - demand.graphs)} for the largest batch"] if demand.peak else parts
-
-
-def _sentence(
-    what: str, case: _Case, missing: int, *, smaller: bool = False, most: int | None = None, more: str = "", tried: bool = True
-) -> str:
-    """missing: bytes. smaller: the cache was given a size, which is too large. most: what it may have, where less than what is left.
-    more: what else there is to the sum. tried: False where too little is left to begin, and the weights are known with all that the engine
-    holds."""
-    demand, need, left = case.demand, case.need, case.left
-    holds = "The weights take" if tried else "The engine, its weights included, holds"
-    weights = f" {holds} {_gib(demand.weights)}." if demand.weights else ""
-    sum_of = f"{_gib(case.room)} are free, less {', '.join([*_ahead(demand), f'{_gib(case.margin)} of margin'])}{more}."
-    offered = case.offered(left)
-    if smaller and offered >= need.floor:
-        requests = (offered - need.per_block) // need.per_request
-        cures = [f"a smaller cache ({_most(offered, case)} would fit, which is {requests} of {need.max_model_len:,} tokens)"]
-    else:
-        cures = _shorter(left if most is None else min(left, most), case)
-    cures += [*_smaller(case, missing), f"ending other programs that use memory{case.larger}"]
-    return f"{what} and {_gib(max(0, left) if tried else 0)} are left: {sum_of}{weights} To make it fit: {', or '.join(cures)}."
-
-
-def _smaller(case: _Case, missing: int) -> list[str]:
-    """A cure that frees `missing` bytes of the engine's own, and is enough."""
+def _smaller(case: _Case, missing: int) -> Iterator[Cure]:
+    """A cure that frees `missing` bytes of the engine's own."""
     demand, need = case.demand, case.need
-    cures: list[str] = []
-    if demand.ahead - demand.graphs > missing:
-        batch = smaller_batch(demand, missing, need)
-        fits = [f"{name} {count:,}" for name, count in batch.items()]
-        how = f"{' and '.join(fits)} would about fit" if fits else "max_num_batched_tokens, max_num_seqs"
-        then = _with_batch(demand, need, batch) if batch else replace(demand, peak=0)
-        cures += case.enough(f"a smaller batch ({how})", demand=then)
-    if demand.graphs > missing:
-        cures += case.enough(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})", demand=replace(demand, graphs=0))
-    freed = int(demand.weights * (1 - FOUR_BITS / need.weight_bits))
-    if freed > missing and need.weight_bits > FOUR_BITS:
-        cures += case.enough(f"4-bit weights (quantize: nvfp4 frees up to {_gib(freed)} of {need.weight_bits}-bit ones)", freed=freed)
-    return cures
+    if batch := smaller_batch(demand, missing, need):
+        yield from case.enough(Cure(batch, "about"))
+    elif demand.ahead - demand.graphs > missing and replace(case, demand=replace(demand, peak=0)).fits:
+        yield Cure(deed="set a smaller max_num_batched_tokens or max_num_seqs")
+    if demand.graphs:
+        yield from case.enough(Cure({"enforce_eager": True}, f"no CUDA graphs, which take {_gib(demand.graphs)}"))
+    if (freed := _freed(case)) > 0:
+        yield from case.enough(Cure({"quantize": "nvfp4"}, f"frees up to {_gib(freed)} of {need.weight_bits}-bit weights"))
 
 
-def _with_batch(demand: Demand, need: CacheCosts, batch: dict[str, int]) -> Demand:
+def _freed(case: _Case) -> int:
+    """Bytes that weights in 4 bits would leave."""
+    return int(case.demand.weights * (1 - FOUR_BITS / case.need.weight_bits))
+
+
+def _with_batch(demand: Demand, need: CacheCosts, batch: Mapping[str, int]) -> Demand:
     """With so many tokens and sequences."""
     tokens, sequences = batch.get("max_num_batched_tokens", need.batch_tokens), batch.get("max_num_seqs", need.sequences)
     if not demand.prefill:
@@ -393,13 +364,24 @@ def _with_batch(demand: Demand, need: CacheCosts, batch: dict[str, int]) -> Dema
     return demand.with_peaks(demand.prefill * tokens // (need.batch_tokens or 1), decoding)
 
 
-def _rounded(size: int, way: Callable[[Any], int]) -> int:
-    """Bytes of what `_gib` says of it."""
-    unit = 100 if size < 10 * GIB else 10
-    return int(Fraction(way(Fraction(size * unit, GIB)), unit) * GIB)
+def _what(need: CacheCosts) -> str:
+    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor)}"
 
 
-def _gib(size: int, way: Callable[[Any], int] = round) -> str:
-    """way: math.floor for what there is room for, math.ceil for what is needed, where somebody may take the number as it stands."""
-    unit, decimals = (100, 2) if size < 10 * GIB else (10, 1)
-    return f"{way(Fraction(size * unit, GIB)) / unit:.{decimals}f} GiB"
+def _sum(case: _Case) -> str:
+    return f"{_gib(case.room)} are free, less {', '.join([*_ahead(case.demand), f'{_gib(case.margin)} of margin'])}"
+
+
+def _ahead(demand: Demand) -> list[str]:
+    parts = [f"{_gib(demand.graphs)} for CUDA graphs"] if demand.graphs else []
+    return [*parts, f"{_gib(demand.ahead - demand.graphs)} for the largest batch"] if demand.peak else parts
+
+
+def _of_memory_gib(reserved: Reserved, demand: Demand) -> str:
+    parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
+    share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
+    return f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size < 10 * GIB else f"{size / GIB:.1f} GiB"

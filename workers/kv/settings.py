@@ -64,7 +64,7 @@ class CacheSettings:
             _check(name, value)
         sizes = [name for name in SIZES if settings.get(name) is not None]
         if len(sizes) > 1:
-            raise ValueError(f"{VARIABLE} says {' and '.join(sizes)}: one of them is enough.")
+            raise ValueError(f"{VARIABLE} says {' and '.join(f'`{size}`' for size in sizes)}: one of them is enough.")
         if settings.get("at") is not None and settings.get("sequences") is None:
             raise ValueError(f"{VARIABLE} says `at` and no `sequences`.")
         if settings.get("margin_bytes") is None and (margin := environ.get(MARGIN_VARIABLE, "").strip()):
@@ -90,8 +90,8 @@ def _check(name: str, value: Any) -> None:
         return
     if name in ("profiles", "report", "engine"):
         if not isinstance(value, str) or not value:
-            raise ValueError(f"{VARIABLE}: {name} must be {'a name' if name == 'engine' else 'a path'}.")
+            raise ValueError(f"{VARIABLE}: `{name}` must be {'a name' if name == 'engine' else 'a path'}.")
         return
     least = 0 if name == "margin_bytes" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{VARIABLE}: {name} must be a whole number of at least {least}.")
+        raise ValueError(f"{VARIABLE}: `{name}` must be a whole number of at least {least}.")

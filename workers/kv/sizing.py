@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from workers.kv.advice import OTHER_PROGRAMS, Cure, advised
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
 from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, SizeBounds, pool, too_little
 from workers.kv.load_watch import Batches, UnderLoad
@@ -320,18 +321,17 @@ class Sizing:
         lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None and not by_blocks]
         addition = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
         addition += f" ({self._wish.why()})" if by_blocks else ""
-        addition += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
+        addition += f"; `{lost[0]}` of kv_cache cannot be kept" if lost else ""
         logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free, though no batch was rehearsed.", why, addition)
         self._report.tell("stock", why=f"{why}{addition}")
         self._pool = None
         size = stock(limit)
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
-        if by_blocks and requested is not None and requested > left:  # it would be allocated whatever is returned here
-            sentence = (
-                f"The KV cache of {self._wish.why()} needs {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
-            )
-            sentence += " To make it fit: fewer blocks, or ending other programs that use memory."
+        if by_blocks and need is not None and requested is not None and requested > left:  # it would be allocated whatever is returned here
+            sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
+            fewer = [Cure({"kv_cache": {"blocks": left // need.per_block}})] if left >= need.floor else []
+            sentence += f" {advised([*fewer, Cure(deed=OTHER_PROGRAMS)])}."
             self._report.tell("refused", why=sentence)
             raise ValueError(sentence)
         return min(size, left)

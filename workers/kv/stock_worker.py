@@ -49,7 +49,7 @@ def _keep(cache_config: Any, why: str, rank: int) -> None:
         cache_config.kv_cache_memory_bytes = size
     addition = "" if size is None else f", {size / 2**30:.2f} GiB"
     lost = [name for name in ("tokens", "sequences", "margin_bytes", "reserved_bytes") if getattr(settings, name) is not None]
-    addition += f"; {' and '.join(lost)} of kv_cache cannot be kept" if lost else ""
+    addition += f"; {' and '.join(f'`{name}`' for name in lost)} of kv_cache cannot be kept" if lost else ""
     logger.warning("sparkd: %s; it sizes its KV cache itself, by gpu_memory_utilization%s.", why, addition)
     Report(settings.report, rank).tell("stock", why=f"{why}{addition}")
 

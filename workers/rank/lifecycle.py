@@ -26,13 +26,14 @@ from workers.rank import shared_memory
 from workers.rank.command import build_command, build_environment, ipc_dir
 from workers.rank.kv_report import kv_path, read_kv, remove_kv, with_kv
 from workers.rank.load_report import load_path, read_load, remove_load, together
-from workers.rank.log import STARTED, lines_since, read_log
+from workers.rank.log import NON_DEFAULT, STARTED, lines_since, read_log
 from workers.rank.log_parser import Parser
 from workers.rank.spec import RankSpec, checked_rank_id
 from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
 __all__ = [
-    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "spawn", "stop", "strays",
+    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "setting_lines",
+    "spawn", "stop", "strays",
     "verify_gone",
 ]  # fmt: skip
 
@@ -107,6 +108,11 @@ def nccl_lines(path: str) -> list[str]:
     """The lines of NCCL in a rank's log since its engine started, with NCCL_DEBUG=INFO."""
     # An error of ibv_modify_qp continues in lines with its device and GIDs, which do not always name NCCL.
     return lines_since(path, STARTED, ("NCCL", "NET/", "ibv_", "GID", "dev "))
+
+
+def setting_lines(path: str) -> list[str]:
+    """The line with the command of a rank's engine, and those in which vLLM names the arguments that are not its defaults."""
+    return lines_since(path, STARTED, (NON_DEFAULT,), most=8, with_mark=True)
 
 
 def strays(run_dir: str) -> dict[str, list[int]]:

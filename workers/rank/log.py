@@ -17,6 +17,8 @@ MODE = 0o640
 SHORTEST_SECRET = 8
 # The line that the shim writes when it starts an engine: one file holds the lines of several starts.
 STARTED = "engine started as process"
+# vllm/entrypoints/utils.py, log_non_default_args.
+NON_DEFAULT = "non-default args: "
 
 _KEYS = re.compile(
     r"(?i)(authorization\W{1,4}(?:(?:bearer|basic)\s+)?|\bbearer\s+|(?:api|access|secret)[_-]?key\W{1,6}|\b(?:hf|auth|access)[_-]?token\W{1,6}|password\W{1,6})"
@@ -171,8 +173,9 @@ def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, ta
         return {"text": _text(whole), "cursor": f"{inode}:{offset + len(whole)}"}
 
 
-def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_000) -> list[str]:
+def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_000, with_mark: bool = False) -> list[str]:
     """The last `most` lines with one of `words` after the last line with `mark`, in what was written last and what was rotated last.
+    with_mark: and that line before them.
 
     All of them where no line has the mark: it was rotated away. Reads both files: not for every look.
     """
@@ -184,6 +187,7 @@ def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_00
                 for line in log:
                     if marked in line:
                         matches.clear()
+                        matches.extend([line] if with_mark else [])
                     elif any(word in line for word in wanted):
                         matches.append(line)
         except FileNotFoundError:

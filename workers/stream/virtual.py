@@ -238,8 +238,7 @@ def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None]
 
 def granularity(form: Format) -> tuple[int, int]:
     """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
-    groups = {"nvfp4": (1, 16), "mxfp4": (1, 32), "fp8_block": (128, 128), "fp8": (1, 1), "bf16": (1, 1)}
-    return (1, int(form.group_size or 128)) if form.name == "int4" else groups[form.name]
+    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
 
 
 def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ async def following(stream: LiveStream, last: str = "") -> tuple[Any, list[tuple
 
 async def test_a_snapshot_then_what_changed() -> None:
     stream = LiveStream()
-    await stream.publish({"n": 1, "m": {"a": 1, "b": 2}})
+    await stream.publish(lambda: {"n": 1, "m": {"a": 1, "b": 2}})
     page, first = await following(stream)
     assert [(kind, data) for _, kind, data in first] == [("snapshot", {"n": 1, "m": {"a": 1, "b": 2}})]
-    await stream.publish({"n": 1, "m": {"a": 1}})
-    await stream.publish({"n": 2, "m": {"a": 1}})
+    await stream.publish(lambda: {"n": 1, "m": {"a": 1}})
+    await stream.publish(lambda: {"n": 2, "m": {"a": 1}})
     changes = parsed(await anext(page))
     assert [(kind, data) for _, kind, data in changes] == [("change", {"m": {"b": None}}), ("change", {"n": 2})]
     assert [name for name, _, _ in (*first, *changes)] == [f"{stream.boot}-{seq}" for seq in (1, 2, 3)]
@@ -50,9 +51,9 @@ async def test_a_snapshot_then_what_changed() -> None:
 async def test_what_does_not_change_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
     stream = LiveStream()
-    await stream.publish({"n": 1})
+    await stream.publish(lambda: {"n": 1})
     page, _ = await following(stream)
-    await stream.publish({"n": 1})
+    await stream.publish(lambda: {"n": 1})
     assert await anext(page) == ": still here\n\n"
     await page.aclose()
 
@@ -60,7 +61,7 @@ async def test_what_does_not_change_says_nothing(monkeypatch: pytest.MonkeyPatch
 async def test_a_page_that_comes_back_goes_on() -> None:
     stream = LiveStream()
     for number in range(5):
-        await stream.publish({"n": number})
+        await stream.publish(partial(dict, n=number))
     for last, kinds in (("1", ["change"] * 4), ("4", ["change"]), ("0", ["snapshot"]), ("6", ["snapshot"]), ("x", ["snapshot"])):
         page, events = await following(stream, f"{stream.boot}-{last}")
         assert [kind for _, kind, _ in events] == kinds, last
@@ -71,7 +72,7 @@ async def test_a_page_that_comes_back_goes_on() -> None:
     current = stream.follow(f"{stream.boot}-5")
     waiting = asyncio.ensure_future(anext(current))
     await asyncio.sleep(0)
-    await stream.publish({"n": 9})
+    await stream.publish(lambda: {"n": 9})
     assert [data for _, _, data in parsed(await waiting)] == [{"n": 9}]
     await current.aclose()
 
@@ -80,7 +81,7 @@ async def test_a_page_that_comes_back_goes_on() -> None:
 async def test_only_so_many_changes_are_kept(behind: int, kind: str) -> None:
     stream = LiveStream()
     for number in range(behind + 1):
-        await stream.publish({"n": number})
+        await stream.publish(partial(dict, n=number))
     page, events = await following(stream, f"{stream.boot}-1")
     assert {found for _, found, _ in events} == {kind}
     await page.aclose()
@@ -89,10 +90,10 @@ async def test_only_so_many_changes_are_kept(behind: int, kind: str) -> None:
 @pytest.mark.parametrize(("behind", "ends"), [(BEHIND, False), (BEHIND + 1, True)])
 async def test_a_slow_page_is_dropped(behind: int, ends: bool) -> None:
     stream = LiveStream()
-    await stream.publish({"n": 0})
+    await stream.publish(lambda: {"n": 0})
     page, _ = await following(stream)
     for number in range(behind):
-        await stream.publish({"n": number + 1})
+        await stream.publish(partial(dict, n=number + 1))
     assert await anext(page, "ended") == "ended" if ends else len(parsed(await anext(page))) == behind
     await page.aclose()
 
@@ -102,10 +103,10 @@ async def test_each_text_is_made_once_for_all(monkeypatch: pytest.MonkeyPatch) -
     event = LiveStream._event
     monkeypatch.setattr(LiveStream, "_event", lambda *arguments: made.append(arguments[1]) or event(*arguments))
     stream = LiveStream()
-    await stream.publish({"n": 0})
+    await stream.publish(lambda: {"n": 0})
     pages = [stream.follow("") for _ in range(5)]
     texts = [await anext(page) for page in pages]
-    await stream.publish({"n": 1})
+    await stream.publish(lambda: {"n": 1})
     changes = [await anext(page) for page in pages]
     assert (made, len({*texts}), len({*changes})) == (["snapshot", "change"], 1, 1)
     for page in pages:
@@ -116,7 +117,7 @@ async def test_when_the_last_page_has_left_nothing_is_held() -> None:
     clock = FakeClock()
     stream = LiveStream(clock)
     assert not stream.watched
-    await stream.publish({"n": 0})
+    await stream.publish(lambda: {"n": 0})
     page, _ = await following(stream)
     await page.aclose()
     assert stream.watched, "it may only be loading again"
@@ -126,13 +127,13 @@ async def test_when_the_last_page_has_left_nothing_is_held() -> None:
     waiting = asyncio.ensure_future(anext(stream.follow(f"{stream.boot}-1")))
     await stream.asked.wait()
     assert stream.watched
-    await stream.publish({"n": 5})
+    await stream.publish(lambda: {"n": 5})
     assert [(kind, data) for _, kind, data in parsed(await waiting)] == [("snapshot", {"n": 5})]
 
 
 async def test_only_so_many_pages_are_open() -> None:
     stream = LiveStream()
-    await stream.publish({"n": 0})
+    await stream.publish(lambda: {"n": 0})
     pages = [stream.follow("") for _ in range(MOST_PAGES)]
     for page in pages:
         await anext(page)
@@ -175,7 +176,7 @@ class Shown:
 
 @pytest.fixture
 async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shown]:
-    monkeypatch.setattr(module, "EVERY_S", 0.02)
+    monkeypatch.setattr(module, "LATE_S", 0.02)
     async with stage(tmp_path, models={"m": {"model": "/x", "pin": True}}) as made:
         made.cluster.agents = ("n",)
         made.cluster.node_readings = {"n": made.cluster.reading}  # type: ignore[dict-item]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkd.admin.answers import LiveDocument
 from sparkd.admin.live_document import OPERATIONS, Beside, cables_of, document_of, patch_of, series_of
+from sparkd.admin.page_answers import LiveDocument
 from sparkd.condition import Condition
 from sparkd.engine.rates import Rates
 from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, OperationState, Progress, RankHandle, Reading
@@ -171,3 +171,17 @@ def test_a_cable_has_its_rate_and_its_worst_finding(holds: bool) -> None:
     assert (shown["verdict"], shown["problem"]) == ("fail", "worse. Set 9000.")
     (sound,) = cables_of({**report, "findings": []})
     assert (sound["verdict"], sound["problem"]) == ("ok", None)
+
+
+def test_a_model_that_is_as_it_was_is_taken_over() -> None:
+    first = snapshot()
+    former = first, document_of(first, beside())
+    again = document_of(snapshot(), beside(), former)
+    assert again == former[1]
+    assert again["models"]["k"] is former[1]["models"]["k"]
+    assert again["models"]["m"] is not former[1]["models"]["m"], "its rates are new"
+    assert document_of(snapshot(), beside(pins=frozenset()), former)["models"]["k"]["pin"] is False
+    assert document_of(snapshot(), beside(rates={"k": RATES}), former)["models"]["k"]["rates"] is not None
+    assert document_of(snapshot(), beside(rates={}), former)["models"]["m"]["rates"] is None
+    other = replace(snapshot(), models=first.models | {"k": view("k", state=ModelState.FAILED, **FILE)})
+    assert document_of(other, beside(), former)["models"]["k"]["state"] == "FAILED"

@@ -50,6 +50,7 @@ async def reads(made: Admin, operation: str) -> list[str]:
     document = await made.ask("GET", "/openapi.json")
     values = {"{name}": "m", "{operation_id}": operation, "{incident_id}": "20261122-000001-m"}
     paths = [path.removeprefix(PREFIX) for path, item in document["paths"].items() if "get" in item]
+    paths[paths.index("/history")] = "/history?series=a"
     for old, new in values.items():
         paths = [path.replace(old, new) if not path.startswith("/recipes") else path.replace("{name}", "none") for path in paths]
     return [*paths, "/events?after=1&limit=1", "/models/m/log?max_bytes=1", f"/operations/{operation}?wait_s=0.01"]
@@ -84,7 +85,7 @@ async def test_no_get_changes_anything(tmp_path: Path, moment: str) -> None:
         for _ in range(2):
             for path in paths:
                 response = await made.client.get(PREFIX + path)
-                assert response.status_code in (200, 404, 503), response.text
+                assert response.status_code in (200, 404, 422, 503), response.text
                 assert picture((scene.supervisor, scene.cluster)) == before, path
             answers.append((await made.ask("GET", "/plan"), await made.ask("GET", "/models")))
         assert answers[0] == answers[1]

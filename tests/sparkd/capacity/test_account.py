@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from sparkd.capacity.account import Account, machine
-from sparkd.capacity.advice import too_large
 from sparkd.capacity.kv_cache import KvLayout, Serving, sized
 from sparkd.capacity.requirement import requirement_of, said_to
 from sparkd.config.config import Config, parse_model
@@ -21,12 +20,13 @@ from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.kv_cache import kv_cache, spelled
+from sparkd.schema.kv_cache import kv_cache
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
-from tests.support.accounts import account, advice, needed_gib, needing, resolved
+from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
 from tests.support.shards import layered, write_sparse
+from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
@@ -120,11 +120,11 @@ def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path:
     spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
     told = too_large(requirement_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node")
     needs = "m does not fit: --num-gpu-blocks-override is 64, and one request of 8,192 tokens needs 65 blocks."
-    assert told == f"{needs} Give --num-gpu-blocks-override 65, or choose max_model_len 8,064 or less."
+    assert told == f"{needs} To make it fit: set --num-gpu-blocks-override 65, or set max_model_len: 8064."
     many = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "99999"])
     told = too_large(requirement_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") or ""
     assert "as asked for (--num-gpu-blocks-override 99999), " in told
-    fitting = re.search(r"What would fit: --num-gpu-blocks-override (\d+) \(", told)
+    fitting = re.search(r"set --num-gpu-blocks-override (\d+) \(", told)
     assert fitting is not None
     less = many.model_copy(update={"extra_args": ["--num-gpu-blocks-override", fitting[1]]})
     assert too_large(requirement_of(less, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") is None
@@ -328,7 +328,7 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16)), 24, "this node")
     assert why is not None
     assert why.startswith("m does not fit: it needs at least ")
-    assert "this node offers 24 GiB. What would fit: max_model_len " in why
+    assert "this node offers 24 GiB. To make it fit: set max_model_len: " in why
     assert "tokens" in why
     assert too_large(needing(spec, "cuda", 20, of(folder, max_num_seqs=16)), 121, "this node") is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
@@ -341,7 +341,7 @@ def test_a_cache_of_tokens_holds_a_request_of_as_many_tokens_where_layers_keep_a
     cache = sized(size, layout, 8192)
     spec = spec_of(folder, max_model_len=8192, kv_cache=size)
     why = too_large(needing(spec, "cuda", 20, Account(2 * GIB, GIB, cache, "", 8192, layout)), 100, "this node")
-    assert why is not None and "max_model_len 1,000 or less" in why
+    assert why is not None and "max_model_len: 1000" in why
 
 
 def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -> None:
@@ -349,9 +349,9 @@ def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -
     spec = spec_of(folder, tensor_parallel=2, max_num_seqs=16)
     known = account(spec, SPARK, {}, ways=(2, 1))
     why = too_large(needing(spec, "cuda", 121, known, ways=(2, 1)), 18, "each of 2 nodes")
-    assert why is not None and "What would fit: max_model_len " in why and "as it is" in why
-    assert "as it is" not in advice(spec, SPARK, {}, 18 * GIB)
-    shorter = int(why.partition("max_model_len ")[2].partition(" ")[0].replace(",", ""))
+    assert why is not None and "To make it fit: set max_model_len: " in why
+    assert "max_model_len" not in advice(spec, SPARK, {}, 18 * GIB)
+    shorter = int(re.findall(r"max_model_len: ([0-9]+)", why)[0])
     less = account(spec_of(folder, max_num_seqs=16, max_model_len=shorter), SPARK, {}, ways=(2, 1))
     assert less is not None and known is not None and less.least <= 18 * GIB < known.least
     # Three ranks cannot share its 32 heads: nothing of that kind would fit.
@@ -376,14 +376,17 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
     assert (
         told is not None
         and "m does not fit into memory_gib: " in told
-        and "Allow it more (memory_gib: " in told
-        and "), or: What would fit: " in told
+        and "To make it fit: set memory_gib: " in told
+        and ", or set quantize: fp8 (" in told
     )
     assert refused(most_gib=40, kv_margin_gib=5) is None
     told = refused(most_gib=40, kv_margin_gib=25)
-    assert told is not None and "this node offers 40 GiB, of which kv_margin_gib keeps 25 free. What would fit" in told
+    assert told is not None and "this node offers 40 GiB, of which kv_margin_gib keeps 25 free. To make it fit: " in told
     told = refused(kv_cache={"tokens": 4096})
-    assert told is not None and "kv_cache holds 4,096 tokens, and one request has 8,192. Give kv_cache at least {tokens: 8192}, or" in told
+    assert (
+        told is not None
+        and "kv_cache holds 4,096 tokens, and one request has 8,192. To make it fit: set kv_cache: {tokens: 8192}, or" in told
+    )
     told = refused(platform="cpu", max_model_len=32_768)
     assert told is not None and "the cache of a CPU's engine holds 2.0 GiB, and one request of 32,768 tokens needs 4.0 GiB" in told
 
@@ -416,14 +419,14 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
     total, *parts = (float(found) for found in re.findall(r"([0-9.]+) GiB", terms))
     assert len(parts) == 4
     assert sum(parts) == pytest.approx(total, abs=1e-9)
-    assert ("Allow it more" in why) is False  # a node has no more than 30 GiB
-    most = yaml.safe_load(re.findall(r"a smaller kv_cache, (\{[^}]*\})", why)[0])
+    assert ("set memory_gib" in why) is False  # a node has no more than 30 GiB
+    most = yaml.safe_load(re.findall(r"set kv_cache: (\{[^}]*\})", why)[0])
     assert list(most) == list(size) and refused(most) is None
     more = kv_cache(most)
     if memory_gib is None:
         assert refused({**more, way: more[way] + step}) is not None
     if list(size) == ["sequences"]:
-        shorter = int(re.findall(r"or max_model_len ([0-9,]+) as it is", why)[0].replace(",", ""))
+        shorter = int(re.findall(r"set max_model_len: ([0-9]+)", why)[0])
         assert refused(size, max_model_len=shorter) is None
 
 
@@ -437,18 +440,18 @@ def test_of_a_cache_that_holds_no_request_what_would_is_told(folder: Path) -> No
     for size in ({"tokens": 100}, {"bytes": "100MiB"}, {"sequences": 1, "at": 100}):
         why = refused(kv_cache=size)
         assert why is not None and "0.0 GiB" not in why
-        larger = yaml.safe_load(re.findall(r"at least (\{[^}]*\})", why)[0])
-        shorter = int(re.findall(r"max_model_len ([0-9,]+) or less", why)[0].replace(",", ""))
+        larger = yaml.safe_load(re.findall(r"set kv_cache: (\{[^}]*\})", why)[0])
+        shorter = int(re.findall(r"set max_model_len: ([0-9]+)", why)[0])
         assert refused(kv_cache=larger) is None and refused(kv_cache=size, max_model_len=shorter) is None
         assert refused(kv_cache=size, max_model_len=shorter + 16) is not None
         # Where a node holds no request at all, a larger cache is no cure.
-        assert "at least" not in (refused(kv_cache=size, most_gib=10) or "")
+        assert "set kv_cache" not in (refused(kv_cache=size, most_gib=10) or "")
 
 
 def test_where_one_request_is_too_much_a_smaller_cache_is_told_with_what_else_has_to_be_smaller(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16, kv_cache={"sequences": 9})
     why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16, kv_cache={"sequences": 9})), 24, "this node")
-    assert why is not None and "What would fit: max_model_len " in why and ", with kv_cache: {sequences: 1}." in why
+    assert why is not None and "To make it fit: set max_model_len: " in why and " and kv_cache: {sequences: 1}" in why
 
 
 class Runtime:

@@ -13,7 +13,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity.account import Evidence
-from sparkd.capacity.advice import exceeds
+from sparkd.capacity.advice import outgrown
 from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
@@ -114,7 +114,7 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, groups=False), False),
         ({"extra_args": ["--speculative-config", '{"model": "/none", "num_speculative_tokens": 2}']}, answer(FULL, blocks=1), True),
         ({"kv_cache_dtype": "nvfp4"}, answer(FULL, blocks=1), True),
-        ({"dtype": "float32"}, answer(FULL, blocks=1), True),
+        ({"dtype": "float32", "quantize": "fp8"}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--kv-offloading-size", "4"]}, answer(FULL, blocks=1), False),
     ],
 )
@@ -389,7 +389,7 @@ def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_len
     spec = parse_model("m", {"model": path, "memory_gib": 8, "kv_cache": {"sequences": 1}}, over_admin=False)
     guess = account(spec, SPARK, {})
     assert guess is not None and guess.total is not None and guess.upper is not None and guess.least > 60 * GIB > guess.surely
-    assert not exceeds(guess, 8) and not list(misfits(spec, {}, "cuda"))
+    assert not outgrown(guess, 8) and not list(misfits(spec, {}, "cuda"))
     free = spec.model_copy(update={"memory_gib": "auto"})
     assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30

@@ -23,7 +23,6 @@ from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
 from sparkd.capacity import container, plan_for_entry, plan_for_node, requirement
 from sparkd.capacity.account import machine
-from sparkd.capacity.advice import too_large
 from sparkd.capacity.plan_for_entry import PlannedEntry
 from sparkd.capacity.plan_report import OWN
 from sparkd.capacity.plan_request import PlanRequest
@@ -44,6 +43,7 @@ from tests.sparkd.capacity.test_consultation import Vllm
 from tests.sparkd.capacity.test_vllm_figures import FULL
 from tests.sparkd.capacity.test_vllm_figures import answer as model_answer
 from tests.sparkd.cluster.test_launcher import FakeAgents
+from tests.support.accounts import too_large
 from tests.support.hub_server import COMMIT
 from tests.support.published_headers import checkpoint_of
 from tests.support.sketches import mixture, tensors_of, write
@@ -268,7 +268,9 @@ def test_every_key_that_bears_on_its_memory_is_heard(
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096, **keys}}}))
     chosen, reasons, found = fits(capsys, file, *argv)
     assert not chosen and all(why in reason for reason in reasons), reasons
-    assert not any(note.startswith(("What would fit: max_model_len 4,096", "What would fit: max_model_len 262")) for note in found["notes"])
+    assert not any(
+        note.startswith(("To make it fit: set max_model_len: 4096", "To make it fit: set max_model_len: 262")) for note in found["notes"]
+    )
 
 
 def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
@@ -282,7 +284,7 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     need = requirement_of(config.models["m"], config, Runtime(), most, most)
     why = too_large(need, most, "a node")
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
-    assert why is not None and reasons == [why.rstrip(".")]
+    assert why is not None and len(reasons) == 1 and why.startswith(reasons[0])
     entry["gpu_memory_utilization"] = float(re.findall(r"choose ([0-9.]+) or less", why)[0])
     file.write_text(json.dumps({"models": {"m": entry}}))
     assert fits(capsys, file, "--hardware", "spark")[0]
@@ -297,9 +299,9 @@ def test_what_is_said_to_fit_fits_within_the_entrys_own_limits(
     file.write_text(json.dumps({"models": {"m": entry}}))
     chosen, reasons, found = fits(capsys, file)
     assert not chosen, reasons
-    shorter = [note.partition("max_model_len ")[2].partition(" as it is")[0] for note in found["notes"] if "as it is" in note]
+    shorter = [number for note in found["notes"] for number in re.findall(r"set max_model_len: (\d+)", note)]
     assert len(shorter) == 1
-    entry["max_model_len"] = int(shorter[0].replace(",", ""))
+    entry["max_model_len"] = int(shorter[0])
     assert entry["max_model_len"] < 262_144
     file.write_text(json.dumps({"models": {"m": entry}}))
     assert fits(capsys, file)[0]

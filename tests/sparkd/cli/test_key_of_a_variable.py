@@ -9,7 +9,9 @@ import pytest
 from sparkd.cli.config_check import check
 
 
-@pytest.mark.parametrize("written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "abc${env.X}"])
+@pytest.mark.parametrize(
+    "written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "abc${env.X}", "[{laptop: '${env.X}'}]", "['laptop: ${env.X}']"]
+)
 @pytest.mark.parametrize("role", ["inference", "admin"])
 def test_a_variable_that_is_not_set_is_told_once(role: str, written: str, tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from sparkd.__main__ import exit_code
+from sparkd.capacity import layers
+from sparkd.capacity.layers import listing
 from sparkd.checkpoint import SourceQuantization
-from sparkd.cli import layers
-from sparkd.cli.layers import listing, listing_of
+from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from sparkd.models.source import snapshot_of

@@ -352,6 +352,12 @@ def test_what_cannot_be_a_key_is_refused_without_being_shown(text: str, tmp_path
     assert text not in refused.value.message
 
 
+def test_the_name_of_a_key_is_not_sent(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"boss: {KEY}\nother: {KEY}-2\n")
+    assert admin_key(file, {}) == KEY
+
+
 def test_no_key_is_no_key() -> None:
     assert admin_key(None, {}) is None
     assert admin_key(None, {"SPARKD_ADMIN_KEY": " "}) is None
@@ -567,6 +573,7 @@ def test_a_command_line_with_one_verb_has_it_as_all_of_them_do() -> None:
     names = [command.name for command in everything.registered_commands] + ["recipes"]
 
     assert len(names) == len(set(names)) > 15
+    assert not set(names) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
     for name in names:
         alone, among = (CliRunner().invoke(app, [str(name), "-h"]).output for app in (command_line(str(name)), everything))
         assert alone == among and "Usage: " in alone

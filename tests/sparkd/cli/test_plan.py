@@ -232,7 +232,7 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["refusal"]["cause"] == "memory"
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
     assert "and 3 more: 5,000 tokens are more than the 4,096 that the model supports." in out
-    assert "4,096 tokens or fewer" in first_line(out) and "memory" not in first_line(out)
+    assert "max_model_len: 4096 (--ctx)" in first_line(out) and "memory" not in first_line(out)
 
 
 def first_line(out: str) -> str:
@@ -243,7 +243,7 @@ def first_line(out: str) -> str:
 @pytest.mark.parametrize(
     ("keys", "cause", "words"),
     [
-        ({"tensor_parallel": 3}, "split", ("heads", "3 ranks", "possible are 1, 2")),
+        ({"tensor_parallel": 3}, "split", ("heads", "3 ranks", "another tensor_parallel: 1, 2")),
         ({"quantize": "int4-g128", "model": "narrow"}, "format", ("whole groups", "--quantize")),
         ({"kv_cache": {"bytes": "1MiB"}}, "cache", ("kv_cache holds 1 MiB", "max_model_len")),
         ({"memory_gib": 1}, "memory", ("memory_gib of 1", "raise")),
@@ -270,7 +270,7 @@ def test_ranks_that_cannot_share_a_model_are_told_what_one_node_holds(
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), "tensor_parallel": 3}}}))
     out = drawn(capsys, monkeypatch, "m", "--config", file, code=4)
     assert "attention heads do not divide by 3 ranks." in out
-    assert "What would fit one node (tensor_parallel: 1): max_model_len 4,096 as it is" in out
+    assert "To make it fit: set tensor_parallel: 1 and max_model_len: 4096" in out
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80])

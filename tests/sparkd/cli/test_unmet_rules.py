@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.capacity.layers import listing
 from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
 from sparkd.capacity.plan_request import PlanRequest
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.cli.config_check import check
-from sparkd.cli.layers import listing
 from sparkd.config.config import load_config
 from sparkd.hardware import SPARK
 from tests.support.sketches import dense, tensors_of, write

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from sparkd.config.api_keys import KeySettings, load_keys
 from sparkd.errors import ConfigError
@@ -30,14 +30,42 @@ def test_literals_digests_files_and_credentials(tmp_path: Path) -> None:
 
     ring = load_keys(keys, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
 
-    assert ring.inference == {digest(LONG), digest(LONG + "-1"), digest(LONG + "-2"), digest("third"), digest(LONG + "-4")}
-    assert ring.admin == {digest("admin")}
+    assert set(ring.inference) == {digest(LONG), digest(LONG + "-1"), digest(LONG + "-2"), digest("third"), digest(LONG + "-4")}
+    assert set(ring.admin) == {digest("admin")}
     assert ring.warnings == ()
 
 
+def test_names_of_keys(tmp_path: Path) -> None:
+    file = write(tmp_path / "keys", f"# users\nphone: {LONG}-1\n{LONG}-2\nci.main:\tsha256:{digest('third').hex()}\ntablet: {LONG}-1\n")
+    raw = {"inference": [{"laptop": LONG}, f"desk: {LONG}-0", LONG + "-9", "not:a-name-" + LONG], "inference_file": str(file)}
+
+    ring = load_keys(KeySettings.model_validate(raw), {})
+
+    assert ring.inference == {
+        digest(LONG): "laptop",
+        digest(LONG + "-0"): "desk",
+        digest(LONG + "-9"): "inference-3",
+        digest("not:a-name-" + LONG): "inference-4",
+        digest(LONG + "-1"): "phone",
+        digest(LONG + "-2"): "inference-6",
+        digest("third"): "ci.main",
+    }
+    assert load_keys(KeySettings.model_validate({"admin": f"boss: {LONG}"}), {}).admin == {digest(LONG): "boss"}
+
+
+def test_what_is_no_name(tmp_path: Path) -> None:
+    for text in (f"sha256: {digest(LONG).hex()}", f"two words: {LONG}", f"{'n' * 65}: {LONG}", f"-x: {LONG}", "name: ", "name: two words"):
+        with pytest.raises(ConfigError) as caught:
+            load_keys(KeySettings(admin=(SecretStr(text),)), {})
+        assert LONG not in str(caught.value)
+    for value in ({"laptop": LONG, "phone": LONG}, {"laptop": 7}, {}):
+        with pytest.raises(ValidationError):
+            KeySettings.model_validate({"inference": [value]})
+
+
 def test_no_key_is_no_key() -> None:
-    assert load_keys(KeySettings(), {}).inference == frozenset()
-    assert load_keys(KeySettings(), {"CREDENTIALS_DIRECTORY": "/nowhere"}).admin == frozenset()
+    assert load_keys(KeySettings(), {}).inference == {}
+    assert load_keys(KeySettings(), {"CREDENTIALS_DIRECTORY": "/nowhere"}).admin == {}
 
 
 def test_loose_rights_and_short_keys_are_warnings(tmp_path: Path) -> None:

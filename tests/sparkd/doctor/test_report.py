@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.config.config import load_config
+from sparkd.doctor import memory, storage, system
 from sparkd.doctor.fixes import fixes_of
 from sparkd.doctor.report import examined, report
 from sparkd.errors import Unavailable
@@ -106,6 +108,18 @@ def test_one_fault_at_a_time(tmp_path: Path, changes: Mapping[str, str | None], 
     assert [(one["check"], one["verdict"]) for one in wrong if one["check"] == check] == [(check, verdict)]
     assert any(cure in one["cure"] for one in wrong), wrong
     assert {one["check"] for one in wrong} <= {check, "nvidia-smi", "kho"}
+
+
+# Checks whose fault is no text in a file: each has a test of its own below.
+_NO_FILE = {"compiled", "disk", "disk-rate", "shared-memory", "time-outs"}
+
+
+def test_every_check_of_a_node_has_a_fault() -> None:
+    sources = [Path(str(part.__file__)).read_text(encoding="utf-8") for part in (system, memory, storage)]
+    checks = {check for text in sources for check in re.findall(r'\bhost\.find\(\s*"([\w-]+)"', text)}
+
+    assert len(checks) > 20
+    assert checks - {check for _, check, _, _ in FAULTS.values()} == _NO_FILE, "a check has its fault in FAULTS"
 
 
 def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> None:
@@ -236,6 +250,21 @@ def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monk
 def test_a_slow_disk_is_told(tmp_path: Path, seconds: float, verdict: str) -> None:
     raw = inspection.sample(write(tmp_path)) | {"disk_rate": {"path": "/m", "bytes": 2 << 30, "seconds": seconds, "direct": True}}
     assert of_check(report({"n": raw}), "disk-rate")[0]["verdict"] == verdict
+
+
+@pytest.mark.parametrize(("free_bytes", "verdict"), [(1 << 40, "ok"), (1 << 30, "warn")])
+def test_a_disk_without_room_is_a_finding(tmp_path: Path, free_bytes: int, verdict: str) -> None:
+    raw = inspection.sample(write(tmp_path)) | {"disks": [{"path": "/", "free_bytes": free_bytes, "total_bytes": 4 << 40}]}
+    assert [(one["about"], one["verdict"]) for one in of_check(report({"n": raw}), "disk")] == [("/", verdict)]
+
+
+def test_shared_memory_of_ended_engines_is_a_finding_once_it_is_old(tmp_path: Path) -> None:
+    files = [{"name": "psm_1", "bytes": 8 << 30, "age_s": 1e6}, {"name": "psm_new", "bytes": 8 << 30, "age_s": 1.0}]
+    raw = inspection.sample(write(tmp_path)) | {"shared": files}
+
+    (finding,) = of_check(report({"n": raw}), "shared-memory")
+    assert finding["verdict"] == "warn" and "/dev/shm/psm_1`" in finding["cure"]
+    assert of_check(report({"n": raw | {"shared": files[1:]}}), "shared-memory") == []
 
 
 # The verb

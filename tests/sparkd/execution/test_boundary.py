@@ -288,7 +288,7 @@ async def test_an_error_while_a_connection_is_opened_costs_that_connection_alone
             assert not made.is_set() and "accept (RuntimeError)" in str(boundary.condition)
             _, second = await asyncio.open_connection(*listener.getsockname())
             await made.wait()
-        accepting.close()
+        await accepting.close()
         first.close()
         second.close()
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from sparkd.gateway import KeyDigests
-from sparkd.gateway.keys import Role
+from sparkd.gateway.keys import Role, digest
 from sparkd.gateway.routes import EXACT
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, request, serving
 
@@ -301,6 +301,16 @@ def test_every_digest_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPa
         compared.clear()
         assert many.role({b"x-api-key": key}) is role
         assert len(compared) == 5
+
+
+def test_the_name_is_that_of_the_key_with_the_greatest_role() -> None:
+    laptop, desk, boss = map(digest, ("laptop-key", "desk-key", "boss-key"))
+    named = KeyDigests((laptop, desk), (boss,), {laptop: "laptop", desk: "desk", boss: "boss"})
+    assert named.caller({b"x-api-key": b"desk-key"}) == (Role.INFERENCE, "desk")
+    assert named.caller({b"authorization": b"Bearer laptop-key", b"x-api-key": b"boss-key"}) == (Role.ADMIN, "boss")
+    assert named.caller({b"authorization": b"Bearer boss-key", b"x-api-key": b"laptop-key"}) == (Role.ADMIN, "boss")
+    assert named.caller({b"x-api-key": b"another"}) == (Role.NOBODY, None)
+    assert "laptop" not in repr(named)
 
 
 async def _write() -> None:

@@ -71,7 +71,7 @@ async def test_ping_is_a_probe(engine: RawEngine) -> None:
 
 async def test_questions_about_an_engine_load_nothing(gateway: Running) -> None:
     paths = [path for path, route in EXACT.items() if route.kind is RouteKind.ENGINE]
-    assert paths == ["/version", "/load", "/tokenizer_info"]
+    assert {"/version", "/load", "/tokenizer_info"} <= set(paths)
     for path in paths:
         assert (await gateway.get(path)).status == 200
         assert gateway.engine.heard[-1].head.startswith(f"GET {path} HTTP/1.1\r\n".encode())

@@ -10,7 +10,7 @@ import pytest
 
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import answers, places, refused
-from sparkd.vllm.arg_check import Refusal
+from sparkd.vllm.arg_check import RefusedArg
 from tests.sparkd.vllm.test_installed import environment
 
 
@@ -26,7 +26,7 @@ def python(folder: Path, script: str, *packages: str) -> Path:
 UNKNOWN = {"flag": "one", "kind": "unknown", "names": [], "near": "two", "key": "", "text": ""}
 SAYS = "echo '" + json.dumps({"vllm": "0.32.0", "refused": [[UNKNOWN]]}) + "'"
 ONE = [["--one", "1"]]
-REFUSAL = Refusal("one", "unknown", (), "two", "", "")
+REFUSAL = RefusedArg("one", "unknown", (), "two", "", "")
 
 
 @pytest.fixture(autouse=True)

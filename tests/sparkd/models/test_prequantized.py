@@ -211,6 +211,6 @@ def test_what_refuses_a_model_tells_of_it_and_takes_it_not(model: Path) -> None:
 
     stored = account(spec, SPARK, {})
     assert stored is not None
-    assert f"model: {model}-AWQ, which is quantized already (" in advice(spec, SPARK, {}, stored.least - (256 << 20))
+    assert f"set model: {model}-AWQ (quantized already, " in advice(spec, SPARK, {}, stored.least - (256 << 20))
     assert f"{model}-AWQ" not in advice(spec, SPARK, {}, GIB)
     assert resolved(auto, SPARK, {}, 100 * GIB).model == str(model)

@@ -15,7 +15,7 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.vllm.arg_check import Refusal
+from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.translate import draft_method
 
 # SPACES: blanks behind a backslash, which people leave there.
@@ -76,14 +76,14 @@ def with_command(command: str, **keys: Any) -> str:
     return f'recipe_version: "2"\nmodel: owner/model\n{lines}command: |\n{textwrap.indent(command, "  ")}\n'
 
 
-def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[Refusal]]:
+def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[RefusedArg]]:
     """It refuses what is no name of a flag of vLLM 0.32.0, and the values of two more."""
     text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
     names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
     flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
-    refusals = [Refusal(flag, "unknown", (), None, "", "") for flag in flags if flag not in names]
-    refusals += [Refusal("seed", "number", (), None, "", "int")] if "many" in args else []
-    return "0.32.0", refusals + ([Refusal("kernel-config", "json", (), None, "", "it is none")] if "{a:1}" in args else [])
+    refusals = [RefusedArg(flag, "unknown", (), None, "", "") for flag in flags if flag not in names]
+    refusals += [RefusedArg("seed", "number", (), None, "", "int")] if "many" in args else []
+    return "0.32.0", refusals + ([RefusedArg("kernel-config", "json", (), None, "", "it is none")] if "{a:1}" in args else [])
 
 
 def test_eugrs_first_version() -> None:

@@ -22,7 +22,7 @@ from sparkd.errors import RankError
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import answers, refused
 from sparkd.recipes import admin_flags
-from sparkd.vllm.arg_check import Refusal, unspeculative
+from sparkd.vllm.arg_check import RefusedArg, unspeculative
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in
 from tests.support.accounts import needing
@@ -221,17 +221,17 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def refusals() -> dict[tuple[str, ...], tuple[Refusal, ...]]:
+def refusals() -> dict[tuple[str, ...], tuple[RefusedArg, ...]]:
     """Of every line above, by the vLLM that is installed here, in one go."""
     found = parser_answers._asked(Path(sys.executable), LINES)
     assert found is not None
     return {tuple(line): refused for line, (_, refused) in zip(LINES, found, strict=True)}
 
 
-Refusals = dict[tuple[str, ...], tuple[Refusal, ...]]
+RefusedArgs = dict[tuple[str, ...], tuple[RefusedArg, ...]]
 
 
-def notes(refusals: Refusals, line: list[str]) -> list[FlagNote]:
+def notes(refusals: RefusedArgs, line: list[str]) -> list[FlagNote]:
     return [refusal.note(VERSION) for refusal in refusals[tuple(line)]]
 
 
@@ -275,14 +275,16 @@ def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with
 
 
 @pytest.mark.parametrize("line", TAKEN)
-def test_a_form_that_vllm_takes_is_passed(line: str, refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]) -> None:
+def test_a_form_that_vllm_takes_is_passed(line: str, refusals: RefusedArgs, parsed: tuple[dict[tuple[str, ...], Any], Any]) -> None:
     args = shlex.split(line)
     assert parsed[0][tuple(args)] is None
     assert notes(refusals, args) == []
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_vllm_refuses_is_told_before_it_starts(line: str, refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]) -> None:
+def test_what_vllm_refuses_is_told_before_it_starts(
+    line: str, refusals: RefusedArgs, parsed: tuple[dict[tuple[str, ...], Any], Any]
+) -> None:
     args = shlex.split(line)
     assert parsed[0][tuple(args)] is not None
     (told,) = notes(refusals, args)
@@ -290,22 +292,22 @@ def test_what_vllm_refuses_is_told_before_it_starts(line: str, refusals: Refusal
 
 
 @pytest.mark.parametrize(("line", "nearest"), LATER.items())
-def test_a_value_that_the_class_behind_a_flag_refuses_is_told_with_the_nearest(line: str, nearest: str, refusals: Refusals) -> None:
+def test_a_value_that_the_class_behind_a_flag_refuses_is_told_with_the_nearest(line: str, nearest: str, refusals: RefusedArgs) -> None:
     (told,) = notes(refusals, line.split(" "))
     assert told.startswith(line.partition(" ")[0].partition(".")[0].partition("=")[0]) and nearest in told, told
 
 
 @pytest.mark.parametrize("line", PASSED_LATER)
-def test_a_value_that_the_class_behind_a_flag_takes_is_passed(line: str, refusals: Refusals) -> None:
+def test_a_value_that_the_class_behind_a_flag_takes_is_passed(line: str, refusals: RefusedArgs) -> None:
     assert notes(refusals, line.split(" ")) == []
 
 
-def test_all_mistakes_of_a_line_are_told_at_once(refusals: Refusals) -> None:
+def test_all_mistakes_of_a_line_are_told_at_once(refusals: RefusedArgs) -> None:
     assert sorted(refusal.flag for refusal in refusals[tuple(SEVERAL)]) == ["dtype", "enforce-eagr", "max-num-seq-s", "seed"]
 
 
 def test_every_line_that_the_parser_refuses_is_refused_and_beside_them_only_what_a_class_refuses(
-    refusals: Refusals, parsed: tuple[dict[tuple[str, ...], Any], Any]
+    refusals: RefusedArgs, parsed: tuple[dict[tuple[str, ...], Any], Any]
 ) -> None:
     said = parsed[0]
     assert len(said) > 3000
@@ -406,7 +408,7 @@ def test_a_release_whose_class_nobody_has_looked_at_is_not_foretold(version: str
 
 
 def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = Refusal("flag-of-a-plugin", "unknown", (), None, "", "")
+    unknown = RefusedArg("flag-of-a-plugin", "unknown", (), None, "", "")
     monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [(unknown,)] * len(lines))
     args = ["--flag-of-a-plugin", "1"]
     assert refused(args, {"HF_HOME": "/x"}, None, tmp_path, ask=False)
@@ -439,7 +441,7 @@ def test_what_a_plugin_adds_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert taken == () and wrong is not None and [refusal.kind for refusal in wrong] == ["number"]
 
 
-def test_a_value_is_never_shown(refusals: Refusals) -> None:
+def test_a_value_is_never_shown(refusals: RefusedArgs) -> None:
     for line in SECRETS:
         (refusal,) = refusals[tuple(line)]
         assert SECRET not in repr(refusal) and SECRET not in refusal.note(VERSION)
@@ -489,7 +491,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
-    unknown = Refusal("max-num-seq-s", "unknown", (), "max-num-seqs", "", "")
+    unknown = RefusedArg("max-num-seq-s", "unknown", (), "max-num-seqs", "", "")
     monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, ask, **__: [(unknown,) if ask else None for _ in lines])
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
     need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=VERSION)
@@ -510,7 +512,7 @@ async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cluster._here, "runtime", lambda _: here)
     looked: list[str] = []
 
-    def answer(lines: list[list[str]], *_: object, **__: object) -> list[tuple[Refusal, ...]]:
+    def answer(lines: list[list[str]], *_: object, **__: object) -> list[tuple[RefusedArg, ...]]:
         looked.append("asked")
         return [() for _ in lines]
 

@@ -171,14 +171,16 @@ def user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (b"ok 1118800 121964\n", True, "helper"),
         (b"limited 7\n", True, "helper"),
-        (b"error cannot write\n", False, "the helper said: error cannot write"),
-        (b"", False, "the helper said: "),
-        (b"\xff\xfe" * 300, False, "the helper said: " + "\ufffd" * 100),
+        (b"error cannot write\n", False, "error cannot write"),
+        (b"", False, ""),
+        (b"\xff\xfe" * 300, False, "\ufffd" * 100),
     ],
 )
 def test_an_ordinary_user_asks_the_helper(made: Agent, user: Path, answer: bytes, dropped: bool, how: str) -> None:
     with helper(user, answer):
-        assert made.drop_page_cache() == {"dropped": dropped, "how": how, "freed_bytes": 0}
+        answer = made.drop_page_cache()
+    assert (answer["dropped"], answer["freed_bytes"]) == (dropped, 0)
+    assert how == (answer["how"] if dropped else answer["how"].partition(": ")[2])
 
 
 def test_what_was_freed_is_measured(made: Agent, user: Path, folder: Path) -> None:
@@ -188,11 +190,13 @@ def test_what_was_freed_is_measured(made: Agent, user: Path, folder: Path) -> No
 
 def test_without_a_helper_it_says_so(made: Agent, user: Path) -> None:
     answer = made.drop_page_cache()
-    assert answer == {"dropped": False, "how": f"no root helper on {user}: No such file or directory", "freed_bytes": 0}
+    assert (answer["dropped"], answer["freed_bytes"]) == (False, 0)
+    assert str(user) in answer["how"] and os.strerror(errno.ENOENT) in answer["how"]
 
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(user))
-    assert made.drop_page_cache()["how"] == f"no root helper on {user}: Connection refused"
+    how = made.drop_page_cache()["how"]
+    assert str(user) in how and os.strerror(errno.ECONNREFUSED) in how
 
 
 def test_root_drops_it_directly(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +208,9 @@ def test_root_drops_it_directly(made: Agent, folder: Path, monkeypatch: pytest.M
     assert ((folder / "drop_caches").read_text(), synced) == ("1\n", [True])
 
     monkeypatch.setattr(page_cache, "DROP_CACHES", folder)
-    assert made.drop_page_cache() == {"dropped": False, "how": "the kernel refused: Is a directory", "freed_bytes": 0}
+    answer = made.drop_page_cache()
+    assert (answer["dropped"], answer["freed_bytes"]) == (False, 0)
+    assert answer["how"].endswith(os.strerror(errno.EISDIR)) and str(user) not in answer["how"]
 
 
 # Logs
@@ -328,7 +334,7 @@ def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bo
     assert (ended["gone"], ended["survivors"]) == (True, [])
     assert (made.observe()["ranks"], made.strays()) == ([], {})
     assert os.listdir(made.run_dir) == ["plugin"]
-    with pytest.raises(RankError, match="cannot be read"):
+    with pytest.raises(RankError, match="m-1-0123abcd"):
         made.api_key("m-1-0123abcd")
 
 
@@ -391,7 +397,7 @@ def test_a_disk_that_is_full_is_named_and_leaves_no_key(made: Agent, folder: Pat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")
 
     monkeypatch.setattr(where, full)
-    with pytest.raises(NodeRefused, match=r"Node 127.0.0.1 .*No space left on device \(/run/x\)") as refused:
+    with pytest.raises(NodeRefused, match=rf"127\.0\.0\.1 .*{os.strerror(errno.ENOSPC)} \(/run/x\)") as refused:
         made.spawn(spec(folder), True)
 
     assert isinstance(refused.value.__cause__, OSError)
@@ -405,7 +411,7 @@ def test_a_key_that_cannot_be_written_is_not_left_half(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("workers.agent.actor.secrets.token_hex", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         _make_key(path)
     assert not path.exists()
 
@@ -422,6 +428,6 @@ def test_only_keys_of_its_own_folder_are_given_out(made: Agent, folder: Path) ->
 
 
 def test_a_runtime_that_is_not_there_is_a_rank_error(made: Agent) -> None:
-    with pytest.raises(RankError, match="cannot be run"):
+    with pytest.raises(RankError, match="/nowhere/python"):
         made.runtime("/nowhere/python")
     assert lifecycle.scan(made.run_dir) == []

@@ -20,14 +20,14 @@ class Job:
 
 def test_a_new_job_ends_the_one_before_first() -> None:
     jobs: list[Job] = []
-    latest: Latest[Job] = Latest("It is not known.")
+    latest: Latest[Job] = Latest("Unknown.")
     first = latest.begin(lambda: Job(jobs))
     assert latest.find(first) is jobs[0] and not jobs[0].is_over
     second = latest.begin(lambda: Job(jobs))
     assert jobs[0].is_over and jobs[1].began_alone and latest.find(second) is jobs[1]
     latest.end(first)
     assert not jobs[1].is_over
-    with pytest.raises(RankError, match="It is not known"):
+    with pytest.raises(RankError, match="Unknown"):
         latest.find(first)
     latest.end(second)
     latest.end(second)
@@ -38,15 +38,15 @@ def test_a_new_job_ends_the_one_before_first() -> None:
 
 def test_where_no_job_can_begin_there_is_none() -> None:
     def fails() -> Job:
-        raise RankError("It cannot be run.")
+        raise RankError("Failed.")
 
     jobs: list[Job] = []
-    latest: Latest[Job] = Latest("It is not known.")
+    latest: Latest[Job] = Latest("Unknown.")
     first = latest.begin(lambda: Job(jobs))
-    with pytest.raises(RankError, match="cannot be run"):
+    with pytest.raises(RankError, match="Failed"):
         latest.begin(fails)
     assert jobs[0].is_over
-    with pytest.raises(RankError, match="It is not known"):
+    with pytest.raises(RankError, match="Unknown"):
         latest.find(first)
-    with pytest.raises(RankError, match="It is not known"):
+    with pytest.raises(RankError, match="Unknown"):
         latest.find("")

@@ -6,11 +6,13 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.facts import facts
 from tests.workers.kv.test_sizing import BLOCK, DEMAND, NEED, STOCK, Machine, at_once
 from workers.kv.agreement import Course, Vote, course_of
 from workers.kv.arithmetic import GIB, CacheCosts, Demand
@@ -32,29 +34,27 @@ def vote(rank: int, *, engine: str = "e", learned: bool = False, plenty: bool = 
     [
         ([vote(0, learned=True)], Course("profile")),
         ([vote(0, learned=True), vote(1, learned=True)], Course("profile")),
-        ([vote(0, learned=True), vote(1)], Course("rehearsal", why="rank 1 has no profile of this engine")),
-        ([vote(0), vote(1, learned=True), vote(2)], Course("rehearsal", why="ranks 0 and 2 have no profile of this engine")),
+        ([vote(0, learned=True), vote(1)], Course("rehearsal", reason="unlearned", why="1")),
+        ([vote(0), vote(1, learned=True), vote(2)], Course("rehearsal", reason="unlearned", why="0 2")),
         ([vote(0), vote(1)], Course("rehearsal")),
         ([vote(0, plenty=True), vote(1, plenty=True)], Course("plenty")),
-        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("plenty", why="rank 1 has no profile of this engine")),
-        ([vote(0, plenty=True), vote(1)], Course("rehearsal", why="rank 1 has no memory to spare")),
-        ([vote(0, learned=True), vote(1, plenty=True)], Course("rehearsal", why="rank 1 has no profile of this engine")),
-        ([vote(0, learned=True, setbacks=1), vote(1, setbacks=2)], Course("rehearsal", 2, "rank 1 ran out of memory 2 times before")),
+        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("plenty", reason="unlearned", why="1")),
+        ([vote(0, plenty=True), vote(1)], Course("rehearsal", reason="scarce", why="1")),
+        ([vote(0, learned=True), vote(1, plenty=True)], Course("rehearsal", reason="unlearned", why="1")),
+        ([vote(0, learned=True, setbacks=1), vote(1, setbacks=2)], Course("rehearsal", 2, "setbacks", "1 2")),
         ([vote(0, setbacks=1), vote(1, setbacks=1)], Course("rehearsal", 1)),
-        (
-            [vote(0, learned=True), vote(1, learned=True, engine="f")],
-            Course("rehearsal", why="the ranks were not started with the same settings"),
-        ),
+        ([vote(0, learned=True), vote(1, learned=True, engine="f")], Course("rehearsal", reason="settings", why="")),
         # A stage of a pipeline without a cache goes with the others.
         ([vote(0, learned=True), Vote(1)], Course("profile")),
-        ([vote(0), Vote(1)], Course("rehearsal", why="rank 0 has no profile of this engine")),
+        ([vote(0), Vote(1)], Course("rehearsal", reason="unlearned", why="0")),
         ([vote(0), Vote(1, refusal="No room.")], Course("rehearsal", refusal="rank 1: No room.")),
         ([Vote(0, missing="no x"), vote(1)], Course("rehearsal", missing="no x")),
         ([Vote(0, missing="no x"), Vote(1, refusal="No room.")], Course("rehearsal", refusal="rank 1: No room.")),
     ],
 )
 def test_all_ranks_do_the_same(votes, course):
-    assert course_of(votes) == course
+    made = course_of(votes)
+    assert (made if made.why is None else replace(made, why=facts(made.why))) == course
     told = [course_of(votes, own) for own in range(len(votes))]
     assert len({(one.source, one.setbacks, one.why, bool(one.refusal), bool(one.missing)) for one in told}) == 1
 
@@ -129,7 +129,7 @@ def test_a_profile_is_used_by_all_or_none(pair):
     assert sizes == [int(35.5 * GIB), int(33.5 * GIB)]
     for rank in pair:
         assert rank.machine.did == ["rehearse 1.0"]
-        assert (rank.told()["source"], rank.told()["source_why"]) == ("rehearsal", "rank 1 has no profile of this engine")
+        assert (rank.told()["source"], facts(rank.told()["source_why"])) == ("rehearsal", "1")
 
     other.learn()
     for rank in pair:
@@ -144,7 +144,7 @@ def test_a_profile_that_does_not_fit_on_one_rank_is_rehearsed_again_by_all(pair)
     other.learn(Demand(graphs=90 * GIB))
     assert start(one, other) == [int(35.5 * GIB), int(33.5 * GIB)]
     assert [rank.machine.did for rank in pair] == [["warm", "rehearse 1.0"]] * 2
-    assert one.told()["source_why"].startswith("rank 1: One request of 8,192 tokens needs")
+    assert facts(one.told()["source_why"]).startswith("1 8192 1.01 0.00 38.0 90.0 ")
 
 
 def test_what_is_plenty_for_one_is_not_for_all(pair):
@@ -154,7 +154,7 @@ def test_what_is_plenty_for_one_is_not_for_all(pair):
         rank.settings = {"sequences": 4}
     assert start(one, other) == [4 * GIB + BLOCK] * 2
     assert [rank.machine.did for rank in pair] == [["rehearse 1.0"]] * 2
-    assert one.told()["source_why"] == "rank 1 has no memory to spare"
+    assert (one.told()["source"], facts(one.told()["source_why"])) == ("rehearsal", "1")
 
 
 def test_the_most_setbacks_are_every_ranks(pair):
@@ -171,7 +171,7 @@ def test_a_rank_without_room_refuses_for_all_before_anything_runs(pair):
     one, other = pair
     other.machine.room = GIB // 4
     said = start(one, other)
-    assert said[1].startswith("At least 0.50 GiB must be free before the KV cache can be sized. ")
+    assert facts(said[1]).startswith("0.50 8192 1.01 0.00 0.25 ")
     assert said[0] == f"rank 1: {said[1]}"
     assert [rank.machine.did for rank in pair] == [[], []]
     assert one.told()["why"] == said[0]
@@ -194,4 +194,4 @@ def test_a_symbol_that_one_rank_lacks_leaves_it_to_vllm_on_all(pair):
     other.need = need
     assert start(one, other) == [STOCK] * 2
     assert [rank.machine.did for rank in pair] == [[], []]
-    assert one.told()["why"].startswith("rank 1: this vLLM has no get_kv_cache_groups")
+    assert facts(one.told()["why"]) == "1 get_kv_cache_groups"

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from workers.kv.advice import OTHER_PROGRAMS
 from workers.kv.arithmetic import (
     GIB,
     CacheCosts,
@@ -68,63 +69,65 @@ def test_the_margin_is_a_gibibyte_or_three_percent(size, asked, expected):
     assert margin_of(size, asked) == expected
 
 
+def settings_of(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> list[dict[str, Any]]:
+    """Those that are advised, in their order."""
+    with pytest.raises(CacheDoesNotFit) as raised:
+        pool(room, demand, margin, need, bounds)
+    return [dict(cure.settings) for cure in raised.value.cures if not cure.deed]
+
+
 def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, SPARK, GIB, NEED)
     assert str(raised.value) == (
         "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA "
-        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. To make it fit: a shorter context "
-        "(max_model_len 16,128 would fit), or a smaller batch (max_num_batched_tokens, max_num_seqs), or 4-bit weights (quantize: nvfp4 "
-        "frees up to 43.1 GiB of 16-bit ones), or ending other programs that use memory."
+        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. To make it fit: set max_model_len: 16128, "
+        "or set a smaller max_num_batched_tokens or max_num_seqs, or set quantize: nvfp4 (frees up to 43.1 GiB of 16-bit weights), or end "
+        "other programs that use memory."
     )
 
 
 def test_the_batch_that_is_said_to_fit_fits():
     need = replace(NEED, batch_tokens=8192)
-    with pytest.raises(CacheDoesNotFit, match=r"a smaller batch \(max_num_batched_tokens (\d,\d{3}) would about fit\)") as raised:
-        pool(10 * GIB, SPARK, GIB, need)
-    tokens = int(re.search(r"tokens (\d,\d{3}) would", str(raised.value))[1].replace(",", ""))
+    batch = next(settings for settings in settings_of(10 * GIB, SPARK, GIB, need) if "max_num_batched_tokens" in settings)
+    tokens = batch["max_num_batched_tokens"]
     assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
     assert smaller_batch(SPARK, 8 * GIB, need) == {}
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decoding", "sequences", "says"),
+    ("prefill", "decoding", "sequences", "batch"),
     [
-        (6, 6, 512, "max_num_batched_tokens 5,888 and max_num_seqs 374"),
-        (3, 6, 512, "max_num_seqs 374"),
-        (6, 3, 512, "max_num_batched_tokens 5,888"),
-        (6, 5, 512, "max_num_batched_tokens 5,888 and max_num_seqs 449"),
-        (6, 3, 8192, "max_num_batched_tokens 5,888 and max_num_seqs 5,888"),  # vLLM wants a token for each
-        (6, 6, 1, "max_num_batched_tokens, max_num_seqs"),  # one sequence is as few as can be
+        (6, 6, 512, {"max_num_batched_tokens": 5888, "max_num_seqs": 374}),
+        (3, 6, 512, {"max_num_seqs": 374}),
+        (6, 3, 512, {"max_num_batched_tokens": 5888}),
+        (6, 5, 512, {"max_num_batched_tokens": 5888, "max_num_seqs": 449}),
+        (6, 3, 8192, {"max_num_batched_tokens": 5888, "max_num_seqs": 5888}),  # vLLM wants a token for each
+        (6, 6, 1, None),  # one sequence is as few as can be
     ],
 )
-def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, says):
+def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, batch):
     need = replace(NEED, batch_tokens=8192, sequences=sequences)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(prefill * GIB, decoding * GIB)
     assert demand.peak == 6 * GIB
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(8 * GIB, demand, GIB, need)
-    would = f"{says} would about fit" if any(word.isdecimal() for word in says.replace(",", "").split()) else says
-    assert f"a smaller batch ({would})" in str(raised.value)
-    fits = {name: int(count.replace(",", "")) for name, count in re.findall(r"(max_num_\w+) ([\d,]+\d)", str(raised.value))}
-    if fits:
-        tokens, seqs = fits.get("max_num_batched_tokens", 8192), fits.get("max_num_seqs", sequences)
+    deeds = [cure.deed for cure in raised.value.cures if "max_num_seqs" in cure.deed]
+    assert bool(deeds) is (batch is None)
+    if batch is not None:
+        assert batch in settings_of(8 * GIB, demand, GIB, need)
+        tokens, seqs = batch.get("max_num_batched_tokens", 8192), batch.get("max_num_seqs", sequences)
         smaller = demand.with_peaks(prefill * GIB * tokens // 8192, decoding * GIB * seqs // sequences)
         assert pool(8 * GIB, smaller, GIB, need).bytes >= need.least
         assert seqs <= tokens
 
 
-@pytest.mark.parametrize(
-    ("chunked", "says"), [(True, "max_num_batched_tokens 5,888"), (False, "max_num_batched_tokens 5,888 and max_model_len 5,888")]
-)
-def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, says):
+@pytest.mark.parametrize(("chunked", "more"), [(True, {}), (False, {"max_model_len": 5888})])
+def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, more):
     """Without chunked prefill it refuses a batch that is smaller than the longest prompt."""
     need = replace(NEED, batch_tokens=8192, sequences=16, chunked=chunked)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(6 * GIB, 3 * GIB)
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(8 * GIB, demand, GIB, need)
-    assert f"a smaller batch ({says} would about fit)" in str(raised.value)
+    assert {"max_num_batched_tokens": 5888, **more} in settings_of(8 * GIB, demand, GIB, need)
 
 
 def test_the_context_that_is_said_to_fit_fits():
@@ -143,91 +146,72 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     assert longest(GIB, need) == 0
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(GIB, Demand(), 0, need)
-    assert "To make it fit: ending other programs that use memory." in str(raised.value)
+    assert [cure.deed for cure in raised.value.cures] == [OTHER_PROGRAMS]
+
+
+def size(gib: float) -> dict[str, Any]:
+    return {"kv_cache": {"bytes": int(gib * GIB)}}
+
+
+NARROWER = {"quantize": "nvfp4"}
 
 
 @pytest.mark.parametrize(
-    ("room", "asked", "at_most", "says"),
+    ("room", "asked", "at_most", "says", "settings"),
     [
-        (20 * GIB, 13 * GIB, None, "The requested KV cache needs 13.0 GiB and 12.0 GiB are left"),
-        (
-            20 * GIB,
-            13 * GIB,
-            None,
-            "fit: a smaller cache (up to 12.0 GiB would fit, which is 2 of 32,768 tokens), or a smaller batch",
-        ),
+        (20 * GIB, 13 * GIB, None, "The requested KV cache needs 13.0 GiB and 12.0 GiB are", [size(12), {"enforce_eager": True}, NARROWER]),
+        (10 * GIB, 13 * GIB, None, "and 2.00 GiB are left", [size(2) | {"max_model_len": 16128}, NARROWER]),
+        (2 * GIB, None, None, "and 0.00 GiB are left", [NARROWER]),
+        (40 * GIB, None, GIB, "at most 1.00 GiB were allowed for it.", [size(4.1), {"max_model_len": 7936}]),
+        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it.", [size(4.1)]),
+        (40 * GIB, None, GIB // 64, "at most 0.02 GiB were allowed for it.", [size(4.1)]),
+        # More would be allowed and is not there.
         (
             10 * GIB,
-            13 * GIB,
-            None,
-            "fit: a smaller cache with a shorter context (up to 2.00 GiB and max_model_len 16,128 would fit), or 4-bit weights",
-        ),
-        (2 * GIB, None, None, "and 0.00 GiB are left"),
-        (
-            40 * GIB,
             None,
             GIB,
-            "at most 1.00 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit), or a shorter "
-            "context "
-            "(max_model_len 7,936 would fit).",
+            "and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, ",
+            [{"max_model_len": 7936}, NARROWER | size(4.1)],
         ),
-        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit)."),
-        (
-            40 * GIB,
-            None,
-            GIB // 64,
-            "at most 0.02 GiB were allowed for it. To make it fit: a larger cache (kv_cache; up to 32.0 GiB would fit).",
-        ),
-        # More would be allowed and is not there.
-        (10 * GIB, None, GIB, "and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, "),
-        (10 * GIB, None, GIB, "To make it fit: a shorter context (max_model_len 7,936 would fit), or "),
     ],
 )
-def test_other_sentences(room, asked, at_most, says):
+def test_other_limits(room, asked, at_most, says, settings):
+    bounds = SizeBounds(asked, at_most)
     with pytest.raises(CacheDoesNotFit, match=r".") as raised:
-        pool(room, SPARK, GIB, NEED, SizeBounds(asked, at_most))
+        pool(room, SPARK, GIB, NEED, bounds)
     assert says in str(raised.value)
+    assert settings_of(room, SPARK, GIB, NEED, bounds) == settings
 
 
-ASKED = "The requested KV cache is 1.00 GiB, and one request of 32,768 tokens needs 4.02 GiB. To make it fit: "
+OWN = {"kv_cache", "max_model_len"}
 
 
 @pytest.mark.parametrize("demand", [Demand(), SPARK], ids=["not rehearsed", "rehearsed"])
 @pytest.mark.parametrize(
-    ("left", "asked", "says"),
+    ("left", "asked", "settings"),
     [
-        (30 * GIB, GIB, f"{ASKED}a larger cache (kv_cache), or a shorter context (max_model_len 7,936 would fit)."),
-        (30 * GIB, GIB // 64, "needs 4.02 GiB. To make it fit: a larger cache (kv_cache)."),
-        (2 * GIB, GIB, f"{ASKED}a shorter context (max_model_len 7,936 would fit)."),
-        (GIB // 2, GIB, f"{ASKED}a smaller cache with a shorter context (up to 0.50 GiB and max_model_len 3,840 would fit)."),
-        (0, GIB, "The requested KV cache needs 1.00 GiB and 0.00 GiB are left: "),
+        (30 * GIB, GIB, [size(4.1), {"max_model_len": 7936}]),
+        (30 * GIB, GIB // 64, [size(4.1)]),
+        (2 * GIB, GIB, [{"max_model_len": 7936}]),
+        (GIB // 2, GIB, [size(0.5) | {"max_model_len": 3840}]),
+        (0, GIB, []),
     ],
 )
-def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked))
-    assert says in str(raised.value)
+def test_a_size_below_one_request(demand, left, asked, settings):
+    assert [each for each in settings_of(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked)) if each.keys() <= OWN] == settings
 
 
-@pytest.mark.parametrize(
-    ("sequences", "says"),
-    [
-        (None, "To make it fit: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
-        (4, "To make it fit: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
-        (1, "To make it fit: a shorter context (max_model_len 24,320 would fit), or ending"),
-    ],
-    ids=["bytes", "four requests", "one request"],
-)
-def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences, says):
+@pytest.mark.parametrize("sequences", [None, 4, 1], ids=["bytes", "four requests", "one request"])
+def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences):
     def asked(need: CacheCosts) -> int:
         return 17 * GIB if sequences is None else sequences * need.per_request + need.per_block
 
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(4 * GIB, Demand(), GIB, NEED, SizeBounds(asked(NEED), again=asked))
-    assert says in str(raised.value)
+    shorter = {"max_model_len": 24_320}
+    bounds = SizeBounds(asked(NEED), again=asked)
+    assert settings_of(4 * GIB, Demand(), GIB, NEED, bounds) == [shorter if sequences == 1 else size(3) | shorter]
     if sequences == 1:
-        shorter = NEED.shortened(24_320)
-        assert pool(4 * GIB, Demand(), GIB, shorter, SizeBounds(asked(shorter), again=asked)).bytes == asked(shorter)
+        need = NEED.shortened(24_320)
+        assert pool(4 * GIB, Demand(), GIB, need, SizeBounds(asked(need), again=asked)).bytes == asked(need)
 
 
 RESERVED = (
@@ -238,49 +222,38 @@ RESERVED = (
 @pytest.mark.parametrize(
     ("reserved", "says", "fits_gib"),
     [
-        (Reserved(70 * GIB, 61 * GIB), RESERVED.format("2.00", "70", "61.0"), "72.1"),
-        (Reserved(64 * GIB, 61 * GIB), RESERVED.format("0.00", "64", "61.0"), "72.1"),
-        (Reserved(80 * GIB, 62 * GIB, 2), RESERVED.format("2.00", "80", "62.0"), "84.1"),
+        (Reserved(70 * GIB, 61 * GIB), RESERVED.format("2.00", "70", "61.0"), 72.1),
+        (Reserved(64 * GIB, 61 * GIB), RESERVED.format("0.00", "64", "61.0"), 72.1),
+        (Reserved(80 * GIB, 62 * GIB, 2), RESERVED.format("2.00", "80", "62.0"), 84.1),
     ],
     ids=["room for half a request", "room for nothing", "two ranks"],
 )
 def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=reserved))
-    said = str(raised.value)
+    said, settings = str(raised.value), [cure.settings for cure in raised.value.cures]
     assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
     assert ("The 2 ranks here share that." in said) is (reserved.ranks == 2)
-    assert f"a larger memory_gib ({fits_gib} would fit)" in said
-    larger = replace(reserved, bytes=int(float(fits_gib) * GIB))
+    assert {"memory_gib": fits_gib} in settings
+    larger = replace(reserved, bytes=int(fits_gib * GIB))
     assert pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=larger)).bytes >= NEED.least
-    assert "4-bit weights (quantize: nvfp4 frees up to 43.1 GiB" in said
+    assert NARROWER in settings
     # Of a batch that takes 5 GiB not all can come that is missing.
-    assert ("a smaller batch" in said) is (larger.bytes - reserved.bytes < 5 * GIB)
+    assert any("max_num_seqs" in cure.deed for cure in raised.value.cures) is (larger.bytes - reserved.bytes < 5 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("bits", "weights", "says"),
-    [
-        (16, 60, "4-bit weights (quantize: nvfp4 frees up to 43.1 GiB of 16-bit ones)"),
-        (8, 60, "4-bit weights (quantize: nvfp4 frees up to 26.2 GiB of 8-bit ones)"),
-        (8, 4, ""),
-        (4, 60, ""),
-    ],
-)
-def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, says):
+@pytest.mark.parametrize(("bits", "weights", "frees"), [(16, 60, "43.1 GiB of 16"), (8, 60, "26.2 GiB of 8"), (8, 4, ""), (4, 60, "")])
+def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, frees):
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
-    assert says in str(raised.value)
-    assert ("4-bit" in str(raised.value)) is bool(says)
+    effects = [cure.effect for cure in raised.value.cures if cure.settings == NARROWER]
+    assert effects == ([f"frees up to {frees}-bit weights"] if frees else [])
 
 
 def test_a_start_without_graphs_is_advised_where_it_would_do():
-    with pytest.raises(CacheDoesNotFit, match=r"no CUDA graphs \(enforce_eager: true frees 3\.00 GiB\)"):
-        pool(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
+    assert {"enforce_eager": True} in settings_of(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
     assert pool(10 * GIB, replace(SPARK, graphs=0), 0, NEED).bytes >= NEED.least
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(10 * GIB, SPARK, GIB, NEED)
-    assert "enforce_eager" not in str(raised.value)
+    assert {"enforce_eager": True} not in settings_of(10 * GIB, SPARK, GIB, NEED)
 
 
 @pytest.mark.parametrize("learned", [None, SPARK])
@@ -295,8 +268,8 @@ def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
     assert said.startswith(
         begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. To make it fit: "
     )
-    assert "max_model_len" not in said, "no context is so short"
-    assert "4-bit weights (quantize: nvfp4 frees up to 23.7 GiB of 16-bit ones)" in said
+    # No context is so short, and no batch so small, that more is free before it.
+    assert said.endswith(": set quantize: nvfp4 (frees up to 23.7 GiB of 16-bit weights), or end other programs that use memory.")
 
 
 def test_no_batch_is_advised_where_none_was_rehearsed():

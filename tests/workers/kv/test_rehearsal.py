@@ -153,7 +153,7 @@ def test_a_processor_that_makes_no_item_is_told_and_the_rest_is_rehearsed(monkey
     runner = OlderRunner(900_000, 100, 1000)
     runner.mm_registry.get_dummy_mm_inputs = lambda *_, **__: {}
     assert profiled(runner, 1.0, runner.peak) == 819_200
-    assert "no image could be made to rehearse with (KeyError)" in caplog.text
+    assert "image" in caplog.text and "(KeyError)" in caplog.text
 
 
 def test_memory_that_is_refused_to_an_item_is_no_processors_fault(monkeypatch):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.facts import facts
 from workers.kv.settings import CacheSettings
 
 
@@ -33,21 +34,21 @@ def test_the_forerunners_margin_is_understood_and_ours_goes_before():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[]", "not a JSON object"),
-        ("{", "not a JSON object"),
-        ('{"byte": 1}', "has no 'byte'; it has bytes, tokens"),
-        ('{"bytes": 0}', "bytes must be a whole number of at least 1"),
-        ('{"tokens": true}', "tokens must be a whole number"),
-        ('{"margin_bytes": -1}', "margin_bytes must be a whole number of at least 0"),
-        ('{"bytes": 1, "tokens": 2}', "says bytes and tokens: one of them is enough"),
-        ('{"at": 4096}', "says `at` and no `sequences`"),
-        ('{"report": ""}', "report must be a path"),
+        ("[]", ""),
+        ("{", ""),
+        ('{"byte": 1}', " byte at_most_bytes margin_bytes reserved_bytes"),
+        ('{"bytes": 0}', " bytes 1"),
+        ('{"tokens": true}', " tokens 1"),
+        ('{"margin_bytes": -1}', " margin_bytes 0"),
+        ('{"bytes": 1, "tokens": 2}', " bytes tokens"),
+        ('{"at": 4096}', " at sequences"),
+        ('{"report": ""}', " report"),
     ],
 )
 def test_what_is_wrong_is_named(text, says):
     with pytest.raises(ValueError, match="SPARKD_KV") as raised:
         CacheSettings.parse({"SPARKD_KV": text})
-    assert says in str(raised.value)
+    assert facts(raised.value) == f"SPARKD_KV{says}"
 
 
 @pytest.mark.parametrize(
@@ -63,10 +64,10 @@ def test_a_size_that_vllm_was_given_holds_where_nobody_says_another(own, vllms, 
 def test_vllms_blocks_go_before_every_other_size(own):
     found = CacheSettings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=5 << 30, num_gpu_blocks_override=12))
     assert found == CacheSettings(**own, blocks=12)
-    with pytest.raises(ValueError, match="has no 'blocks'"):
+    with pytest.raises(ValueError, match=r"SPARKD_KV .*'blocks'"):
         CacheSettings.parse({"SPARKD_KV": '{"blocks": 12}'})
 
 
 def test_a_margin_that_is_no_number():
-    with pytest.raises(ValueError, match="VLLM_KV_CACHE_MEM_MARGIN must be a whole number of MiB"):
+    with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_MEM_MARGIN .* MiB"):
         CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})

@@ -26,8 +26,8 @@ BLOCK = NEED.per_block
         ({"bytes": 5 * GIB}, False, 5 * GIB, "itself, at most 5.00 GiB. "),
         ({"tokens": 16384}, True, 2 * GIB + BLOCK, "itself, at most 2.00 GiB. "),
         ({"sequences": 3}, True, 3 * GIB + BLOCK, "itself, at most 3.00 GiB. "),
-        ({"tokens": 16384}, False, None, "itself; tokens of kv_cache cannot be kept. "),
-        ({"sequences": 3}, False, None, "itself; sequences of kv_cache cannot be kept. "),
+        ({"tokens": 16384}, False, None, "itself; `tokens` of kv_cache cannot be kept. "),
+        ({"sequences": 3}, False, None, "itself; `sequences` of kv_cache cannot be kept. "),
         ({"at_most_bytes": 6 * GIB}, True, 6 * GIB, "itself, at most 6.00 GiB. "),
         # 33 GiB are taken by the engine; the smaller of both holds, in either order.
         ({"at_most_bytes": 6 * GIB, "reserved_bytes": 35 * GIB}, True, 2 * GIB, "itself, at most 2.00 GiB. "),
@@ -69,7 +69,9 @@ def test_blocks_that_vllm_was_told_to_take_do_not_over_commit(tmp_path, blocks, 
         assert sizing.determine(lambda _limit: 36 * GIB) == 32 * GIB
         assert "at most 2.00 GiB (--num-gpu-blocks-override asks for 512 blocks)" in told(tmp_path)["why"]
         return
-    with pytest.raises(ValueError, match=r"asks for 12,800 blocks needs 50\.00 GiB, and 32\.00 GiB are left .* fewer blocks"):
+    with pytest.raises(
+        ValueError, match=r"asks for 12,800 blocks, which are 50\.00 GiB, and 32\.00 GiB are left .*set --num-gpu-blocks-override 8192, or"
+    ):
         sizing.determine(lambda _limit: 36 * GIB)
     assert told(tmp_path)["phase"] == "refused"
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.state.nouns import Progress
+from tests.support.facts import facts
 from workers.kv.report import Report
 from workers.rank import kv_report
 from workers.rank.kv_report import kv_path, over_nodes, read_kv, remove_kv, with_kv
@@ -56,11 +57,9 @@ def test_what_the_worker_writes_is_read(path: Path) -> None:
         report.tell("sized", **{name: value for name, value in TOLD.items() if name not in ("v", "rank", "phase", "at")})
         report.tell("ready", slack_bytes=3 * GIB, error_bytes=-5)
 
-    assert read_kv(path) == READ | {
-        "ranks": 2,
-        "why": "rank 0 has the least left (12.00 GiB, the others 12.00 GiB or more)",
-        "by_rank": [OF_RANK, OF_RANK | {"rank": 1}],
-    }
+    read = read_kv(path)
+    assert read == READ | {"ranks": 2, "why": read["why"], "by_rank": [OF_RANK, OF_RANK | {"rank": 1}]}
+    assert facts(read["why"]) == "0 12.00 12.00"
 
 
 def test_before_there_is_a_size(path: Path) -> None:
@@ -79,7 +78,7 @@ def test_the_smallest_rank_decides_and_the_report_says_why(path: Path) -> None:
 
     assert (found["rank"], found["pool_bytes"], found["tokens"], found["ranks"]) == (1, 6 * GIB, 49152, 3)
     assert found["slack_bytes"] == 2 * GIB, "the least of all"
-    assert found["why"] == "rank 1 has the least left (10.00 GiB, the others 13.00 GiB or more)"
+    assert facts(found["why"]) == "1 10.00 13.00"
 
 
 def test_once_they_are_equal_it_is_the_one_that_no_other_limits(path: Path) -> None:
@@ -88,31 +87,37 @@ def test_once_they_are_equal_it_is_the_one_that_no_other_limits(path: Path) -> N
     found = read_kv(path)
 
     assert found["rank"] == 1
-    assert found["why"] == "rank 1 has 12.00 GiB left and needs the most beside its cache"
+    assert facts(found["why"]) == "1 12.00"
+
+
+SOURCE_WHY = "rank 1 has no profile"
 
 
 def test_over_nodes_the_smallest_rank_decides_and_every_rank_is_told(tmp_path: Path) -> None:
     nodes = []
     for rank, changes in enumerate(({}, {"room_bytes": 10 * GIB, "slack_bytes": 2 * GIB}, {"limited_by_other_rank": True})):
         path = kv_path(str(tmp_path), f"m-1-0{rank}")
-        write(path, rank, pool_bytes=6 * GIB if rank else 8 * GIB, source_why="rank 1 has no profile of this engine", **changes)
+        write(path, rank, pool_bytes=6 * GIB if rank else 8 * GIB, source_why=SOURCE_WHY, **changes)
         nodes.append(read_kv(path))
     found = over_nodes(nodes)
 
     assert (found["rank"], found["pool_bytes"], found["slack_bytes"], found["ranks"]) == (1, 6 * GIB, 2 * GIB, 3)
-    assert found["why"] == "rank 1 has the least left (10.00 GiB, the others 12.00 GiB or more)"
-    assert found["source_why"] == "rank 1 has no profile of this engine"
+    assert facts(found["why"]) == "1 10.00 12.00"
+    assert found["source_why"] == SOURCE_WHY
     assert [(one["rank"], one["room_bytes"]) for one in found["by_rank"]] == [(0, 12 * GIB), (1, 10 * GIB), (2, 12 * GIB)]
     assert (over_nodes([]), over_nodes(nodes[:1])) == ({}, nodes[0])
+
+
+REFUSAL = "One request needs 3 GiB."
 
 
 def test_a_refusal_on_another_node_is_the_models(tmp_path: Path) -> None:
     ready, refused = kv_path(str(tmp_path), "m-1-00"), kv_path(str(tmp_path), "m-1-01")
     write(ready, phase="sized")
-    write(refused, 1, phase="refused", why="One request needs 3 GiB and 1 GiB is left.")
+    write(refused, 1, phase="refused", why=REFUSAL)
     found = over_nodes([read_kv(ready), read_kv(refused)])
 
-    assert (found["phase"], found["rank"], found["why"]) == ("refused", 1, "One request needs 3 GiB and 1 GiB is left.")
+    assert (found["phase"], found["rank"], found["why"]) == ("refused", 1, REFUSAL)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +138,14 @@ def test_the_last_rank_is_how_far_it_is(path: Path, phases: tuple[str, str], pha
 
 def test_the_first_refusal_is_the_cause(path: Path) -> None:
     write(path, phase="refused", why="the peer is gone", at=5001)
-    write(path, 1, phase="refused", why="One request needs 3 GiB and 1 GiB is left.")
+    write(path, 1, phase="refused", why=REFUSAL)
     found = read_kv(path)
-    assert (found["rank"], found["why"]) == (1, "One request needs 3 GiB and 1 GiB is left.")
+    assert (found["rank"], found["why"]) == (1, REFUSAL)
 
     Path(f"{path}.tp1").unlink()
     write(path, phase="refused", why=None)
-    assert read_kv(path)["why"] == "The KV cache was refused and its worker did not say why."
+    unexplained = read_kv(path)
+    assert unexplained["phase"] == "refused" and unexplained["why"] and REFUSAL not in unexplained["why"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
+from tests.support.facts import facts
 from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, until
 from workers.host import processes
 from workers.rank import lifecycle
@@ -123,24 +124,25 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"runtime": "/nonexistent/python"}, "/nonexistent/python: No such file or directory. Check engine.runtime"),
-        ({"runtime": os.devnull}, "Permission denied"),
-        ({"rank_id": "../r1"}, "is no rank id"),
-        ({"rank_id": ""}, "is no rank id"),
-        ({"runtime": "python3"}, "runtime 'python3' of the rank r1 is not an absolute path"),
-        ({"model": "--trust-remote-code"}, "begins with '-'"),
-        ({"served_names": ("m", "-x")}, "begins with '-'"),
-        ({"model": ""}, "is empty"),
-        ({"flags": ("--a\0b",)}, "NUL"),
-        ({"env": {"A=B": "c"}}, "no variable's name"),
-        ({"socket_path": "/" + "s" * 120}, "shorter folder"),
-        ({"socket_path": None, "host": "10.0.0.2"}, "needs a port and an api_key_path"),
-        ({"socket_path": None, "host": "10.0.0.2", "port": 9, "api_key_path": "/nonexistent/key"}, "cannot be read"),
+        ({"runtime": "/nonexistent/python"}, "r1 /nonexistent/python engine.runtime"),
+        ({"runtime": os.devnull}, f"r1 {os.devnull} engine.runtime"),
+        ({"rank_id": "../r1"}, "../r1 1 128 . _ -"),
+        ({"rank_id": ""}, " 1 128 . _ -"),
+        ({"runtime": "python3"}, "python3 r1 /"),
+        ({"model": "--trust-remote-code"}, "--trust-remote-code r1 -"),
+        ({"served_names": ("m", "-x")}, "served_names -x r1 -"),
+        ({"model": ""}, " r1 -"),
+        ({"flags": ("--a\0b",)}, "r1"),
+        ({"env": {"A=B": "c"}}, "A=B r1 _"),
+        ({"socket_path": "/" + "s" * 120}, f"/{'s' * 120} 107 7 runtime_dir"),
+        ({"socket_path": None, "host": "10.0.0.2"}, "r1 10.0.0.2 api_key_path socket_path"),
+        ({"socket_path": None, "host": "10.0.0.2", "port": 9, "api_key_path": "/nonexistent/key"}, "r1 2 /nonexistent/key"),
     ],
 )
 def test_what_cannot_be_started_says_why_and_leaves_nothing(place: Place, changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(RankError, match=re.escape(told)):
+    with pytest.raises(RankError) as caught:
         lifecycle.spawn(place.spec(**changes))
+    assert facts(caught.value) == told
     assert lifecycle.scan(place.run_dir) == []
     assert not os.path.exists(place.run_dir) or os.listdir(place.run_dir) == []
 
@@ -166,16 +168,16 @@ def test_a_caller_that_adopts_orphans_is_refused(place: Place) -> None:
     """
     actor = [sys.executable, "-c", textwrap.dedent(code), json.dumps(place.spec().to_dict())]
     done = subprocess.run(actor, capture_output=True, text=True, check=True, env={"PYTHONPATH": lifecycle.PACKAGE_DIR})
-    assert "start Ray on this node without RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper" in done.stdout
+    assert "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper" in done.stdout
     assert not os.path.exists(place.run_dir)
 
 
 def test_an_id_is_used_once(place: Place) -> None:
     handle = place.start()
-    with pytest.raises(RankError, match="exists in"):
+    with pytest.raises(RankError, match=f"r1 .*{re.escape(place.run_dir)}"):
         lifecycle.spawn(place.spec())
     assert place.fact()["alive"]
-    with pytest.raises(RankError, match="cannot be forgotten"):
+    with pytest.raises(RankError, match=rf"r1 .*{handle['pid']}"):
         lifecycle.forget("r1", place.run_dir)
     stop(place, handle)
     lifecycle.forget("r1", place.run_dir)
@@ -190,7 +192,7 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(place: Place) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        with pytest.raises(RankError, match="in use by another process"):
+        with pytest.raises(RankError, match=f"{re.escape(path)} .*--state-dir"):
             lifecycle.spawn(place.spec())
     assert os.path.exists(path)
     place.start()
@@ -200,7 +202,7 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(place: Place) -> None:
 def test_a_specification_travels_as_json(place: Place) -> None:
     spec = place.spec(env={"A": "b"}, flags=("--x",), loader_extra_config={"quantize": {"a": "nvfp4"}})
     assert RankSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    with pytest.raises(RankError, match="no field 'colour'"):
+    with pytest.raises(RankError, match="'colour'"):
         RankSpec.from_dict(spec.to_dict() | {"colour": "red"})
     with pytest.raises(RankError, match="model_name"):
         RankSpec.from_dict({name: value for name, value in spec.to_dict().items() if name != "model_name"})
@@ -220,7 +222,7 @@ def test_damaged_status_files_are_reported_and_can_be_cleaned(place: Place) -> N
     assert facts["r1"]["alive"]
     for name in ("half", "empty", "list", "odd"):
         assert (facts[name]["handle"], facts[name]["state"], facts[name]["alive"]) == (None, "unreadable", False)
-        assert "cannot be read" in facts[name]["error"]
+        assert f"{place.run_dir}/{name}.json" in facts[name]["error"]
         lifecycle.forget(name, place.run_dir)
     assert [fact["handle"] for fact in lifecycle.scan(place.run_dir)] == [handle]
 

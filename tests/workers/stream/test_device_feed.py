@@ -291,7 +291,7 @@ def test_an_error_in_a_lane_is_raised_as_it_is_and_spoils_nothing(
     with fed(device, sources) as feed:
         os.truncate(sources[0].pieces[0].path, 20000)  # behind all that the ring can hold
         seen = []
-        with pytest.raises(CheckpointError, match="the file ends at byte 20000"):
+        with pytest.raises(CheckpointError, match=" 20000,"):
             for number, source in enumerate(sources):
                 if lane == "main":
                     taken = feed.take(source, keep=True)

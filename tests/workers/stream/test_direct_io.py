@@ -41,18 +41,19 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def test_a_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors: the file is missing\. Download it again\.$") as raised:
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: .*missing") as raised:
         make_reader([Piece(0, str(tmp_path / "gone.safetensors"), 0, 1)])
     assert raised.value.file == str(tmp_path / "gone.safetensors")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="regular") as raised:
         make_reader([Piece(0, str(tmp_path), 0, 1)])
+    assert raised.value.file == str(tmp_path)
 
 
 def test_a_file_that_ends_too_early_is_named_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"shard\.bin: the file ends at byte 5000, before byte 5001\. Download it again\."):
+    with pytest.raises(CheckpointError, match=r"shard\.bin: .* 5000, .* 5001\."):
         make_reader([Piece(0, write_shard(tmp_path, 5000), 4000, 1001)])
 
 
@@ -63,7 +64,7 @@ def test_a_file_that_is_cut_later_fails_where_its_bytes_are_due(tmp_path: Path, 
     reader = make_reader([Piece(n, path, n * 20_000, 20_000) for n in range(5)], block_bytes=20_480 + 4096, direct=past_cache)
     os.truncate(path, left)
     whole = 0
-    with reader, pytest.raises(CheckpointError, match=rf"shard\.bin: the file ends at byte {left}, before byte [0-9]+\."):
+    with reader, pytest.raises(CheckpointError, match=rf"shard\.bin: .* {left}, .* [0-9]+\."):
         for chunk in released(reader):
             whole += chunk.last
     assert whole == left // 20_000
@@ -80,8 +81,9 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
 
     reader = make_reader([Piece(0, path, 0, 1)])
     monkeypatch.setattr(os, "open", denied)
-    with reader, pytest.raises(CheckpointError, match=r"permission denied\. Make it readable"):
+    with reader, pytest.raises(CheckpointError, match="permission denied") as raised:
         next(reader)
+    assert raised.value.file == path
 
 
 def test_nothing_stays_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +138,7 @@ def test_direct_reads_that_were_demanded(shards: dict[str, bytes], monkeypatch: 
     _refuse_direct(monkeypatch, path, where)
     with (
         make_reader([Piece(0, path, 0, 9)], direct=True) as reader,
-        pytest.raises(CheckpointError, match=r"O_DIRECT was asked for, but .*\. Put the checkpoint on a local ext4 or xfs"),
+        pytest.raises(CheckpointError, match=r"O_DIRECT .* ext4 or xfs"),
     ):
         next(reader)
 

@@ -198,7 +198,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
     folder = described(written(tmp_path / "m", stored), config)
     checkpoint = read_checkpoint(str(folder))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    with pytest.raises(CheckpointError, match=rf": {name}: it holds NaN or Inf\."):
+    with pytest.raises(CheckpointError, match=rf"/.*: {name}: .*NaN"):
         list(pipeline_of(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 
 

@@ -261,7 +261,7 @@ def test_a_large_tensor_that_nobody_copies_is_read_past(tmp_path, monkeypatch):
 def test_weights_that_are_not_finite_are_named(tmp_path, bad, batch_bytes):
     weights = random_weights()
     weights["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = bad
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight.*NaN or Inf"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight.*NaN"):
         loaded(written(tmp_path / "m", weights), "nvfp4", batch_bytes=batch_bytes)
 
 

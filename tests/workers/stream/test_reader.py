@@ -200,7 +200,7 @@ def test_another_thread_may_release(tmp_path: Path) -> None:
     "wrong", [{"block_bytes": 0}, {"block_bytes": 5000}, {"blocks": 1}, {"threads": 0}, {"block_bytes": -4096}, {"blocks": 0}]
 )
 def test_a_ring_that_cannot_be(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="A ring needs two blocks"):
+    with pytest.raises(ValueError, match="ring"):
         make_reader([], **wrong)
 
 
@@ -259,7 +259,7 @@ def test_without_cuda_the_ring_is_not_pinned_and_says_so(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reader = make_reader([Piece(0, write_shard(tmp_path, 4096), 0, 4096)], pin=True)
     drain(reader)
-    assert reader.stats.unpinned_reason == "there is no CUDA device"
+    assert "CUDA" in str(reader.stats.unpinned_reason)
 
 
 def test_under_another_default_device(shards: dict[str, bytes]) -> None:

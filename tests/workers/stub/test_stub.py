@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.facts import facts
 from workers.rank.kv_report import read_kv
 from workers.rank.load_report import read_load
 from workers.stub.__main__ import CommandLine, Life, StubEngine, start_stub
@@ -206,15 +207,15 @@ def test_refuses_a_cache_that_does_not_fit(spawn: Any, tmp_path: Path) -> None:
 
     assert process.wait_exit() == 1
     refused = read_kv(tmp_path / "m.kv")
-    assert (refused["phase"], refused["why"].startswith("The requested KV cache needs 9.00 GiB and ")) == ("refused", True)
-    assert "ValueError: The requested KV cache" in process.log.read_text()
+    assert (refused["phase"], facts(refused["why"]).split()[0]) == ("refused", "9.00")
+    assert f"ValueError: {refused['why']}" in process.log.read_text()
 
 
 def test_refuses_what_its_worker_could_not_read(spawn: Any) -> None:
     process = spawn("--worker-cls", "workers.kv.SparkWorker", SPARKD_KV="{")
 
     assert process.wait_exit() == 1
-    assert "SPARKD_KV is not a JSON object" in process.log.read_text()
+    assert "SPARKD_KV " in process.log.read_text()
 
 
 def test_a_rehearsal_can_be_cut_short(spawn: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from sparkd.errors import RankError
 from tests.support.daemon_process import until
+from tests.support.facts import facts
 from workers.agent.jobs import Jobs
 from workers.host.hub_cache import snapshot_of
 from workers.transfer import chunks, manifest, partial_file, sink, source, stale_files
@@ -203,7 +204,8 @@ def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path:
 
     with monkeypatch.context() as patch:
         patch.setattr(partial_file.PartialFile, "keep", some)
-        assert "/disk cannot be written: No space left on device" in pulled(made, here)["error"]
+        told = pulled(made, here)["error"]
+        assert "/disk" in facts(told) and "No space left" in told
     (left,) = (tmp_path / "b").rglob(f"*{PART}")
     (sums,) = (tmp_path / "b").rglob(f"*{JOURNAL}")
     assert len(sums.read_text().splitlines()) == 5
@@ -277,7 +279,7 @@ def test_nothing_goes_while_the_copy_is_not_whole_or_the_source_has_no_whole_set
     plain(a, {"model.safetensors": content(CHUNK * 2)})
     made = replace(found(str(a), {}), model=str(b))
     (a / "model.safetensors").write_bytes(b"changed meanwhile")
-    assert "it has changed since the copy began" in pulled(made, {})["error"]
+    assert "model.safetensors" in facts(pulled(made, {})["error"])
     assert OLD.keys() <= set(os.listdir(b))
 
 
@@ -305,7 +307,7 @@ def test_a_file_that_changes_while_it_is_copied_ends_it(tmp_path: Path) -> None:
     os.utime(tmp_path / "a" / "sub/folder/tokenizer.json", ns=(1, 1))
     told = pulled(ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files), {})
 
-    assert told["error"] == "The node that has it says: sub/folder/tokenizer.json cannot be read: it has changed since the copy began."
+    assert facts(told["error"]) == "sub/folder/tokenizer.json"
 
 
 def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +324,8 @@ def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(
     assert pulled(there, {})["ended"]
     wrong[0] = 1 << 30
     (tmp_path / "b" / "config.json").unlink()
-    assert "comes damaged over the network, 4 times in a row: check the cable" in pulled(there, {})["error"]
+    told = pulled(there, {})["error"]
+    assert facts(told) == "config.json 4" and "damaged" in told
 
 
 def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
@@ -330,7 +333,7 @@ def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     told = pulled(there, {}, key=secrets.token_hex(32))
 
-    assert "cannot be reached" in told["error"] and "has another key" in told["error"]
+    assert "127.0.0.1:" in told["error"] and "another key" in told["error"]
     port = TransferSource(made, KEY).listen("127.0.0.1")
     for key in ({}, {"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": KEY}, {"authorization": f"bearer {KEY}"}):
         refused = httpx.get(f"http://127.0.0.1:{port}/config.json", headers={"range": "bytes=0-1"} | key, trust_env=False)
@@ -375,9 +378,9 @@ def test_nothing_else_is_served(method: str, path: str, wanted: str, tmp_path: P
     ("answer", "reason"),
     [
         (b"HTTP/1.1 206 X\r\nContent-Length: 4\r\n\r\nabcd", "no digest"),
-        (b"HTTP/1.1 206 X\r\nContent-Length: 4\r\nContent-Digest: sha-256=:" + b"A" * 43 + b"=:\r\n\r\nabcd", "closed the connection"),
+        (b"HTTP/1.1 206 X\r\nContent-Length: 4\r\nContent-Digest: sha-256=:" + b"A" * 43 + b"=:\r\n\r\nabcd", "closed"),
         (b"garbage\r\n\r\n", "garbage"),
-        (b"", "Remote end closed connection"),
+        (b"", "closed connection"),
     ],
 )
 def test_what_is_no_answer_is_asked_for_again(answer: bytes, reason: str, tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_what_is_no_answer_is_asked_for_again(answer: bytes, reason: str, tmp_pa
 
         threading.Thread(target=serve, daemon=True).start()
         error = pulled(there, {}, listening.getsockname()[1])["error"]
-    assert "cannot be reached" in error and reason in error
+    assert "127.0.0.1:" in error and reason in error
     assert len(asked) == sink.ATTEMPTS
 
 
@@ -492,9 +495,9 @@ def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None
     for job in (serving, fetching):
         jobs.end(job["job"])
     assert not Path(f"/proc/{pid}").exists()
-    with pytest.raises(RankError, match="run the same again"):
+    with pytest.raises(RankError):
         jobs.state(serving["job"])
-    with pytest.raises(RankError, match="cannot be listened on"):
+    with pytest.raises(RankError, match=r"192\.0\.2\.1"):
         jobs.start("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY})
     assert threading.active_count() < 50
     json.dumps(there)

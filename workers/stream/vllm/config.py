@@ -23,7 +23,6 @@ _COMPRESSION = {
     "fp8_block": "float-quantized",
 }
 _NO_GROUP = ("fp8", "fp8_block")
-_FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
 _WRITTEN = (
     *(Format(name) for name in _COMPRESSION if name != "int4"),
     *(Format("int4", size) for size in GROUP_SIZES),
@@ -223,8 +222,7 @@ def _scheme(chosen: Format) -> dict[str, Any]:
             "weights": {**weights, "strategy": "block", "block_structure": [128, 128]},
             "input_activations": {**inputs, "strategy": "group", "group_size": 128},
         }
-    group_size = chosen.group_size or _FIXED_GROUP.get(chosen.name)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": group_size}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": chosen.group}
     if chosen.name == "nvfp4":
         weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     if chosen.name == "mxfp4":

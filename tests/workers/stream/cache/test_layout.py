@@ -87,7 +87,7 @@ def test_the_reference_library_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_dtype_of_less_than_a_byte_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"^x: a F4 tensor cannot be stored\. Give it one of "):
+    with pytest.raises(CheckpointError, match=r"^x: a F4 tensor .*BF16"):
         lay_out({"x": ("F4", (8,))})
 
 

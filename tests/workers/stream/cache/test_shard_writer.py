@@ -174,7 +174,7 @@ def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pyt
     file.write(BLOCK, memoryview(bytes(range(256)) * 16))
     file.settle()
 
-    assert file.fallback_reason == "the file system has no O_DIRECT (Invalid argument)"
+    assert file.fallback_reason is not None and "O_DIRECT (Invalid argument)" in file.fallback_reason
     assert (tmp_path / "file").read_bytes() == bytes(BLOCK) + bytes(range(256)) * 16
 
 

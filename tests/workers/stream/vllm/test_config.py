@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import Entry, write_checkpoint
+from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
 with warnings.catch_warnings():
@@ -25,19 +25,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What recipe.Format offers here."""
-
-    name: str
-    group_size: int | None = None
-
-    @property
-    def spelling(self) -> str:
-        return f"{self.name}-g{self.group_size}" if self.group_size else self.name.replace("_", "-")
-
-
-FORMATS = [Chosen("nvfp4"), Chosen("mxfp4"), Chosen("int4", 32), Chosen("int4", 128), Chosen("fp8"), Chosen("fp8_block")]
+NVFP4 = Format("nvfp4")
+FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
 ATTENTION = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"]
 EXPERTS = [
     f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj" for layer in range(3) for expert in range(4) for name in ("gate", "up", "down")
@@ -60,7 +49,7 @@ def read_by_vllm(config: dict[str, Any], modules: list[str]) -> dict[str, dict[s
 
 
 @pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.spelling)
-def test_one_format_is_one_group_with_what_is_left_out(chosen: Chosen) -> None:
+def test_one_format_is_one_group_with_what_is_left_out(chosen: Format) -> None:
     config = quantization_config(dict.fromkeys(EXPERTS, chosen), MOE)
 
     assert list(config["config_groups"]) == ["group_0"]
@@ -72,14 +61,14 @@ def test_one_format_is_one_group_with_what_is_left_out(chosen: Chosen) -> None:
 
 
 def test_what_vllm_recognises_each_format_as() -> None:
-    def args(chosen: Chosen) -> dict[str, Any]:
+    def args(chosen: Format) -> dict[str, Any]:
         scheme = read_by_vllm(quantization_config({"model.layers.0.mlp.up_proj": chosen}, []), ["model.layers.0.mlp.up_proj"])
         found = scheme["model.layers.0.mlp.up_proj"]
         assert found is not None
         return found
 
     of = CompressedTensorsConfig
-    nvfp4, mxfp4, int4 = args(FORMATS[0]), args(FORMATS[1]), args(FORMATS[3])
+    nvfp4, mxfp4, int4 = args(NVFP4), args(Format("mxfp4")), args(Format("int4", 128))
     assert of._is_nvfp4_format(nvfp4["weights"])
     assert nvfp4["format"] == "nvfp4-pack-quantized"
     assert of._is_mxfp4(mxfp4["weights"])
@@ -87,16 +76,20 @@ def test_what_vllm_recognises_each_format_as() -> None:
     assert of._is_wNa16_group_channel(int4["weights"], int4["input_activations"])
     assert (int4["weights"].num_bits, int4["weights"].group_size, int4["format"]) == (4, 128, "pack-quantized")
     assert [found["input_activations"] for found in (nvfp4, mxfp4, int4)] == [None, None, None]
-    for chosen, strategy in ((FORMATS[4], "token"), (FORMATS[5], "group")):
+    for chosen, strategy in ((Format("fp8"), "token"), (Format("fp8_block"), "group")):
         fp8 = args(chosen)
         assert of._is_fp8_w8a8(fp8["weights"], fp8["input_activations"])
         assert fp8["input_activations"].strategy == strategy
-    assert args(FORMATS[5])["weights"].block_structure == [128, 128]
+    assert args(Format("fp8_block"))["weights"].block_structure == [128, 128]
 
 
 def test_several_formats_are_several_groups() -> None:
     dense = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(3) for name in ("gate", "up", "down")]
-    chosen = {**dict.fromkeys(ATTENTION, FORMATS[4]), **dict.fromkeys(dense[:3], FORMATS[2]), **dict.fromkeys(dense[3:], FORMATS[0])}
+    chosen = {
+        **dict.fromkeys(ATTENTION, Format("fp8")),
+        **dict.fromkeys(dense[:3], Format("int4", 32)),
+        **dict.fromkeys(dense[3:], NVFP4),
+    }
 
     config = quantization_config(chosen, [*dense, *ATTENTION, "lm_head"])
 
@@ -114,7 +107,7 @@ def test_several_formats_are_several_groups() -> None:
 def test_values_that_are_the_keys_have_their_format(kept: bool) -> None:
     """vLLM asks for all three parts of the matrix that it builds, whichever of them a checkpoint has (Gemma 4)."""
     modules = [name for name in ATTENTION if name != "model.layers.1.self_attn.v_proj"]
-    assigned = {name: Chosen("nvfp4" if ".1." in name else "fp8") for name in modules if not (kept and ".1." in name)}
+    assigned = {name: Format("nvfp4" if ".1." in name else "fp8") for name in modules if not (kept and ".1." in name)}
     config = quantization_config(assigned, modules)
 
     for fused in ("model.layers.0.self_attn.qkv_proj", "model.layers.1.self_attn.qkv_proj"):
@@ -127,8 +120,8 @@ def test_packed_experts_match_the_names_that_vllm_asks_for() -> None:
     packed = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
     asked = [f"model.layers.1.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")]
 
-    left_out = read_by_vllm(quantization_config(dict.fromkeys(ATTENTION, FORMATS[0]), [*ATTENTION, *packed]), asked)
-    chosen = {**dict.fromkeys(packed, FORMATS[1]), **dict.fromkeys(ATTENTION, FORMATS[4])}
+    left_out = read_by_vllm(quantization_config(dict.fromkeys(ATTENTION, NVFP4), [*ATTENTION, *packed]), asked)
+    chosen = {**dict.fromkeys(packed, Format("mxfp4")), **dict.fromkeys(ATTENTION, Format("fp8"))}
     meant = read_by_vllm(quantization_config(chosen, []), asked)
 
     assert not any(left_out.values())
@@ -140,7 +133,7 @@ def test_a_vision_tower_keeps_its_precision_whatever_vllm_calls_it(tower: str) -
     vision = [f"model.vision_tower.encoder.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
     text = [f"model.language_model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
 
-    config = quantization_config(dict.fromkeys(text, FORMATS[0]), [*vision, *text, "lm_head"])
+    config = quantization_config(dict.fromkeys(text, NVFP4), [*vision, *text, "lm_head"])
 
     assert len(config["ignore"]) == 3
     in_vllm = [
@@ -154,7 +147,7 @@ def test_a_vision_tower_keeps_its_precision_whatever_vllm_calls_it(tower: str) -
 def test_a_layer_of_a_tower_that_is_quantized_is_not_left_out_under_another_name() -> None:
     attention, mlp = ([f"model.visual.blocks.{layer}.{name}" for layer in range(3)] for name in ("attn.qkv", "mlp.up_proj"))
 
-    schemes = read_by_vllm(quantization_config(dict.fromkeys(mlp, FORMATS[0]), [*attention, *mlp]), [attention[0], *mlp])
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(mlp, NVFP4), [*attention, *mlp]), [attention[0], *mlp])
 
     assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
 
@@ -170,19 +163,19 @@ def test_a_part_that_vllm_puts_elsewhere_is_matched_there() -> None:
 
 
 def test_a_plain_name_is_translated_by_vllm() -> None:
-    config = quantization_config({"model.layers.0.mlp.up_proj": FORMATS[0]}, ["model.layers.0.mlp.up_proj", "model.projector"])
+    config = quantization_config({"model.layers.0.mlp.up_proj": NVFP4}, ["model.layers.0.mlp.up_proj", "model.projector"])
 
     assert config["ignore"] == ["model.projector", r"re:(.*\.)?lm_head$"]
 
 
 def test_nothing_quantized_is_no_description() -> None:
     assert quantization_config({}, MOE) == {}
-    assert quantization_config({"lm_head": Chosen("bf16")}, MOE) == {}
+    assert quantization_config({"lm_head": Format("bf16")}, MOE) == {}
 
 
 def test_a_format_without_a_description_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="nf4 has no compressed-tensors description"):
-        quantization_config({"lm_head": Chosen("nf4")}, MOE)
+    with pytest.raises(CheckpointError, match="nf4 has no"):
+        quantization_config({"lm_head": Format("nf4")}, MOE)
 
 
 def test_which_modules_may_be_linear(tmp_path: Path) -> None:
@@ -206,7 +199,7 @@ def test_which_modules_may_be_linear(tmp_path: Path) -> None:
 
 
 def test_equal_assignments_in_another_order_give_equal_groups() -> None:
-    chosen = {**dict.fromkeys(ATTENTION, FORMATS[4]), **dict.fromkeys(EXPERTS, FORMATS[0])}
+    chosen = {**dict.fromkeys(ATTENTION, Format("fp8")), **dict.fromkeys(EXPERTS, NVFP4)}
 
     one, other = quantization_config(chosen, MOE), quantization_config(dict(reversed(chosen.items())), MOE)
 
@@ -234,13 +227,13 @@ def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers:
     assert {name for name in NAMES if any(matches(name, pattern) for pattern in found)} == wanted
 
 
-@pytest.mark.parametrize("chosen", [*FORMATS, Chosen("int4", 64)], ids=lambda chosen: chosen.spelling)
-def test_its_own_description_is_recognised(chosen: Chosen) -> None:
+@pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.spelling)
+def test_its_own_description_is_recognised(chosen: Format) -> None:
     assert in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))
 
 
 def test_a_mixed_description_is_recognised() -> None:
-    assert in_our_formats(quantization_config({**dict.fromkeys(EXPERTS, Chosen("mxfp4")), **dict.fromkeys(ATTENTION, Chosen("fp8"))}, MOE))
+    assert in_our_formats(quantization_config({**dict.fromkeys(EXPERTS, Format("mxfp4")), **dict.fromkeys(ATTENTION, Format("fp8"))}, MOE))
     assert not in_our_formats({})
     assert not in_our_formats({"quant_method": "fp8", "weight_block_size": [128, 128]})
 
@@ -248,24 +241,24 @@ def test_a_mixed_description_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("chosen", "where", "value", "ours"),
     [
-        (Chosen("int4", 128), ("weights", "observer"), "minmax", True),
-        (Chosen("int4", 128), ("weights", "actorder"), None, True),
-        (Chosen("int4", 128), ("weights", "actorder"), "group", False),
-        (Chosen("int4", 128), ("weights", "symmetric"), False, False),
-        (Chosen("int4", 128), ("weights", "group_size"), 256, False),
-        (Chosen("int4", 128), ("weights", "num_bits"), 8, False),
-        (Chosen("int4", 128), ("input_activations",), {"num_bits": 8, "type": "int", "dynamic": True}, False),
-        (Chosen("nvfp4"), ("weights", "scale_dtype"), None, True),
-        (Chosen("nvfp4"), ("input_activations",), {"num_bits": 4, "type": "float", "dynamic": "local"}, False),
-        (Chosen("fp8"), ("input_activations", "dynamic"), False, False),
-        (Chosen("fp8"), ("weights", "strategy"), "tensor", False),
-        (Chosen("fp8"), ("input_activations",), None, False),
-        (Chosen("mxfp4"), ("output_activations",), {"num_bits": 8}, False),
-        (Chosen("mxfp4"), ("format",), "pack-quantized", False),
-        (Chosen("mxfp4"), ("format",), None, True),
+        (Format("int4", 128), ("weights", "observer"), "minmax", True),
+        (Format("int4", 128), ("weights", "actorder"), None, True),
+        (Format("int4", 128), ("weights", "actorder"), "group", False),
+        (Format("int4", 128), ("weights", "symmetric"), False, False),
+        (Format("int4", 128), ("weights", "group_size"), 256, False),
+        (Format("int4", 128), ("weights", "num_bits"), 8, False),
+        (Format("int4", 128), ("input_activations",), {"num_bits": 8, "type": "int", "dynamic": True}, False),
+        (NVFP4, ("weights", "scale_dtype"), None, True),
+        (NVFP4, ("input_activations",), {"num_bits": 4, "type": "float", "dynamic": "local"}, False),
+        (Format("fp8"), ("input_activations", "dynamic"), False, False),
+        (Format("fp8"), ("weights", "strategy"), "tensor", False),
+        (Format("fp8"), ("input_activations",), None, False),
+        (Format("mxfp4"), ("output_activations",), {"num_bits": 8}, False),
+        (Format("mxfp4"), ("format",), "pack-quantized", False),
+        (Format("mxfp4"), ("format",), None, True),
     ],
 )
-def test_what_is_described_otherwise_is_not(chosen: Chosen, where: tuple[str, ...], value: Any, ours: bool) -> None:
+def test_what_is_described_otherwise_is_not(chosen: Format, where: tuple[str, ...], value: Any, ours: bool) -> None:
     described = json.loads(json.dumps(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE)))
     *path, last = where
     place = described["config_groups"]["group_0"]
@@ -277,14 +270,14 @@ def test_what_is_described_otherwise_is_not(chosen: Chosen, where: tuple[str, ..
 
 @pytest.mark.parametrize("key", ["kv_cache_scheme", "sparsity_config", "transform_config"])
 def test_what_is_described_besides_is_not(key: str) -> None:
-    described = quantization_config(dict.fromkeys(EXPERTS, Chosen("nvfp4")), MOE)
+    described = quantization_config(dict.fromkeys(EXPERTS, NVFP4), MOE)
     assert not in_our_formats({**described, key: {"num_bits": 8}})
 
 
 def test_attention_that_vllm_calls_otherwise_is_matched_all_the_same() -> None:
     dense = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
 
-    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, FORMATS[0]), [*dense, *ATTENTION]), ["layers.1.attn.o_proj", *dense])
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, NVFP4), [*dense, *ATTENTION]), ["layers.1.attn.o_proj", *dense])
 
     assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
 
@@ -294,7 +287,7 @@ def test_granites_experts_are_matched_where_vllm_has_them(kept: bool) -> None:
     moe, asked = "model.layers.{}.block_sparse_moe", "model.layers.1.block_sparse_moe.experts.0.gate_proj"
     experts = [f"{moe.format(layer)}.{name}_linear" for layer in range(2) for name in ("input", "output")]
     shared = [f"model.layers.{layer}.shared_mlp.{name}_linear" for layer in range(2) for name in ("input", "output")]
-    chosen = dict.fromkeys(shared, FORMATS[2]) | ({} if kept else dict.fromkeys(experts, FORMATS[0]))
+    chosen = dict.fromkeys(shared, Format("int4", 32)) | ({} if kept else dict.fromkeys(experts, NVFP4))
 
     schemes = read_by_vllm(quantization_config(chosen, [*experts, *shared]), [asked, *shared])
 
@@ -306,6 +299,6 @@ def test_granites_experts_are_matched_where_vllm_has_them(kept: bool) -> None:
 def test_a_mamba_layer_that_vllm_calls_otherwise_is_matched_all_the_same(called: str) -> None:
     dense, mamba = [[f"model.layers.{layer}.{name}" for layer in range(3)] for name in ("mlp.up_proj", "mamba.in_proj")]
 
-    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, FORMATS[0]), [*dense, *mamba]), [f"layers.1.{called}.in_proj", *dense])
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, NVFP4), [*dense, *mamba]), [f"layers.1.{called}.in_proj", *dense])
 
     assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]

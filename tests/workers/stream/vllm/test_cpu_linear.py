@@ -228,13 +228,13 @@ def column(k: int, form: Format, prefix: str) -> torch.nn.Module:
 
 
 def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"odd: its 168 columns .* 16"):
+    with pytest.raises(CheckpointError, match=r"odd: .*168 .* 16"):
         column(168, Format("nvfp4"), "odd")
-    with pytest.raises(CheckpointError, match=r"down: its 192 columns .* int4-g128.*another format or group size"):
+    with pytest.raises(CheckpointError, match=r"down: .*192 .* int4-g128"):
         column(192, Format("int4", 128), "down")
-    with pytest.raises(CheckpointError, match=r"gate_up: 64 rows of a fused matrix .*fp8-block"):
+    with pytest.raises(CheckpointError, match=r"gate_up: 64 .*fp8-block"):
         MergedColumnParallelLinear(256, [64, 64], bias=False, quant_config=OnCpu(Format("fp8_block")), prefix="gate_up")
-    with pytest.raises(CheckpointError, match=r"head: vLLM cannot load .*Choose fp8"):
+    with pytest.raises(CheckpointError, match=r"head: .* fp8"):
         ParallelLMHead(256, 256, quant_config=OnCpu(Format("fp8_block")), prefix="head")
 
 
@@ -284,5 +284,5 @@ def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
 
 def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cpu_linear._SYMBOLS, "ModelWeightParameter", "vllm.model_executor.elsewhere")
-    with pytest.raises(MissingSymbol, match=r"it has no vllm\.model_executor\.elsewhere\.ModelWeightParameter"):
+    with pytest.raises(MissingSymbol, match=r" vllm\.model_executor\.elsewhere\.ModelWeightParameter"):
         cpu_scheme(Format("nvfp4"))

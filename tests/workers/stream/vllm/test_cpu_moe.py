@@ -243,7 +243,7 @@ def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
     missing = {one.value for one in MoEActivation} - set(ACTIVATIONS)
     assert missing == {"situ", "relu2"}
     for name in missing:
-        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: experts with the activation {name} .*bf16"):
+        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} .*bf16"):
             made(Format("nvfp4"), activation=name)
 
 
@@ -344,7 +344,7 @@ def test_torch_compile_sees_one_operator() -> None:
 
 
 def test_a_share_that_groups_do_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 columns .* 128, as int4-g128 .*expert parallelism"):
+    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 .* 128, .*int4-g128 "):
         made(Format("int4", 128), width=384, tp_size=2)
     with pytest.raises(CheckpointError, match=r"192 columns .* 128, as fp8-block"):
         made(Format("fp8_block"), width=384, tp_size=2)

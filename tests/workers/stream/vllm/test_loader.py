@@ -93,12 +93,12 @@ def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"quantize": "nf4"}, "nf4.*not built yet"),
+        ({"quantize": "nf4"}, "nf4.*nvfp4"),
         ({"quantize": "int3"}, "int3"),
-        ({"quantization": "fp8"}, "--quantization fp8 and the loader's `quantize` contradict each other"),
-        ({"model": "/no/such/folder/at/all"}, "neither a folder nor a model"),
-        ({"model_loader_extra_config": {"quantise": "nvfp4"}}, "no setting 'quantise'"),
-        ({"model_loader_extra_config": {"ring_bytes": True}}, "ring_bytes.*number of bytes"),
+        ({"quantization": "fp8"}, "--quantization fp8 .*`quantize`"),
+        ({"model": "/no/such/folder/at/all"}, "/no/such/folder/at/all"),
+        ({"model_loader_extra_config": {"quantise": "nvfp4"}}, "'quantise'"),
+        ({"model_loader_extra_config": {"ring_bytes": True}}, "ring_bytes"),
         ({"model_loader_extra_config": {"block_bytes": 5000}}, "multiple of 4096"),
     ],
 )
@@ -125,7 +125,7 @@ def test_what_was_read_and_cannot_be_loaded_fails_every_time(folder, tmp_path):
     path = tmp_path / "progress"
     scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="an FP8 weight has no scale beside it"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .*scale"):
         loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
     assert json.loads(path.read_text())["error"]["lasting"] is True
 

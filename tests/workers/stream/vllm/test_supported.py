@@ -9,6 +9,7 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, MissingSymbol
 from tests.support import architectures, checkpoints
+from tests.support.facts import facts
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.vllm import ranks, supported
 
@@ -29,7 +30,7 @@ def test_blocks_that_a_gpus_kernels_cannot_cut_are_refused_by_name(tmp_path, mon
     if not refused:
         supported.refuse_unserved(checkpoint, formats, 1)
         return
-    with pytest.raises(CheckpointError, match=r"K=576 is not divisible by 128, and vLLM's fp8-block kernels") as raised:
+    with pytest.raises(CheckpointError, match=r"K=576 .* 128.*fp8-block") as raised:
         supported.refuse_unserved(checkpoint, formats, 1)
     assert raised.value.tensor is not None
 
@@ -47,7 +48,7 @@ def test_experts_without_a_gate_are_refused_where_the_kernel_wants_one(tmp_path,
     if not refused:
         supported.refuse_unserved(checkpoint, formats, 1)
         return
-    with pytest.raises(CheckpointError, match="this vLLM's mxfp4 experts need a gate projection on a GPU") as raised:
+    with pytest.raises(CheckpointError, match=r"mxfp4 experts .*gate") as raised:
         supported.refuse_unserved(checkpoint, formats, 1)
     assert raised.value.tensor is not None and raised.value.tensor.endswith(".up_proj.weight")
 
@@ -81,8 +82,8 @@ def test_a_symbol_that_a_release_lacks_is_named_with_release_and_cure(monkeypatc
     with pytest.raises(MissingSymbol) as caught:
         asked()
     said = caught.value.message
-    assert said.startswith(f"The sparkd plugin does not work with this vLLM ({vllm.__version__}): it has no {module}.{attribute or ''}")
-    assert said.endswith(". It was tried with 0.26.0 and 0.32.0; serve without `quantize`, or install one of those.")
+    assert facts(said).startswith(f"{vllm.__version__} {module}.{attribute or ''}")
+    assert facts(said).endswith(" 0.26.0 0.32.0 quantize")
 
 
 def test_a_missing_symbol_ends_the_start_with_that_sentence_alone(tmp_path, monkeypatch):
@@ -91,7 +92,7 @@ def test_a_missing_symbol_ends_the_start_with_that_sentence_alone(tmp_path, monk
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.gpt_oss", None)
     settings = {"quantize": "int4", "progress": str(tmp_path / "progress")}
     arguments = SimpleNamespace(model=str(folder), hf_overrides={}, quantization=None, model_loader_extra_config=settings)
-    with pytest.raises(ValueError, match=r"it has no vllm\.model_executor\.models\.gpt_oss") as caught:
+    with pytest.raises(ValueError, match=r" vllm\.model_executor\.models\.gpt_oss") as caught:
         loader.describe(arguments, {})
     assert caught.value.__cause__ is None
-    assert "it has no vllm.model_executor.models.gpt_oss" in (tmp_path / "progress").read_text()
+    assert "vllm.model_executor.models.gpt_oss" in (tmp_path / "progress").read_text()

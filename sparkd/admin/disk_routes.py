@@ -1,0 +1,150 @@
+"""The admin API's routes of what lies on the nodes' disks: list it, verify it, remove it. Never removes what a model uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel, Field
+
+from sparkd.admin.answers import Accepted, answers
+from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
+from sparkd.cluster.cluster import Cluster
+from sparkd.control.journal import Ledger
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.control.supervisor import Supervisor
+from sparkd.errors import Conflict, SparkdError, StateError
+from sparkd.models.source import source_of
+from sparkd.state.nouns import RESIDENT, ModelState, Operation, OperationState, Progress
+from workers.host.hub_cache import cache_places
+
+GIB = 1 << 30
+REMOVE_TIMEOUT_S = 120.0
+# Of one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
+VERIFY_TIMEOUT_S = 1800.0
+
+
+class Verifying(BaseModel, extra="forbid"):
+    """Which entry; none is every one."""
+
+    kind: str | None = Field(None, max_length=16)
+    id: str | None = Field(None, max_length=256)
+
+
+class Disk:
+    """What the nodes keep, and which models use it."""
+
+    def __init__(self, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster) -> None:
+        self._boundary = supervisor.boundary
+        self._registry = registry
+        self._journal = journal
+        self._cluster = cluster
+
+    async def listing(self) -> dict[str, Any]:
+        entries, folders = [], []
+        for node, stored in (await self._cluster.everywhere("stored", *self._where())).items():
+            for entry in (stored or {}).get("entries", ()):
+                used_by = [record.name for record in self._users(entry)]
+                shown = {name: value for name, value in entry.items() if name != "source"}
+                entries.append(
+                    shown | {"node": node, "used_by": used_by, "valid": None if entry["kind"] == "profile" else entry["fault"] is None}
+                )
+            for folder in (stored or {}).get("folders", ()):
+                folders.append(folder | {"node": node, "limit_bytes": self._limit_bytes(folder["kind"])})
+        return {"entries": entries, "folders": folders}
+
+    async def remove(self, kind: str, name: str, node: str | None) -> dict[str, Any]:
+        """Raises Conflict where a model that runs uses it, RankError where there is none."""
+        node = node or self._cluster.node_ip
+        for entry in (await self.listing())["entries"]:
+            if (entry["kind"], entry["id"], entry["node"]) == (kind, name, node):
+                for model in entry["used_by"]:
+                    state = self._registry.find(model).state
+                    if state in RESIDENT or state is ModelState.PLANNED:
+                        raise Conflict(f"{entry['name']} is used by {model}, which is {state.value}: unload it first.")
+        freed = await self._cluster.ask(node, "remove_stored", kind, name, *self._where(), timeout_s=REMOVE_TIMEOUT_S)
+        self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
+        return {"kind": kind, "id": name, "node": node, "freed_bytes": freed}
+
+    def verify(self, kind: str | None, name: str | None) -> Operation:
+        """Begin; the operation's message tells of the faults."""
+        operation = self._journal.operations.open("verify", name or "", "admin")
+        self._boundary.spawn(asyncio.get_running_loop(), "verify", self._verify(operation.id, kind, name))
+        return operation
+
+    async def _verify(self, operation_id: str, kind: str | None, name: str | None) -> None:
+        state, message = OperationState.FAILED, "sparkd made an error; its log has more."
+        try:
+            state, message = await self._verified(operation_id, kind, name)
+        except SparkdError as error:
+            message = error.message
+        finally:
+            self._journal.operations.close(operation_id, state, message)
+
+    async def _verified(self, operation_id: str, kind: str | None, name: str | None) -> tuple[OperationState, str]:
+        entries = (await self.listing())["entries"]
+        chosen = [entry for entry in entries if kind in (None, entry["kind"]) and name in (None, entry["id"])]
+        if not chosen:
+            raise StateError(f"There is no {kind}/{name} on any node; GET /admin/v1/disk lists what there is.")
+        faults = []
+        for number, entry in enumerate(chosen):
+            progress = Progress(phase="verifying", fraction=number / len(chosen))
+            self._journal.operations.tell(operation_id, f"{entry['name']} on {entry['node']}", progress)
+            order = (entry["kind"], entry["id"], *self._where())
+            fault = await self._cluster.ask(entry["node"], "verify_stored", *order, timeout_s=VERIFY_TIMEOUT_S)
+            faults += [f"{entry['name']} on {entry['node']}: {fault}"] if fault else []
+        if faults:
+            return OperationState.FAILED, "; ".join(faults)
+        return OperationState.SUCCEEDED, f"All {len(chosen)} can be used."
+
+    def _where(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The daemon's folders, and the variables of its engines that move the hub's cache."""
+        config = self._registry.config
+        environ = {name: value.get_secret_value() for name, value in config.engine.env.items()}
+        return {"quantized": str(config.quantized_path), "profile": str(config.profiles_path)}, cache_places(environ)
+
+    def _users(self, entry: Mapping[str, Any]) -> list[Record]:
+        source = entry["source"]
+        if source is None:
+            return []
+        configured = [record for record in self._registry.records.values() if record.spec is not None]
+        return [
+            record
+            for record in configured
+            if record.spec is not None and _is_of(source, entry["kind"], record.spec.model, record.spec.quantize)
+        ]
+
+    def _limit_bytes(self, kind: str) -> int | None:
+        limit_gib = self._registry.config.quantized_cache.limit_gib
+        return int(limit_gib * GIB) if kind == "quantized" and limit_gib is not None else None
+
+
+def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:
+    if kind == "hub":
+        return source == model
+    wanted = source_of(model)
+    same = wanted == source if wanted.startswith("/") else f"/models--{wanted.replace('/', '--')}/" in source
+    return same and quantize is not None
+
+
+def register_disk(api: APIRouter, disk: Disk, href: str) -> None:
+    """href: of the operations."""
+
+    @api.get("/disk", **answers(DiskAnswer), summary="What the nodes keep of models: the hub's cache, quantized weights, profiles")
+    async def stored() -> dict[str, Any]:
+        return await disk.listing()
+
+    @api.post("/disk/verify", **answers(Accepted, 202), summary="Verify what the nodes keep; the hub's files are read whole")
+    async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> dict[str, Any]:
+        operation = disk.verify(which.kind, which.id)
+        return {"operation": operation.id, "href": f"{href}/{operation.id}", **asdict(operation)}
+
+    @api.delete(
+        "/disk/{kind}/{id}", **answers(RemovedEntry), summary="Remove one entry of a node, the daemon's own unless `node` names another"
+    )
+    async def remove_stored(kind: str, id: str, node: Annotated[str | None, Query(max_length=64)] = None) -> dict[str, Any]:
+        return await disk.remove(kind, id, node)

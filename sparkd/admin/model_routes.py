@@ -1,0 +1,123 @@
+"""The admin API's routes about one model that the page shows: its last start, its settings, its layers. Never changes anything."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter
+
+from sparkd.admin.answers import answers
+from sparkd.admin.page_answers import LayersAnswer, SettingsAnswer, StartAnswer
+from sparkd.admin.starts import Starts
+from sparkd.capacity.layers import layers_of
+from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import Config
+from sparkd.control.record import Record
+from sparkd.control.registry import Roster
+from sparkd.entry.trusted_commits import at_trusted_commit
+from sparkd.errors import ClusterError, ConfigError
+from sparkd.execution.boundary import Boundary
+from sparkd.execution.shared_answer import Recent
+from sparkd.models.remote_headers import checkpoint_of
+from sparkd.schema.model import ModelConfig
+from sparkd.schema.quantize import AUTO
+from sparkd.state.nouns import RankHandle
+from workers.quantization.recipe import QuantizationRecipe
+from workers.rank.log import NON_DEFAULT, STARTED
+
+LAYERS_KEPT_S = 30.0
+LINES_TIMEOUT_S = 10.0
+MASK = "***"
+
+_COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
+_ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
+
+
+def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+    """Before the route of a model itself, whose name may have slashes."""
+
+    @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
+    async def start(name: str) -> dict[str, Any]:
+        return (starts or Starts()).of(registry.find(name).name)
+
+    @api.get(
+        "/models/{name:path}/settings",
+        **answers(SettingsAnswer),
+        summary="A model's keys as configured and as resolved, and what its engine says of itself, rank by rank",
+    )
+    async def settings(name: str) -> dict[str, Any]:
+        record = registry.find(name, configured=True)
+        ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in record.attempt.handles))
+        return {**_keys(record), "ranks": ranks}
+
+    async def read_layers(name: str) -> dict[str, Any]:
+        return await asyncio.to_thread(_layers, registry.find(name, configured=True), registry.config)
+
+    layers_now = Recent(read_layers, LAYERS_KEPT_S, boundary)
+
+    @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
+    async def layers(name: str) -> dict[str, Any]:
+        return await layers_now.get(registry.find(name, configured=True).name)
+
+
+def _layers(record: Record, config: Config) -> dict[str, Any]:
+    """Raises CheckpointError. Headers that this node lacks come from the hub."""
+    if record.spec is None:
+        raise ConfigError(f"{record.name} is configured no more.")
+    spec = at_trusted_commit(record.spec, config)
+    env = {**os.environ, **spec.environment(config.engine)}
+    # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
+    recipe = "bf16" if spec.quantize in (None, AUTO) else spec.quantize
+    return layers_of(checkpoint_of(spec.model, spec.revision, env, None), QuantizationRecipe.parse(recipe, env)).to_json()
+
+
+def _keys(record: Record) -> dict[str, Any]:
+    spec = record.spec
+    if spec is None:
+        raise ConfigError(f"{record.name} is configured no more.")
+    return {"configured": _shown(spec, own=True), "resolved": _shown(spec, own=False)}
+
+
+def _shown(spec: ModelConfig, *, own: bool) -> dict[str, Any]:
+    """own: only the keys that were given. A variable may hold a secret."""
+    keys: dict[str, Any] = spec.model_dump(mode="json", exclude_unset=own, exclude={"name"})
+    if keys.get("env"):
+        keys["env"] = dict.fromkeys(keys["env"], MASK)
+    return keys
+
+
+async def _rank_settings(cluster: Cluster, handle: RankHandle) -> dict[str, Any]:
+    try:
+        lines = await cluster.ask(handle.node_id, "setting_lines", handle.log_path, timeout_s=LINES_TIMEOUT_S)
+    except ClusterError:
+        lines = []
+    return {"rank": handle.rank, "node": handle.node_id, **engine_settings(lines)}
+
+
+def engine_settings(lines: Iterable[str]) -> dict[str, Any]:
+    """{"command", "engine"} of the lines in which a rank says how it was started; None for what they do not say."""
+    started = arguments = None
+    for line in lines:
+        started, arguments = started or _COMMAND.search(line), arguments or _ARGUMENTS.search(line)
+    command, engine = None, None
+    if started is not None:
+        try:
+            command = shlex.split(started[1])
+        except ValueError:
+            command = None
+    if arguments is not None:
+        try:
+            engine = {str(name): value if _is_plain(value) else str(value) for name, value in ast.literal_eval(arguments[1]).items()}
+        except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
+            engine = None
+    return {"command": command, "engine": engine}
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,115 @@
+"""`sparkd requests`: who asked which model for how much, now and lately; `requests cancel` ends one. Never shows a prompt or an answer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from sparkd.cli.models import POLL_S, Follow, Session, given_options, verb
+from sparkd.cli.options import argument, option
+from sparkd.errors import ConfigError
+from sparkd.render import models as show
+from sparkd.render import requests as show_requests
+from sparkd.units import whole
+
+KEPT = 10_000
+PAGE = 1000
+
+requests = typer.Typer(
+    name="requests",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def register(app: typer.Typer) -> None:
+    requests.callback()(_alone(verb(listed)))
+    requests.command("cancel")(verb(cancel))
+    app.add_typer(requests)
+
+
+def listed(
+    session: Session,
+    follow: Follow = False,
+    lines: Annotated[
+        int, option("-n", "--lines", metavar="N", parser=whole("--lines", 1, KEPT), help="Show the last N finished ones; default 20.")
+    ] = 20,
+    model: Annotated[str | None, option("--model", metavar="MODEL", help="Only requests for this model, by its name.")] = None,
+    failed: Annotated[bool, option("--failed", help="Only requests that ended with an error.")] = False,
+    csv: Annotated[bool, option("--csv", help="Print the finished ones as CSV.")] = False,
+) -> None:
+    """Show the requests for models, or cancel one.
+
+    Shows the time, the model, the name of the key, the status and the tokens, as the engine counted them. The daemon keeps the last 10,000
+    finished requests (`request_log`), never a prompt or an answer.
+    """
+    if csv and (follow or session.json):
+        raise ConfigError("--csv cannot be combined with --follow or --json.")
+    chosen: dict[str, Any] = {"limit": lines} | ({"model": model} if model else {}) | ({"state": "failed"} if failed else {})
+    if csv:
+        sys.stdout.write(session.client.csv("/requests", **chosen))
+        return
+    answer = session.client.get("/requests", **chosen)
+    if not follow:
+        if session.json:
+            show.say_json(answer)
+        else:
+            show_requests.listed(answer, session.out)
+        return
+    shown = 0
+    for row in reversed(answer["finished"]):
+        _write(session, row)
+        shown = row["number"]
+    while True:
+        time.sleep(POLL_S)
+        for row in _since(session, shown, chosen | {"limit": PAGE}):
+            _write(session, row)
+            shown = row["number"]
+
+
+def cancel(session: Session, request: Annotated[str, argument(metavar="ID", help="Id of the request, from `sparkd requests`.")]) -> None:
+    """Cancel a request in flight; its client gets an error."""
+    row = session.client.delete(f"/requests/{quote(request, safe='')}")
+    if session.json:
+        show.say_json(row)
+    else:
+        session.out.print(f"The request {row['request_id']} for {row['model']} is cancelled.", markup=False)
+
+
+def _alone(command: Callable[..., None]) -> Callable[..., None]:
+    """The command of a group, which is not run where one of the group's verbs is. That verb has the options in front of it."""
+
+    @wraps(command)
+    def group(ctx: typer.Context, **arguments: Any) -> None:
+        if ctx.invoked_subcommand is None:
+            command(ctx, **arguments)
+        else:
+            ctx.find_root().obj = given_options(ctx, arguments["url"], arguments["key_file"], json=arguments["json"])
+
+    return group
+
+
+def _since(session: Session, number: int, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The finished requests behind `number`, oldest first."""
+    pages: list[list[dict[str, Any]]] = []
+    before: int | None = None
+    while True:
+        page = session.client.get("/requests", **chosen, **({} if before is None else {"before": before}))
+        pages.append([row for row in page["finished"] if row["number"] > number])
+        before = page["next"]
+        if before is None or len(pages[-1]) < len(page["finished"]):
+            return (row for page in reversed(pages) for row in reversed(page))
+
+
+def _write(session: Session, row: dict[str, Any]) -> None:
+    if session.json:
+        show.say_json_line(row)
+    else:
+        show_requests.line(row, session.out)

@@ -1,0 +1,140 @@
+"""The record of the requests for models: those in flight, and the finished ones on their way to disk. Never holds a body or a key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from time import perf_counter, time
+
+from sparkd.errors import StateError, UnknownRequest
+from sparkd.execution.threads import Threads
+from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.usage import Tokens
+from sparkd.state.request_store import REQUESTS_KEPT, RequestRow, RequestStore
+
+_log = logging.getLogger("sparkd.requests")
+
+WRITE_EVERY_S = 0.5
+_NO_TOKENS = Tokens(None, None, None)
+
+
+class RequestLog:
+    """`begin` and `end` are for the edge. keeps: whether finished requests are recorded; it may be replaced at any time.
+
+    Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
+    """
+
+    def __init__(self, store: RequestStore | None = None, *, keeps: bool = True) -> None:
+        self.keeps = keeps and store is not None
+        self._store = store
+        self._number = store.last_number() if store is not None else 0
+        self._open: set[Exchange] = set()
+        self._finished: deque[RequestRow] = deque(maxlen=REQUESTS_KEPT)
+        self._more = asyncio.Event()
+        self._threads = Threads("requests", 1)
+        self._fault = ""
+
+    def begin(self, exchange: Exchange) -> None:
+        self._open.add(exchange)
+
+    def end(self, exchange: Exchange) -> None:
+        """Record a request that `begin` had. Its status and code are final."""
+        if exchange not in self._open:
+            return
+        self._open.remove(exchange)
+        if not self.keeps:
+            return
+        self._number += 1
+        self._finished.append(_row(exchange, self._number, "done"))
+        self._more.set()
+
+    def in_flight(self, model: str | None = None) -> list[RequestRow]:
+        """Oldest first."""
+        rows = [_row(exchange, None, _phase(exchange)) for exchange in self._open if model is None or exchange.model == model]
+        return sorted(rows, key=lambda row: row.started_s)
+
+    async def finished(
+        self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool = False
+    ) -> list[RequestRow]:
+        """Newest first, as RequestStore.read has it, with those that are not on disk yet. Raises StateError."""
+        if self._store is None:
+            return []
+        unwritten = list(self._finished)
+        rows = {row.number: row for row in await self._threads.run(self._store.read, before, limit, model, failed)}
+        for row in unwritten:
+            if (before is None or (row.number or 0) < before) and model in (None, row.model) and (row.failed or not failed):
+                rows[row.number] = row
+        return sorted(rows.values(), key=lambda row: -(row.number or 0))[:limit]
+
+    def cancel(self, request_id: str) -> RequestRow:
+        """End a request in flight, with an error for its client. Raises UnknownRequest.
+
+        Clients choose ids: if two requests have the same one, both end.
+        """
+        exchanges = [exchange for exchange in self._open if exchange.request_id == request_id]
+        for exchange in exchanges:
+            exchange.cancel()
+        if not exchanges:
+            raise UnknownRequest(request_id)
+        return _row(exchanges[0], None, _phase(exchanges[0]))
+
+    async def run(self) -> None:
+        """Write finished requests until cancelled."""
+        while True:
+            await self._more.wait()
+            await asyncio.sleep(WRITE_EVERY_S)
+            self._more.clear()
+            await self._write()
+
+    async def close(self) -> None:
+        """Write the last ones, and close the file."""
+        await self._write()
+        if self._store is not None:
+            await self._threads.run(self._store.close)
+
+    async def _write(self) -> None:
+        rows = list(self._finished)
+        if not rows or self._store is None:
+            return
+        try:
+            await self._threads.run(self._store.write, rows)
+        except StateError as error:
+            self._more.set()
+            if error.message != self._fault:
+                self._fault = error.message
+                _log.warning("finished requests wait in memory: %s", error.message)
+            return
+        self._fault = ""
+        while self._finished and (self._finished[0].number or 0) <= (rows[-1].number or 0):
+            self._finished.popleft()
+
+
+def _phase(exchange: Exchange) -> str:
+    if exchange.queued_s is None:
+        return "queued"
+    return "prefill" if exchange.first_s is None else "streaming"
+
+
+def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
+    seconds = perf_counter() - exchange.started_s
+    prompt, cached, completion = exchange.tokens or _NO_TOKENS
+    return RequestRow(
+        number,
+        exchange.request_id,
+        exchange.model,
+        exchange.route,
+        exchange.key,
+        time() - seconds,
+        exchange.status or None,
+        exchange.code,
+        seconds,
+        exchange.queued_s,
+        None if exchange.first_s is None else exchange.first_s - exchange.started_s,
+        prompt,
+        cached,
+        completion,
+        exchange.bytes_out + (0 if exchange.pipe is None else exchange.pipe.passed_bytes),
+        exchange.streamed,
+        phase,
+    )

@@ -1,0 +1,38 @@
+"""Finds the numbers of tokens that an engine wrote at the end of its answer. Never reads any other part of the answer."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# With the names of its parts, an object `usage` of vLLM has some 300 bytes.
+_USAGE_BYTES = 1024
+_COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
+
+
+class Tokens(NamedTuple):
+    """What an engine counted for one request; None for what its answer does not have."""
+
+    prompt: int | None
+    cached: int | None
+    completion: int | None
+
+
+def tokens_of(tail: bytes) -> Tokens | None:
+    """The tokens in the last `usage` of an answer's last bytes: of OpenAI's APIs, or of Anthropic's.
+
+    Quotes in a text are escaped in JSON, so a text never holds what is searched for.
+    """
+    at = tail.rfind(b'"usage":')
+    if at < 0:
+        return None
+    counts: dict[bytes, int] = {}
+    for match in _COUNT.finditer(tail, at, at + _USAGE_BYTES):
+        counts.setdefault(match[1], int(match[2]))
+    if not counts:
+        return None
+    return Tokens(
+        counts.get(b"prompt", counts.get(b"input")),
+        counts.get(b"cached", counts.get(b"cache_read_input")),
+        counts.get(b"completion", counts.get(b"output")),
+    )

@@ -1,0 +1,79 @@
+"""How the requests for models look on a terminal: tables, and a line for each one that ends. It asks no daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from sparkd.render.models import size
+from sparkd.render.page import duration, printable
+from sparkd.render.ragged_table import Ragged
+
+_LEFT = frozenset({"ID", "MODEL", "KEY", "ROUTE", "PHASE", "ENDED", "STATUS"})
+
+
+def listed(answer: Mapping[str, Any], console: Console) -> None:
+    """`sparkd requests`: those in flight, oldest first, and below them the finished ones, the newest last."""
+    if answer["in_flight"]:
+        table = _table("ID", "MODEL", "KEY", "ROUTE", "PHASE", "AGE", "QUEUED", "TTFT", "SENT")
+        for row in answer["in_flight"]:
+            seconds = (_seconds(row["seconds"]), _seconds(row["queued_s"]), _seconds(row["ttft_s"]))
+            table.add_row(*map(Text, (row["request_id"], *_names(row), row["phase"], *seconds, size(row["bytes_out"]))))
+        console.print(table)
+    else:
+        console.print("No request is in flight.")
+    if answer["finished"]:
+        console.print()
+        table = _table("ENDED", "MODEL", "KEY", "ROUTE", "STATUS", "TOOK", "QUEUED", "TTFT", "IN", "CACHED", "OUT", "TOKENS/S")
+        for row in reversed(answer["finished"]):
+            table.add_row(*_cells(row))
+        console.print(table)
+
+
+def line(row: Mapping[str, Any], console: Console) -> None:
+    """One finished request, for `--follow`."""
+    ended, model, key, route, status, took, _, ttft, tokens_in, _, tokens_out, rate = _cells(row)
+    facts = f"  {took} s, first byte {ttft} s, {tokens_in} in, {tokens_out} out, {rate} tokens/s"
+    console.print(Text.assemble(ended, "  ", model, "  ", key, "  ", route, "  ", status, facts), soft_wrap=True)
+
+
+def _table(*columns: str) -> Ragged:
+    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column != "ID", overflow="fold", justify="left" if column in _LEFT else "right")
+    return table
+
+
+def _names(row: Mapping[str, Any]) -> Sequence[str]:
+    return row["model"] or "-", row["key"] or "-", row["route"]
+
+
+def _cells(row: Mapping[str, Any]) -> list[Text]:
+    ended_s = row["started_s"] + row["seconds"]
+    failed = row["code"] or row["status"] is None or row["status"] >= 400
+    counts = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    rate = row["tokens_per_s"]
+    times = (_seconds(row["seconds"]), _seconds(row["queued_s"]), _seconds(row["ttft_s"]))
+    return [
+        Text(time.strftime("%m-%d %H:%M:%S", time.localtime(ended_s)), style="dim"),
+        *map(Text, _names(row)),
+        Text(_status(row), style="red" if failed else "green"),
+        *map(Text, times),
+        *(Text("-" if count is None else f"{count:,}") for count in counts),
+        Text("-" if rate is None else f"{rate:,.1f}"),
+    ]
+
+
+def _status(row: Mapping[str, Any]) -> str:
+    status = "left" if row["status"] == 499 else str(row["status"])
+    return printable(f"{status} {row['code']}" if row["code"] else status)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f}" if seconds < 100 else duration(seconds)

@@ -1,0 +1,164 @@
+"""The daemon's parts that the page's stream is made of, over nodes and models that are made up. Never starts Ray or an engine.
+
+Started by tests.bench.live with --folder, --nodes, --models and --loaded. It prints `port N`. Each line of its standard input is an order,
+and a line of its own says that it was followed: `live` starts the stream and the series, `day N` writes N seconds of them without a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sparkd.admin.app import Parts, admin_app
+from sparkd.admin.live import Live
+from sparkd.config.config import load_config
+from sparkd.engine.rates import Rates
+from sparkd.execution.boundary import Boundary
+from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
+from sparkd.state.nouns import EngineMemory, Reading
+from sparkd.state.snapshot import Snapshot
+from sparkd.state.store import Store
+from tests.support.fakes import FakeCluster, supervised
+
+GIB = 1 << 30
+
+
+class MadeUp:
+    """A supervisor over made-up nodes; its snapshots have the engines of the loaded models besides."""
+
+    def __init__(self, supervisor: Any, loaded: int, nodes: list[str]) -> None:
+        self._supervisor = supervisor
+        self._engines = tuple(EngineMemory(f"model-{number}", nodes[number % len(nodes)], GIB, 40 * GIB) for number in range(loaded))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._supervisor, name)
+
+    def snapshot(self) -> Snapshot:
+        return replace(self._supervisor.snapshot(), engines=self._engines)
+
+
+class MadeUpScraper:
+    watched = False
+
+    def __init__(self, loaded: int, chance: random.Random) -> None:
+        self._loaded = loaded
+        self._chance = chance
+
+    def rates(self) -> Mapping[str, Rates]:
+        def figure() -> float:
+            return self._chance.random() * 100
+
+        values = [figure() for _ in range(12)]
+        return {f"model-{number}": Rates(*values, acceptance=(0.9, 0.5)) for number in range(self._loaded)}
+
+
+class Nodes(FakeCluster):
+    """Each look finds other figures on every node."""
+
+    def __init__(self, count: int, chance: random.Random) -> None:
+        super().__init__()
+        self.agents = tuple(f"10.0.{number // 250}.{number % 250 + 1}" for number in range(count))
+        self._chance = chance
+
+    async def observe(self) -> Any:
+        now_s = time.time()
+        self.node_readings = {node: self._reading(node, now_s) for node in self.agents}
+        return await super().observe()
+
+    def _reading(self, node: str, now_s: float) -> Reading:
+        free = int(self._chance.random() * 40 * GIB)
+        return Reading(
+            *(node, now_s, 120 * GIB, free + 5 * GIB, free, 5 * GIB, 0, 0),
+            psi_full_avg10=self._chance.random(),
+            slope_bytes_per_s=float(-free),
+            unaccounted_bytes=free // 2,
+            gpu_power_w=40 * self._chance.random(),
+            gpu_busy_percent=96.0,
+            gpu_celsius=60.0,
+            gpu_clock_mhz=2411.0,
+            gpu_throttled=(),
+            gpu_name="NVIDIA GB10",
+        )
+
+    async def fabric(self) -> dict[str, Any]:
+        return {}
+
+    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+        return {node: [] for node in self.agents}
+
+
+async def serve(asked: argparse.Namespace) -> None:
+    chance = random.Random(1)
+    cluster = Nodes(asked.nodes, chance)
+    models = {f"model-{number}": {"model": str(asked.folder), "ttl": number} for number in range(asked.models)}
+    config = load_config(None, flags={"models": models, "state_dir": str(asked.folder)}, environ={})
+    store = Store(config.state_dir / "state.db")
+    boundary = Boundary(time.monotonic)
+
+    async def ask(model: str, timeout_s: float) -> None:
+        return None
+
+    real = supervised(config, store, cluster, ask, time.monotonic, time.time)
+    supervisor: Any = MadeUp(real, asked.loaded, list(cluster.agents))
+    controlled: Any = (supervisor, real.registry, real.ledger, cluster)
+    scraper: Any = MadeUpScraper(asked.loaded, chance)
+    live = Live(*controlled, scraper, list, path=config.state_dir / "history.bin", boundary=boundary)
+    edge = Edge(supervisor, admin=admin_app(*controlled, Parts(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
+    edge.settings = EdgeSettings(limits=ClientLimits())
+    server = gateway_server(edge, ClientLimits(), drain_s=0.1, boundary=boundary)
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.run_until_told([listener]))
+        tasks.create_task(real.run())
+        say(f"port {listener.getsockname()[1]}")
+        while words := (await asyncio.to_thread(sys.stdin.readline)).split():
+            if words[0] == "live":
+                tasks.create_task(live.run())
+            else:
+                await day(live, supervisor, scraper, int(words[1]))
+            say("done")
+        raise SystemExit(0)
+
+
+async def day(live: Live, supervisor: MadeUp, scraper: MadeUpScraper, seconds: int) -> None:
+    """Seconds that have not been: each writes its row, and now and then the document is made."""
+    begin_s = time.time() - seconds
+    for second in range(seconds):
+        if second % 60 == 0:
+            snapshot = supervisor.snapshot()
+            shown = {"at_s": second, "nodes": {node.node_id: {"reading": str(node.reading)} for node in snapshot.nodes}}
+            await live.stream.publish(lambda shown=shown: shown)
+        at_s = begin_s + second
+        await asyncio.to_thread(live._keep, at_s - 1, replace(snapshot, at_s=at_s), scraper.rates())
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    for name in ("nodes", "models", "loaded"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    asked = parser.parse_args()
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve(asked))
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(asked))
+
+
+if __name__ == "__main__":
+    main()

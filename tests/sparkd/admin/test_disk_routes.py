@@ -1,0 +1,88 @@
+"""What the nodes keep, over the admin API: listed with the models that use it, never removed from under one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sparkd.admin.test_app import Admin, admin_of
+
+HUB = {"kind": "hub", "id": "models--org--tiny", "name": "org/tiny", "size_bytes": 7, "used_s": 5.0, "source": "org/tiny", "fault": None}
+CACHED = {
+    "kind": "quantized", "id": "tiny-nvfp4-0123456789abcdef", "name": "tiny nvfp4", "size_bytes": 3, "used_s": 6.0,
+    "source": "/cache/models--org--tiny/snapshots/c0ffee", "fault": "it is old",
+}  # fmt: skip
+MODELS = {
+    "m": {"model": "org/tiny", "quantize": "nvfp4"},
+    "plain": {"model": "org/tiny"},
+    "other": {"model": "org/tiny2", "quantize": "nvfp4"},
+}
+
+
+class Nodes:
+    """Stands for the agents; `asked` are the calls that change or verify something."""
+
+    def __init__(self, admin: Admin) -> None:
+        self.asked: list[Any] = []
+        self.fault: str | None = None
+        admin.scene.cluster.everywhere = self.everywhere  # type: ignore[attr-defined,method-assign]
+        admin.scene.cluster.ask = self.ask  # type: ignore[attr-defined]
+        admin.scene.cluster.node_ip = "n"  # type: ignore[attr-defined]
+
+    async def everywhere(self, method: str, folders: dict[str, str], environ: dict[str, str]) -> dict[str, Any]:
+        assert method == "stored"
+        assert set(folders) == {"quantized", "profile"}
+        folder = {"kind": "quantized", "path": "/q", "size_bytes": 3, "free_bytes": 9}
+        return {"n": {"entries": [HUB, CACHED], "folders": [folder]}, "o": {"entries": [HUB], "folders": []}, "silent": None}
+
+    async def ask(self, node: str, method: str, kind: str, name: str, *where: Any, timeout_s: float) -> Any:
+        self.asked.append((node, method, kind, name))
+        return 7 if method == "remove_stored" else self.fault
+
+
+async def test_what_there_is_and_who_uses_it(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS, quantized_cache={"limit_gib": 2}) as admin:
+        Nodes(admin)
+        disk = await admin.ask("GET", "/disk")
+        shown = [(entry["kind"], entry["node"], entry["used_by"], entry["valid"]) for entry in disk["entries"]]
+        assert shown == [("hub", "n", ["m", "plain"], True), ("quantized", "n", ["m"], False), ("hub", "o", ["m", "plain"], True)]
+        assert disk["folders"][0]["limit_bytes"] == 2 << 30
+
+
+async def test_one_is_removed_from_the_node_that_is_named(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        assert (await admin.ask("DELETE", "/disk/hub/models--org--tiny"))["freed_bytes"] == 7
+        assert (await admin.ask("DELETE", "/disk/hub/models--org--tiny?node=o"))["node"] == "o"
+        assert nodes.asked == [(node, "remove_stored", "hub", "models--org--tiny") for node in ("n", "o")]
+
+
+async def test_what_a_model_that_runs_uses_is_not_removed(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        await admin.ask("POST", "/models/m/load", 202)
+        await admin.scene.tick(2)
+        for path in ("hub/models--org--tiny", "quantized/tiny-nvfp4-0123456789abcdef"):
+            await admin.refused("DELETE", f"/disk/{path}", 409)
+        assert nodes.asked == []
+
+
+@pytest.mark.parametrize(("fault", "state"), [(None, "SUCCEEDED"), ("other bytes", "FAILED")])
+async def test_verifying_is_an_operation(tmp_path: Path, fault: str | None, state: str) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        nodes.fault = fault
+        accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub"})
+        ended = await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10")
+        assert (ended["kind"], ended["state"]) == ("verify", state)
+        assert [call[0] for call in nodes.asked] == ["n", "o"]
+        assert fault is None or fault in ended["message"]
+
+
+async def test_verifying_what_is_not_there_fails(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        Nodes(admin)
+        accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub", "id": "x"})
+        assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "FAILED"

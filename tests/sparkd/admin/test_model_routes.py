@@ -1,0 +1,93 @@
+"""What the page asks about one model: its settings beside what its engine says, its layers, its last start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.admin.model_routes import MASK, engine_settings
+from tests.sparkd.admin.test_app import TINY, admin_of
+from tests.support.shards import write_folder
+
+LINES = [
+    "sparkd: engine started as process 31907: /opt/vllm/bin/python -m vllm serve '/models/a b' --max-model-len 2048",
+    "(APIServer pid=31907) INFO 11-21 07:41:09 [api_utils.py:286] non-default args: {'model_tag': '/models/tiny-moe', 'port': 8125, "
+    "'enforce_eager': True, 'compilation_config': {'level': 3}, 'seed': None}",
+]
+
+
+def test_what_an_engine_says_of_itself() -> None:
+    said = engine_settings(LINES)
+    assert said["command"] == ["/opt/vllm/bin/python", "-m", "vllm", "serve", "/models/a b", "--max-model-len", "2048"]
+    assert said["engine"] == {
+        "model_tag": "/models/tiny-moe", "port": 8125, "enforce_eager": True, "compilation_config": "{'level': 3}", "seed": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[], ["no such thing"], ["non-default args: {'a': open('/etc/passwd')}"], ["non-default args: {'a'"], ["non-default args: {1}"]],
+    ids=["nothing", "other lines", "code", "cut off", "no mapping"],
+)
+def test_what_it_does_not_say_is_unknown(lines: list[str]) -> None:
+    assert engine_settings(lines)["engine"] is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    tensors = {"model.layers.0.mlp.down_proj.weight": ("BF16", (64, 64)), "model.norm.weight": ("BF16", (64,))}
+    return write_folder(folder, {"model.safetensors": tensors}, TINY)
+
+
+async def test_settings_as_configured_and_as_resolved(tmp_path: Path, folder: Path) -> None:
+    models = {"m": {"model": str(folder), "max_model_len": 64, "env": {"HF_TOKEN": "hf_secret0123456789"}}}
+    async with admin_of(tmp_path, models=models) as admin:
+        settings = await admin.ask("GET", "/models/m/settings")
+        assert settings["configured"] == {"model": str(folder), "max_model_len": 64, "env": {"HF_TOKEN": MASK}}
+        assert settings["resolved"]["max_model_len"] == 64
+        assert "priority" in settings["resolved"]
+        assert "hf_secret" not in json.dumps(settings)
+        assert settings["ranks"] == []
+
+
+async def test_settings_of_ranks_that_run(tmp_path: Path, folder: Path) -> None:
+    async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
+        asked: list[Any] = []
+
+        async def ask(node: str, method: str, path: str, *, timeout_s: float) -> list[str]:
+            asked.append((node, method, path))
+            return LINES
+
+        admin.scene.cluster.ask = ask  # type: ignore[attr-defined]
+        await admin.ask("POST", "/models/m/load", 202)
+        await admin.scene.tick(3)
+        (rank,) = (await admin.ask("GET", "/models/m/settings"))["ranks"]
+        assert asked == [("n", "setting_lines", "/log/m")]
+        assert (rank["rank"], rank["node"], rank["engine"]["port"], rank["command"][2]) == (0, "n", 8125, "vllm")
+
+
+async def test_layers_with_their_formats(tmp_path: Path, folder: Path) -> None:
+    models = {"m": {"model": str(folder), "quantize": "fp8"}, "plain": {"model": str(folder)}}
+    async with admin_of(tmp_path, models=models) as admin:
+        layers = await admin.ask("GET", "/models/m/layers")
+        by_name = {layer["name"]: layer["format"] for layer in layers["layers"]}
+        assert by_name == {"model.layers.*.mlp.down_proj.weight": "fp8", "model.norm.weight": None}
+        plain = await admin.ask("GET", "/models/plain/layers")
+        assert {layer["format"] for layer in plain["layers"]} == {None}
+
+
+async def test_a_start_that_was_never_seen(tmp_path: Path, folder: Path) -> None:
+    async with admin_of(tmp_path, models={"org/m": {"model": str(folder)}}) as admin:
+        assert (await admin.ask("GET", "/models/org/m/start"))["phases"] == []
+        for verb in ("start", "settings", "layers"):
+            await admin.refused("GET", f"/models/nobody/{verb}", 404)
+
+
+async def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models={"m": {"model": str(tmp_path)}}) as admin:
+        error = await admin.refused("GET", "/models/m/layers", 422)
+        assert error["code"] == "checkpoint_unusable"

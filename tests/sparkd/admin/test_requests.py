@@ -1,0 +1,120 @@
+"""The admin API's routes of the requests for models: the list and its pages, CSV, a cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sparkd.admin.app import PREFIX, Parts, admin_app
+from sparkd.gateway import Edge
+from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.request_log import RequestLog
+from sparkd.gateway.usage import Tokens
+from sparkd.state.request_store import RequestStore
+from tests.sparkd.admin.test_app import Admin
+from tests.support.fakes import stage
+
+
+@pytest.fixture
+async def log(tmp_path: Path) -> AsyncIterator[RequestLog]:
+    log = RequestLog(RequestStore(tmp_path / "requests.db"))
+    yield log
+    await log.close()
+
+
+@pytest.fixture
+async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
+    async with stage(tmp_path) as made:
+        parts = Parts(requests=log)
+        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
+        edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}), requests=log)
+        transport = httpx.ASGITransport(app=edge)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
+            yield Admin(made, edge, client, app)
+
+
+def asked(log: RequestLog, number: int, **facts: Any) -> Exchange:
+    exchange = Exchange(f"req-{number}")
+    exchange.route, exchange.model = "/v1/chat/completions", "m"
+    log.begin(exchange)
+    for name, value in facts.items():
+        setattr(exchange, name, value)
+    return exchange
+
+
+def finished(log: RequestLog, *numbers: int, **facts: Any) -> None:
+    for number in numbers:
+        log.end(asked(log, number, **({"status": 200} | facts)))
+
+
+async def test_the_list(admin: Admin, log: RequestLog) -> None:
+    finished(log, 1, 2, 3)
+    finished(log, 4, status=404, code="model_not_found", model="unknown")
+    await log._write()
+    finished(log, 5, model="other", key="laptop", tokens=Tokens(7, None, 5), queued_s=0.0)
+    asked(log, 6, queued_s=0.25)
+
+    listing = await admin.ask("GET", "/requests")
+    assert [row["request_id"] for row in listing["finished"]] == ["req-5", "req-4", "req-3", "req-2", "req-1"]
+    newest = listing["finished"][0]
+    assert (newest["number"], newest["key"], newest["prompt_tokens"], newest["cached_tokens"], newest["completion_tokens"]) == (
+        *(5, "laptop", 7, None, 5),
+    )
+    assert newest["tokens_per_s"] > 0
+    (row,) = listing["in_flight"]
+    assert (row["number"], row["phase"], row["status"], row["queued_s"]) == (None, "prefill", None, 0.25)
+    assert listing["next"] is None
+
+
+async def test_pages_and_filters(admin: Admin, log: RequestLog) -> None:
+    finished(log, 1, 2, 3)
+    finished(log, 4, status=500, model="other")
+    asked(log, 5)
+    first = await admin.ask("GET", "/requests?limit=3")
+    assert ([row["number"] for row in first["finished"]], first["next"]) == ([4, 3, 2], 2)
+    second = await admin.ask("GET", "/requests?limit=3&before=2")
+    assert ([row["number"] for row in second["finished"]], second["next"]) == ([1], None)
+
+    other = await admin.ask("GET", "/requests?model=other")
+    assert ([row["number"] for row in other["finished"]], other["in_flight"]) == ([4], [])
+    failed = await admin.ask("GET", "/requests?state=failed")
+    assert ([row["number"] for row in failed["finished"]], failed["in_flight"]) == ([4], [])
+    going = await admin.ask("GET", "/requests?state=in_flight")
+    assert (going["finished"], [row["request_id"] for row in going["in_flight"]]) == ([], ["req-5"])
+    for query in ("limit=0", "limit=10001", "before=0", "before=9223372036854775808", "state=done", "limit=x"):
+        await admin.refused("GET", f"/requests?{query}", 400)
+
+
+async def test_csv(admin: Admin, log: RequestLog) -> None:
+    finished(log, *range(1, 151), key="laptop")
+    asked(log, 200)
+    response = await admin.client.get(f"{PREFIX}/requests", headers={"accept": "text/csv"})
+    assert response.headers["content-type"] == "text/csv; charset=utf-8"
+    rows = list(csv.DictReader(io.StringIO(response.text)))
+    assert [rows[0]["number"], rows[-1]["number"], len(rows)] == ["150", "1", 150]
+    assert (rows[0]["request_id"], rows[0]["key"], rows[0]["code"], rows[0]["streamed"]) == ("req-150", "laptop", "", "False")
+
+
+async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
+    exchange = asked(log, 1)
+    exchange.task = asyncio.create_task(asyncio.sleep(60))
+    row = await admin.ask("DELETE", "/requests/req-1", 202)
+    assert (row["request_id"], row["phase"]) == ("req-1", "queued")
+    with pytest.raises(asyncio.CancelledError):
+        await exchange.task
+    log.end(exchange)
+    assert (await admin.refused("DELETE", "/requests/req-1", 404))["code"] == "request_not_found"
+
+
+async def test_a_daemon_without_a_record(admin: Admin) -> None:
+    made = admin.scene
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        assert (await client.get(f"{PREFIX}/requests")).json()["error"]["code"] == "route_not_found"

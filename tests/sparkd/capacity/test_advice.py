@@ -1,0 +1,159 @@
+"""An entry that follows a refusal's cure is not refused again: a load, a check and a plan name no number that breaks another limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.capacity.account import machine
+from sparkd.capacity.advice import Refusal, refusal, too_large
+from sparkd.capacity.fit import FitRequest, choose
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.weights import inventory
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config.config import parse_model
+from sparkd.hardware import GIB
+from sparkd.models.shape import shape_of
+from sparkd.schema.kv_cache import kv_cache
+from sparkd.schema.model import ModelConfig
+from tests.support.accounts import account, misfits, needed_gib, needing
+from tests.support.shards import layered, write_sparse
+from workers.kv.advice import Cure, written
+from workers.quantization.recipe import QuantizationRecipe
+
+NODE_GIB = 121
+NODE = machine("cuda", NODE_GIB * GIB, 0)
+LAYERS, HIDDEN, INNER, VOCAB = 8, 4096, 14_336, 32_000
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": INNER,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layer = {f"self_attn.{name}_proj.weight": (rows, HIDDEN) for name, rows in (("q", HIDDEN), ("k", 1024), ("v", 1024), ("o", HIDDEN))}
+    layer |= {"mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN), "mlp.down_proj.weight": (HIDDEN, INNER)}
+    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
+    return write_sparse(tmp_path_factory.mktemp("llama"), {**ends, **layered(LAYERS, layer)}, CONFIG)
+
+
+CACHES = st.one_of(
+    st.none(),
+    st.builds(lambda mib: {"bytes": f"{mib}MiB"}, st.integers(1, 64 << 10)),
+    st.builds(lambda tokens: {"tokens": tokens}, st.integers(1, 1 << 20)),
+    st.builds(lambda count: {"sequences": count}, st.integers(1, 64)),
+    st.builds(lambda count, at: {"sequences": count, "at": at}, st.integers(1, 64), st.integers(1, 131_072)),
+    st.builds(lambda blocks: {"blocks": blocks}, st.integers(1, 1 << 16)),
+)
+ENTRIES = st.fixed_dictionaries(
+    {"max_model_len": st.sampled_from([2048, 32_768, 131_072]), "cache": CACHES},
+    optional={
+        "memory_gib": st.integers(2, 40),
+        "kv_margin_gib": st.integers(0, 20),
+        "quantize": st.sampled_from(["fp8", "nvfp4"]),
+        "max_num_seqs": st.sampled_from([1, 16, 512]),
+        "tensor_parallel": st.sampled_from([1, 2]),
+    },
+)
+
+
+def parsed(folder: Path, keys: dict[str, Any]) -> ModelConfig | None:
+    """None where sparkd refuses what the entry says before it knows the model."""
+    cache = keys.get("cache")
+    more: dict[str, Any] = {"kv_cache": cache} if cache else {}
+    if cache and "blocks" in cache:
+        more = {"extra_args": ["--num-gpu-blocks-override", str(cache["blocks"])]}
+        keys = {key: value for key, value in keys.items() if key != "kv_margin_gib"}
+    entry = {"model": str(folder), **{key: value for key, value in keys.items() if key != "cache"}, **more}
+    try:
+        return parse_model("m", entry, over_admin=False)
+    except ValueError:
+        return None
+
+
+def refused(spec: ModelConfig, most_gib: int) -> Refusal | None:
+    ways = (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1)
+    known = account(spec, NODE, {}, ways=ways)
+    return too_large(needing(spec, "cuda", needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, known), known, ways), most_gib, "this node")
+
+
+def followed(keys: dict[str, Any], cure: Cure) -> dict[str, Any]:
+    """The keys with what an operator copies from the sentence."""
+    made = dict(keys)
+    for key, value in cure.settings.items():
+        if key != "kv_cache":
+            made[key] = value
+        elif "blocks" in value:
+            made["cache"] = value
+        else:
+            made["cache"] = yaml.safe_load(written(key, value))[key]
+    return made
+
+
+@settings(max_examples=150, deadline=None)
+@given(ENTRIES, st.integers(4, 60))
+def test_an_entry_that_follows_the_cure_of_a_load_is_not_refused_again(folder: Path, keys: dict[str, Any], most_gib: int) -> None:
+    spec = parsed(folder, keys)
+    found = None if spec is None else refused(spec, most_gib)
+    for cure in () if found is None else found.cures:
+        again = parsed(folder, followed(keys, cure)) if cure.settings else None
+        second = None if again is None else refused(again, most_gib)
+        assert second is None, f"{cure} of\n{found and found.message}\nends in\n{second.message}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(ENTRIES)
+def test_an_entry_that_follows_the_cure_of_a_check_has_no_such_fault(folder: Path, keys: dict[str, Any]) -> None:
+    spec = parsed(folder, keys)
+    for key, message in () if spec is None else misfits(spec, {}, "cuda"):
+        for cure in cures_in(message):
+            again = parsed(folder, followed(keys, cure))
+            assert again is None or key not in dict(misfits(again, {}, "cuda")), f"{cure} of {message}"
+
+
+def cures_in(message: str) -> Iterator[Cure]:
+    for found in re.finditer(r"set (?:--num-gpu-blocks-override (\d+)|(\w+): (\{[^}]*\}|\d+))", message):
+        blocks, key, value = found.groups()
+        yield Cure({"kv_cache": {"blocks": int(blocks)}} if blocks else {key: yaml.safe_load(value)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2048, 32_768, 131_072, 200_000]),
+    CACHES,
+    st.integers(6, 60),
+    st.sampled_from(["bf16", "nvfp4"]),
+    st.sampled_from([((1, 1),), ((2, 1),)]),
+)
+def test_a_plan_that_is_made_again_by_its_cure_has_a_choice(
+    folder: Path, length: int, cache: dict[str, Any] | None, most_gib: int, quantize: str, ways: tuple[tuple[int, int], ...]
+) -> None:
+    checkpoint = read_checkpoint(str(folder))
+    model, node = inventory(checkpoint, shape_of(checkpoint.config)), machine("cuda", most_gib * GIB, 0)
+    size = kv_cache(cache) if cache and "blocks" not in cache else cache
+    wish = FitRequest(length, serving=Serving(0, max_num_seqs=16), quantize=QuantizationRecipe.parse(quantize), ways=ways, cache=size)
+    found = refusal(choose(model, node, wish).options, model, wish)
+    for cure in () if found is None else found.cures:
+        if cure.settings:
+            again = replace(wish, max_model_len=cure.settings.get("max_model_len", length), cache=cure.settings.get("kv_cache", size))
+            second = refusal(choose(model, node, again).options, model, again)
+            # A length is first brought within what the model has, and then what the memory holds.
+            assert second is None or (found is not None and found.cause == "length" != second.cause), f"{cure} of {found}"

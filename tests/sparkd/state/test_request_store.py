@@ -1,0 +1,127 @@
+"""The file of finished requests: what it keeps, for how long, and what becomes of a damaged one."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import StateError
+from sparkd.state.request_store import REQUESTS_KEPT, RequestRow, RequestStore
+
+ROW = RequestRow(
+    *(1, "req-1", "tiny", "/v1/chat/completions", "laptop", 1000.0, 200, None, 3.0, 0.5, 1.0, 7, 4, 5),
+    bytes_out=900,
+    streamed=True,
+)
+
+
+def numbered(*numbers: int, **changes: Any) -> list[RequestRow]:
+    return [ROW._replace(number=number, **changes) for number in numbers]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RequestStore]:
+    store = RequestStore(tmp_path / "requests.db")
+    yield store
+    store.close()
+
+
+def test_what_is_written_is_read_by_the_next_daemon(tmp_path: Path) -> None:
+    store = RequestStore(tmp_path / "requests.db")
+    nothing = RequestRow(2, "r", "", "/score", None, 1.5, None, "bad_request", 0.0, None, None, None, None, None, 0, streamed=False)
+    store.write([ROW, nothing])
+    store.close()
+    store = RequestStore(tmp_path / "requests.db")
+    assert store.last_number() == 2
+    assert store.read() == [nothing, ROW]
+    store.close()
+
+
+def test_pages_and_filters(store: RequestStore) -> None:
+    store.write([*numbered(1, 2, 3), *numbered(4, model="other"), *numbered(5, status=500), *numbered(6, code="engine_gone")])
+    assert [row.number for row in store.read(limit=2)] == [6, 5]
+    assert [row.number for row in store.read(before=5, limit=2)] == [4, 3]
+    assert [row.number for row in store.read(model="tiny")] == [6, 5, 3, 2, 1]
+    assert [row.number for row in store.read(failed=True)] == [6, 5]
+    assert store.read(model="' OR 1=1 --") == []
+
+
+def test_the_oldest_go(store: RequestStore) -> None:
+    store.write(numbered(*range(1, REQUESTS_KEPT + 1)))
+    store.write(numbered(REQUESTS_KEPT + 1, REQUESTS_KEPT + 2))
+    numbers = [row.number for row in store.read()]
+    assert (len(numbers), numbers[0], numbers[-1]) == (REQUESTS_KEPT, REQUESTS_KEPT + 2, 3)
+
+
+def test_rates() -> None:
+    assert ROW.tokens_per_s == (5 - 1) / (3.0 - 1.0)
+    assert ROW._replace(streamed=False).tokens_per_s == 5 / (3.0 - 0.5)
+    for nothing in (
+        ROW._replace(completion_tokens=None),
+        ROW._replace(completion_tokens=0),
+        ROW._replace(completion_tokens=1),
+        ROW._replace(ttft_s=None),
+        ROW._replace(seconds=1.0),
+    ):
+        assert nothing.tokens_per_s is None
+    assert [ROW.failed, ROW._replace(status=499).failed, ROW._replace(code="x").failed] == [False, True, True]
+    assert set(ROW.body()) == {*RequestRow._fields, "tokens_per_s"}
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 8192)
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b"no database\n" * 500)
+
+
+def of_another_release(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=700")
+    db.close()
+
+
+def with_another_table(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE requests")
+        db.execute("CREATE TABLE requests(other TEXT)")
+    db.close()
+
+
+@pytest.mark.parametrize("change", [damaged, foreign, of_another_release, with_another_table])
+def test_a_file_that_cannot_be_read_is_replaced(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "requests.db"
+    store = RequestStore(path)
+    store.write(numbered(*range(1, 200)))
+    store.close()
+    change(path)
+
+    store = RequestStore(path)
+    assert (store.last_number(), store.read()) == (0, [])
+    store.write([ROW])
+    store.close()
+    store = RequestStore(path)
+    assert store.read() == [ROW]
+    store.close()
+
+
+def test_a_file_that_breaks_while_it_is_open_is_replaced_by_the_next_write(store: RequestStore) -> None:
+    store.write([ROW])
+    with sqlite3.connect(store.path) as db:
+        db.execute("DROP TABLE requests")
+    db.close()
+    with pytest.raises(StateError):
+        store.read()
+    store.write(numbered(7))
+    assert [row.number for row in store.read()] == [7]
+
+
+def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "requests.db").mkdir()
+    with pytest.raises(StateError, match=r"requests\.db"):
+        RequestStore(tmp_path / "requests.db")

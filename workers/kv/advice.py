@@ -1,0 +1,83 @@
+"""Owns what is advised where a model or its cache does not fit: settings of its entry, how they are written, the largest number that fits.
+
+Whoever advises knows its own limits, tries each cure against all of them, and names no cure that would be refused again: the engine with
+what it measured (workers.kv.arithmetic), a load, a check and a plan with the account of the model (sparkd.capacity.advice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workers.kv.settings import BLOCKS_FLAG
+
+GIB = 1 << 30
+OTHER_PROGRAMS = "end other programs that use memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """settings: keys of the model's entry with the values that would do; the cache's size may be in blocks, which is a flag. effect: what
+    they do, in words. deed: what else to do, or where no setting with a number is it."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    effect: str = ""
+    deed: str = ""
+
+    def __str__(self) -> str:
+        settings = " and ".join(written(key, value) for key, value in self.settings.items())
+        words = " and ".join(filter(None, (self.deed, settings and f"set {settings}")))
+        return f"{words} ({self.effect})" if self.effect else words
+
+    def also(self, settings: Mapping[str, Any]) -> Cure:
+        return replace(self, settings={**self.settings, **settings})
+
+
+def advised(cures: Iterable[Cure]) -> str:
+    """The sentence, without a full stop; empty where there is no cure."""
+    words = ", or ".join(map(str, cures))
+    return f"To make it fit: {words}" if words else ""
+
+
+def written(key: str, value: Any) -> str:
+    """A setting as its entry has it."""
+    if isinstance(value, Mapping):
+        return f"{BLOCKS_FLAG} {value['blocks']}" if "blocks" in value else f"{key}: {spelled(value)}"
+    return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def spelled(size: Mapping[str, Any]) -> str:
+    """The size of a cache as an entry has it: what this is read as is the same size again."""
+    told = (f"{key}: {_bytes(value) if key == 'bytes' else value}" for key, value in size.items())
+    return f"{{{', '.join(told)}}}"
+
+
+def most_written(least: int, most: int) -> int:
+    """The largest size from `least` to `most` bytes in tenths of a GiB, in whole MiB where there is none, or else in bytes."""
+    sizes = (int(most * 10 // GIB / 10 * GIB), most >> 20 << 20, most)
+    return next(size for size in sizes if least <= size <= most)
+
+
+def least_written(least: int, most: int) -> int:
+    """The smallest size from `least` to `most` bytes, as `most_written`; `least` where `most` is less."""
+    sizes = (int(-(-least * 10 // GIB) / 10 * GIB), -(-least >> 20) << 20)
+    return next((size for size in sizes if size <= most), least)
+
+
+def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int:
+    """`most`, or the largest of the whole steps below it that fits, by bisection; 0, which is not asked about, where none does."""
+    if most > 0 and fits(most):
+        return most
+    low, high = 0, (most - 1) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step
+
+
+def _bytes(size: int) -> str:
+    tenths = f"{size / GIB:.1f}".removesuffix(".0")
+    if int(float(tenths) * GIB) == size:
+        return f"{tenths}GiB"
+    return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
