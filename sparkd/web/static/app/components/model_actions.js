@@ -1,4 +1,4 @@
-// Owns the buttons that load, unload, drain or cancel a model.
+// Owns the buttons that load a model, unload it after its requests, or cancel what it is about to do.
 
 import { ADMIN, modelPath, post, remove } from "../api.js";
 import { html, useComputed } from "../lib.js";
@@ -17,13 +17,12 @@ export function ModelActions({ name }) {
   if (!facts) return null;
   const model = JSON.parse(facts);
   const operation = model.operation;
-  const button = (/** @type {string} */ text, /** @type {() => Promise<any>} */ action) =>
-    html`<button type="button" aria-label="${text} ${name}" onClick=${() => act(action)}>${text}</button>`;
+  const button = (/** @type {string} */ text, /** @type {() => Promise<any>} */ action, hint = "") =>
+    html`<button type="button" aria-label="${text} ${name}" title=${hint || null} onClick=${() => act(action)}>${text}</button>`;
   const starting = STARTING.includes(model.state) || (model.want === "RUNNING" && !["READY", "FAILED"].includes(model.state));
   return html`<span class="row-actions">
     ${(model.want !== "RUNNING" || model.state === "FAILED") && button("Load", () => post(modelPath(name, "/load"), {}))}
     ${starting && operation && button("Cancel", () => remove(`${ADMIN}/operations/${operation}`))}
-    ${model.state === "READY" && button("Drain", () => post(modelPath(name, "/drain"), {}))}
-    ${(model.want === "RUNNING" || model.state === "FAILED") && !(starting && operation) && button("Unload", () => post(modelPath(name, "/unload"), {}))}
+    ${(model.want === "RUNNING" || model.state === "FAILED") && !(starting && operation) && button("Unload", () => post(modelPath(name, "/unload"), {}), "Requests in flight may finish first.")}
   </span>`;
 }

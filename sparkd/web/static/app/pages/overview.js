@@ -87,13 +87,16 @@ const psi = (value) => (value == null ? UNKNOWN : `${value.toFixed(1)}%`);
 /** @param {number | null | undefined} bytesPerS */
 const slope = (bytesPerS) => (bytesPerS == null ? UNKNOWN : `${bytesPerS < 0 ? "−" : "+"}${size(Math.abs(bytesPerS))}/s`);
 
+/** @param {string} address */
+const hostOf = (address) => nodes.of(address).value?.host ?? address;
+
 function Cables() {
   return html`<ul class="cables" aria-label="Cables">
     ${cables.value.map((cable) => {
       const problem = cable.problem ?? cable.rails.map((rail) => rail.problem).find(Boolean);
       const verdict = cable.verdict ?? (problem ? "warn" : "ok");
       return html`<li key=${[cable.a, cable.a_cage, cable.b, cable.b_cage].join(" ")} class="cable ${verdict}">
-        <span class="ends">${cable.a} cage ${cable.a_cage} – ${cable.b} cage ${cable.b_cage}</span>
+        <span class="ends">${hostOf(cable.a)} cage ${cable.a_cage} – ${hostOf(cable.b)} cage ${cable.b_cage}</span>
         <${Word} word=${verdict} /> <span class="figure">${count(cable.rails.length)} rails</span>
         <span class="figure">${cable.rate_gb_s == null ? "not measured" : bandwidth(cable.rate_gb_s * 1e9)}</span>
         ${problem && html`<span class="error">${problem}</span>`}
