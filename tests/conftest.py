@@ -68,6 +68,9 @@ ENGINES = (
 APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
 PROMTOOL = ("test_alert_rules.py",)
+# Not run where npm is missing; `make page` says so.
+TYPESCRIPT = ("test_tsc.py",)
+TSC = Path(__file__).parent / "web" / "node_modules" / ".bin" / "tsc"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,6 +81,8 @@ PARTS = {"alone": "alone", "engines": "engines", "not alone and not engines": No
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Half a minute is spent on importing thousands of tests, and torch with them, for some hundreds of others."""
     if collection_path.name in PROMTOOL and find_promtool() is None:
+        return True
+    if collection_path.name in TYPESCRIPT and not TSC.exists():
         return True
     asked = config.getoption("markexpr")
     return True if collection_path.name.startswith("test_") and asked in PARTS and _part(collection_path) != PARTS[asked] else None

@@ -18,6 +18,9 @@ export const ageS = signal(0);
 /** The sentence of a refusal that waiting does not end, such as a foreign Host. */
 export const liveRefusal = signal("");
 
+/** Why the stream does not come just now, as the daemon says it. */
+export const liveProblem = signal("");
+
 let lastId = "";
 let changedAt = 0;
 let heardAt = 0;
@@ -55,6 +58,7 @@ async function follow(whole) {
         signal: one.signal,
       });
       access.value = "admin";
+      liveProblem.value = "";
       for await (const { event, data, id } of eventsOf(response)) {
         heardAt = Date.now();
         if (event === "comment") continue;
@@ -83,6 +87,7 @@ async function ends(error) {
     if (!(error instanceof DOMException) && !(error instanceof TypeError)) lastId = "";
     return false;
   }
+  liveProblem.value = error.message;
   if (error.status === 401) return true;
   if (error.status !== 403) return false;
   try {

@@ -5,7 +5,7 @@ import { Question } from "./components/dialog.js";
 import { Field } from "./components/form.js";
 import { Toasts } from "./components/toast.js";
 import { effect, html, render, signal, useEffect, useRef, useState } from "./lib.js";
-import { ageS, freshness, liveRefusal, startLive } from "./live.js";
+import { ageS, freshness, liveProblem, liveRefusal, startLive } from "./live.js";
 import { Overview } from "./pages/overview.js";
 import { route, to } from "./router.js";
 import { daemon } from "./store.js";
@@ -80,7 +80,7 @@ function Shell() {
 function Content({ name, narrow, pages }) {
   if (access.value === "none") return html`<${KeyForm} />`;
   if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p></section>`;
-  if (!narrow && !daemon.value) return html`<section class="page"><h1>sparkd</h1><p class="quiet-text" role="status">Waiting for sparkd's first answer.</p></section>`;
+  if (!narrow && !daemon.value) return html`<section class="page"><h1>sparkd</h1><p class="quiet-text" role="status">${liveProblem.value || "Waiting for sparkd's first answer."}</p></section>`;
   if (!pages.some(([one]) => one === name)) return html`<section class="page"><h1>No such page</h1><p><a href="#/">Start</a></p></section>`;
   const [, model] = route.value;
   if (name !== "models") return html`<${Loaded} key=${name} name=${name} />`;
@@ -119,6 +119,7 @@ function Badge() {
   return html`<span class="badge">
     <span class="word ${tones[now]}" role="status">${words[now]}</span>
     <span class="quiet-text figure age">${now === "old" ? `figures are ${ageS.value}s old` : ""}</span>
+    ${now === "old" && liveProblem.value && html`<span class="age">${liveProblem.value}</span>`}
   </span>`;
 }
 

@@ -1,12 +1,10 @@
 // Owns the tab of a model's figures over time.
 
-import { Chart } from "../components/chart.js";
-import { SHORT_S, LONG_S, useHistory } from "../history.js";
+import { OneChart } from "../components/one_chart.js";
+import { LONG_S, SHORT_S } from "../history.js";
 import { computed, html, useMemo, useSignal } from "../lib.js";
 import { models, nodes } from "../store.js";
 import { celsius, count, gib, joules, percent, rate, seconds, tokensPerS, watts } from "../units.js";
-
-/** @typedef {import("../components/chart.js").Series} Series */
 
 /** title, the series of the model with their labels, how a figure reads, and the upper end of the scale. @type {[string, [string, string][], (value: any) => string, number?][]} */
 const CHARTS = [
@@ -35,14 +33,6 @@ export function ModelLive({ name }) {
         <${OneChart} key=${`heat${span.value}${place}`} title="GPU temperature" names=${addresses.map((address) => `node.${address}.gpu_celsius`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${celsius} span=${span.value} />`}
     </div>
   </div>`;
-}
-
-/** @param {{title: string, names: string[], labels: string[], text: (value: any) => string, most?: number, span: number}} props */
-export function OneChart({ title, names, labels, text, most, span }) {
-  const { data, refused } = useHistory(names, span);
-  const series = labels.map((label, place) => ({ label, colour: `--series-${(place % 4) + 1}`, dash: place >= 4 }));
-  if (refused.value) return html`<figure class="chart"><figcaption>${title}</figcaption><p class="error">${refused.value}</p></figure>`;
-  return html`<${Chart} title=${title} series=${series} data=${data} text=${text} most=${most} />`;
 }
 
 /** @param {{name: string}} props */

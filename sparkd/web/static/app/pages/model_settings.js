@@ -3,6 +3,7 @@
 import { ADMIN, modelPath, post, put } from "../api.js";
 import { Copy } from "../components/copy.js";
 import { EntryKeys, keyOf, rowsOf, specOf } from "../components/entry_keys.js";
+import { quoted } from "../components/fit.js";
 import { Check } from "../components/form.js";
 import { useAnswer, Waiting } from "../components/loaded.js";
 import { Table } from "../components/table.js";
@@ -29,7 +30,8 @@ export function ModelSettings({ name }) {
     <div class="actions">
       ${model?.origin === "api" && !editing && html`<button type="button" onClick=${() => setEditing(true)}>Edit keys</button>`}
       ${model?.origin === "file" && html`<button type="button" onClick=${reload}>Reload the configuration</button><span class="hint">This entry is in the configuration file: change it there.</span>`}
-      <${Copy} text=${() => entryText(name, answer.configured ?? {})} label="Export as YAML" />
+      <${Copy} text=${() => entryText(name, answer.configured ?? {})} label="Copy entry" />
+      <${Copy} text=${`sparkd export ${quoted(name)} DIR`} label="Copy export command" />
     </div>
     ${editing && html`<${Editor} name=${name} configured=${answer.configured} onEnd=${() => (setEditing(false), again())} />`}
     <${Table} label="Settings" rows=${rows} columns=${columns} rowKey=${(/** @type {Setting} */ row) => row.key} search="Search settings" more=${html`<${Check} label="Differences only" checked=${only} onChange=${setOnly} />`} />

@@ -5,10 +5,10 @@ import { MemoryBar } from "../components/memory_bar.js";
 import { ModelActions } from "../components/model_actions.js";
 import { Since, State, Word } from "../components/state.js";
 import { Table } from "../components/table.js";
-import { html, signal, useComputed, useEffect, useRef } from "../lib.js";
+import { html, signal, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { to } from "../router.js";
 import { cables, conditions, lastIncident, models, nodes } from "../store.js";
-import { bandwidth, celsius, count, duration, gib, megahertz, moment, percent, rate, size, stage, UNKNOWN, watts } from "../units.js";
+import { bandwidth, celsius, count, duration, gib, GIB, megahertz, moment, percent, rate, size, stage, UNKNOWN, watts } from "../units.js";
 import { useVisible } from "../visibility.js";
 
 export function Overview() {
@@ -68,13 +68,27 @@ function NodeCard({ address }) {
       <${Pair} name="power" value=${watts(node.gpu?.power_w ?? reading?.gpu_power_w)} />
       <${Pair} name="temperature" value=${celsius(node.gpu?.celsius ?? reading?.gpu_celsius)} />
       <${Pair} name="clock" value=${megahertz(node.gpu?.clock_mhz)} />
-      <${Pair} name="disk free" value=${node.disk ? `${size(node.disk.free_bytes)} (${percent(node.disk.free_bytes / node.disk.total_bytes)})` : UNKNOWN} />
+      <${Pair} name="disk free" value=${node.disk ? `${count(Math.round(node.disk.free_bytes / GIB))} GiB, ${percent(node.disk.free_bytes / node.disk.total_bytes)}` : UNKNOWN} />
       <${Pair} name="up" value=${duration(node.uptime_s)} />
       ${node.gpu?.name && html`<${Pair} name="device" value=${node.gpu.name} />`}
     </dl>
     ${node.gpu?.throttled?.length ? html`<p class="error">The GPU is throttled: ${node.gpu.throttled.join(", ")}.</p>` : null}
     ${reading?.device_trouble && html`<p class="error">${reading.device_trouble}</p>`}
+    <${Past} address=${address} />
   </article>`;
+}
+
+/** The charts, whose modules come when they are opened for the first time. @type {Signal<any>} */
+const charts = signal(null);
+
+/** @param {{address: string}} props */
+function Past({ address }) {
+  const [open, setOpen] = useState(false);
+  const toggle = (/** @type {any} */ event) => {
+    setOpen(event.currentTarget.open);
+    if (!charts.peek()) import("../components/node_history.js").then((module) => (charts.value = module.NodeHistory));
+  };
+  return html`<details onToggle=${toggle}><summary>The last 15 minutes</summary>${open && charts.value && html`<${charts.value} address=${address} />`}</details>`;
 }
 
 /** @param {{name: string, value: any}} props */

@@ -1,0 +1,13 @@
+"""The page's types, against those of the admin API's document; `make page` fetches the tools from npm."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.web.types import FOLDER, TOOLS, write
+
+
+def test_the_page_agrees_with_the_admin_api() -> None:
+    write()
+    checked = subprocess.run([TOOLS / "tsc", "--project", FOLDER], capture_output=True, text=True, timeout=300)
+    assert (checked.returncode, checked.stdout) == (0, "")
