@@ -44,7 +44,7 @@ from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewM
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
-from sparkd.admin.model_routes import register_models
+from sparkd.admin.model_routes import register_models, unmasked
 from sparkd.admin.operator import Operator
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
@@ -236,7 +236,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     @api.put("/models/{name:path}", **answers(Accepted | TakenIn, 202), summary="Change a model that was added here, or add it")
     async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> dict[str, Any]:
-        return await take_in(name, changed.spec, load=changed.load, replace=True)
+        return await take_in(name, unmasked(changed.spec, registry, name), load=changed.load, replace=True)
 
     @api.delete("/models/{name:path}", **answers(Accepted, 202), summary="Unload and forget a model that was added here")
     async def remove(name: str) -> dict[str, Any]:

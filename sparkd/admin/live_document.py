@@ -183,6 +183,8 @@ def _gpu(reading: Reading) -> Tree | None:
 def _model(view: ModelView, pin: bool, rates: Tree | None) -> Tree:
     return {
         **_flat(view, _MODEL),
+        # Of a model that waits it is worked out anew each time, and differs by microseconds.
+        "since_s": round(view.since_s, 1),
         "progress": view.progress and _flat(view.progress, _PROGRESS),
         "ranks": [_flat(rank, _RANK) | {"node": rank.node_id} for rank in view.ranks],
         "pin": pin,

@@ -7,7 +7,7 @@ import asyncio
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -64,6 +64,16 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
     @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> dict[str, Any]:
         return await layers_now.get(registry.find(name, configured=True).name)
+
+
+def unmasked(raw: Mapping[str, Any], registry: Roster, name: str) -> dict[str, Any]:
+    """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
+    record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
+    env = raw.get("env")
+    if record is None or record.spec is None or not isinstance(env, Mapping):
+        return dict(raw)
+    own = {variable: value.get_secret_value() for variable, value in record.spec.env.items()}
+    return {**raw, "env": {variable: own.get(variable, value) if value == MASK else value for variable, value in env.items()}}
 
 
 def _layers(record: Record, config: Config) -> dict[str, Any]:

@@ -91,3 +91,15 @@ async def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     async with admin_of(tmp_path, models={"m": {"model": str(tmp_path)}}) as admin:
         error = await admin.refused("GET", "/models/m/layers", 422)
         assert error["code"] == "checkpoint_unusable"
+
+
+async def test_settings_that_come_back_keep_the_variables_that_are_masked(tmp_path: Path, folder: Path) -> None:
+    async with admin_of(tmp_path, models={}) as admin:
+        spec = {"model": str(folder), "env": {"NCCL_DEBUG": "INFO"}}
+        await admin.ask("POST", "/models", 202, json={"name": "m", "spec": spec, "load": False})
+        shown = (await admin.ask("GET", "/models/m/settings"))["configured"]
+        assert shown["env"] == {"NCCL_DEBUG": MASK}
+        await admin.ask("PUT", "/models/m", 202, json={"spec": {**shown, "ttl": 60}, "load": False})
+        entry = admin.scene.supervisor.registry.find("m").spec
+        assert entry is not None
+        assert (entry.ttl, {name: value.get_secret_value() for name, value in entry.env.items()}) == (60, {"NCCL_DEBUG": "INFO"})

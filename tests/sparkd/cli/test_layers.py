@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity import layers
-from sparkd.capacity.layers import listing
+from sparkd.capacity.layers import LayerListing, listing
 from sparkd.checkpoint import SourceQuantization
+from sparkd.cli import layers
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
@@ -34,7 +34,7 @@ DENSE = {
 COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "result_bytes", "refused")
 
 
-def rows(found: layers.LayerListing) -> list[tuple[Any, ...]]:
+def rows(found: LayerListing) -> list[tuple[Any, ...]]:
     return [tuple(layer[column] for column in COLUMNS[:-1]) for layer in found.to_json()["layers"]]
 
 
@@ -164,11 +164,11 @@ def asked(*views: dict[str, Any]) -> Any:
 
 def find(
     model: str, quantize: str | None = None, config: Path | None = None, environ: dict[str, str] | None = None, ask: Any = nobody
-) -> layers.LayerListing:
+) -> LayerListing:
     return listing_of(model, quantize, config, environ or {}, ask)
 
 
-def formats(found: layers.LayerListing) -> set[str | None]:
+def formats(found: LayerListing) -> set[str | None]:
     return {layer.format for layer in found.layers if layer.kind in ("attention", "mlp")}
 
 
