@@ -144,7 +144,7 @@ def test_a_profile_that_does_not_fit_on_one_rank_is_rehearsed_again_by_all(pair)
     other.learn(Demand(graphs=90 * GIB))
     assert start(one, other) == [int(35.5 * GIB), int(33.5 * GIB)]
     assert [rank.machine.did for rank in pair] == [["warm", "rehearse 1.0"]] * 2
-    assert facts(one.told()["source_why"]).startswith("1 8192 1.00 0.00 38.0 90.0 ")
+    assert facts(one.told()["source_why"]).startswith("1 8192 1.01 0.00 38.0 90.0 ")
 
 
 def test_what_is_plenty_for_one_is_not_for_all(pair):
@@ -171,7 +171,7 @@ def test_a_rank_without_room_refuses_for_all_before_anything_runs(pair):
     one, other = pair
     other.machine.room = GIB // 4
     said = start(one, other)
-    assert facts(said[1]).startswith("0.50 8192 1.00 0.00 0.25 ")
+    assert facts(said[1]).startswith("0.50 8192 1.01 0.00 0.25 ")
     assert said[0] == f"rank 1: {said[1]}"
     assert [rank.machine.did for rank in pair] == [[], []]
     assert one.told()["why"] == said[0]

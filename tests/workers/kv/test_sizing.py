@@ -230,8 +230,8 @@ def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, cap
     ("blocks", "says"),
     [
         (50 * 256, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 --num-gpu-blocks-override 9088 35 8192 nvfp4 21.6 16-bit"),
-        (128, "0.50 8192 1.00 --num-gpu-blocks-override 257 max_model_len 3840"),
-        (0, "0.00 8192 1.00 --num-gpu-blocks-override 257"),
+        (128, "0.50 8192 1.01 --num-gpu-blocks-override 257 max_model_len 3840"),
+        (0, "0.00 8192 1.01 --num-gpu-blocks-override 257"),
     ],
 )
 def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp_path, blocks, says):
@@ -244,7 +244,7 @@ def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp
 @pytest.mark.parametrize(
     ("settings", "sum_of"),
     [
-        ({}, "8192 1.00 0.50 5.00 1.00 2.50 1.00 30.0 "),
+        ({}, "8192 1.01 0.50 5.00 1.00 2.50 1.00 30.0 "),
         ({"bytes": 50 * GIB}, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
         ({"sequences": 60}, "60.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
     ],
@@ -267,7 +267,7 @@ def test_a_context_that_vllm_makes_what_fits_is_not_refused_for_the_longest(tmp_
     assert size == GIB // 2
     with pytest.raises(ValueError, match="KV cache") as raised:
         Sizing(Machine(5 * GIB), CacheSettings(margin_bytes=GIB), lambda: NEED, dict).determine(lambda _limit: STOCK)
-    assert facts(raised.value).startswith("8192 1.00 0.50 5.00 ")
+    assert facts(raised.value).startswith("8192 1.01 0.50 5.00 ")
     machine.room -= size + GIB
     sizing.allocated(127 / 126, 8192 * 126 // 256)  # of 128 blocks one is vLLM's own; it took 126
     sizing.ready()
@@ -287,7 +287,7 @@ def test_a_size_below_one_request_is_refused_where_there_is_plenty(tmp_path, set
         start(machine, tmp_path, **settings)
     # A GiB is a block short.
     cures = [Cure({"kv_cache": {"bytes": int(1.1 * GIB)}}), Cure({"max_model_len": tokens})]
-    assert facts(raised.value) == f"0.50 8192 1.00 {facts(advised(cures))}"
+    assert facts(raised.value) == f"0.50 8192 1.01 {facts(advised(cures))}"
     assert machine.did == ["warm"]
     assert told(tmp_path)["why"] == str(raised.value)
 
@@ -499,7 +499,7 @@ def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     machine = Machine(GIB // 4)
     with pytest.raises(ValueError, match="KV cache") as raised:
         start(machine, tmp_path)
-    assert facts(raised.value) == "0.50 8192 1.00 0.00 0.25 1.00 33.0 nvfp4 23.7 16-bit"
+    assert facts(raised.value) == "0.50 8192 1.01 0.00 0.25 1.00 33.0 nvfp4 23.7 16-bit"
     assert machine.did == []
 
 
@@ -563,4 +563,4 @@ def test_two_ranks_share_a_reservation(tmp_path):
 def test_a_reservation_that_the_weights_fill_is_refused(tmp_path):
     with pytest.raises(ValueError, match="KV cache") as raised:
         start(Machine(90 * GIB), tmp_path, reserved_bytes=35 * GIB)
-    assert facts(raised.value) == "8192 1.00 0.00 memory_gib 35 33.0 1.00 2.50 memory_gib 37.6 nvfp4 21.6 16-bit"
+    assert facts(raised.value) == "8192 1.01 0.00 memory_gib 35 33.0 1.00 2.50 memory_gib 37.6 nvfp4 21.6 16-bit"
