@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from sparkd import metrics
 from sparkd.errors import SparkdError
+from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
 
 _log = logging.getLogger("sparkd.access")
@@ -37,12 +38,22 @@ class EarlyAnswer(Protocol):
     def refuse(self, error: SparkdError) -> None: ...
 
 
+class Trace(Protocol):
+    """The part of sparkd.gateway.traces.RequestTrace that the rest of a request uses. See there."""
+
+    asked_s: float | None
+    load_s: float | None
+
+    def headers(self, headers: RawHeaders) -> RawHeaders: ...
+    def end(self, exchange: Exchange) -> None: ...
+
+
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
     all bodies; `whole` is true once it was read to its end. `hang_up` aborts the engine's work. `heartbeat` is set once the request has to
-    wait for a model.
+    wait for a model. `trace` is set where spans are made of the request.
     """
 
     __slots__ = (
@@ -61,6 +72,7 @@ class Exchange:
         "route",
         "started_s",
         "status",
+        "trace",
         "whole",
     )
 
@@ -81,6 +93,7 @@ class Exchange:
         self.gone = False
         self.hang_up: Callable[[], None] | None = None
         self.heartbeat: EarlyAnswer | None = None
+        self.trace: Trace | None = None
 
     def close(self) -> None:
         """Count and log the request, once, at its end. `model` is a configured name, "" or "unknown", so that the series stay bounded."""
