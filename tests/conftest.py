@@ -67,7 +67,7 @@ ENGINES = (
 # Each of its cases is a program by itself, so any worker may run any of them.
 APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
-PROMTOOL = ("test_alert_rules.py",)
+PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
