@@ -100,7 +100,6 @@ class RequestTrace:
             return now_ns - int((now_s - at_s) * 1e9)
 
         asked_s, queued_s = self.asked_s, exchange.queued_s
-        tokens = getattr(exchange, "tokens", None)
         self._tracer.put(
             Finished(
                 trace_id=self._trace_id,
@@ -120,7 +119,7 @@ class RequestTrace:
                 first_ns=None if exchange.first_s is None else wall(exchange.first_s),
                 ended_ns=now_ns,
                 load_s=self.load_s,
-                tokens=(getattr(tokens, "prompt", None), getattr(tokens, "completion", None)),
+                tokens=(exchange.tokens.prompt, exchange.tokens.completion) if exchange.tokens else (None, None),
             )
         )
 
