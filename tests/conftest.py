@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 ALONE = (
+    "e2e/test_metrics_page.py",
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
     "e2e/test_tools.py",
+    "e2e/test_traces.py",
     "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
     "workers/guard/test_guard.py",

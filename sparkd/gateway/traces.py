@@ -22,9 +22,10 @@ from sparkd.gateway.trace_context import Parent, forwarded, parent_of
 
 _log = logging.getLogger("sparkd.traces")
 
-# A request has up to four spans: a batch is OpenTelemetry's of 512 spans (OTEL_BSP_MAX_EXPORT_BATCH_SIZE).
+# OTEL_BSP_MAX_QUEUE_SIZE is 2048 spans, of which a request has up to four. A batch is small: while it is encoded, in some milliseconds, the
+# loop gets Python's lock at its switch interval only (5 ms).
 QUEUE_REQUESTS = 2048
-BATCH_REQUESTS = 128
+BATCH_REQUESTS = 32
 DELAY_S = 2.0
 # The daemon's end waits so long for what is queued.
 FLUSH_S = 2.0

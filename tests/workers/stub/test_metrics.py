@@ -10,10 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.embedded_model import FOLDER_NAME, prepare
-from sparkd import metrics
-from sparkd.engine.metrics import fault_of, merge
 from tests.support.boards import unanswered
-from tests.support.observability import ROOT, complaints_of, find_promtool
+from tests.support.observability import ROOT
 from workers.stub.metrics import page
 
 
@@ -62,12 +60,6 @@ def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(vllms: 
 
 def test_no_panel_and_no_rule_asks_for_what_the_installed_vllm_has_not(vllms: str) -> None:
     assert unanswered(vllms) == {}
-
-
-@pytest.mark.skipif(find_promtool() is None, reason="promtool is missing, as `make test` says")
-def test_promtool_takes_the_installed_vllms_page_behind_our_own(vllms: str) -> None:
-    assert fault_of(vllms) is None
-    assert complaints_of(metrics.text(merge({("m", "n"): vllms}).encode())) == []
 
 
 def test_what_the_stub_counts_stands_in_its_page() -> None:
