@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 ALONE = (
+    "e2e/test_metrics_page.py",
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
     "e2e/test_tools.py",
+    "e2e/test_traces.py",
     "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
     "workers/guard/test_guard.py",
@@ -67,7 +69,7 @@ ENGINES = (
 # Each of its cases is a program by itself, so any worker may run any of them.
 APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
-PROMTOOL = ("test_alert_rules.py",)
+PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 # Not run where npm is missing; `make page` says so.
 TYPESCRIPT = ("test_tsc.py",)
 TSC = Path(__file__).parent / "web" / "node_modules" / ".bin" / "tsc"

@@ -18,6 +18,7 @@ from typer.main import get_command
 from sparkd import errors
 from sparkd.__main__ import command_line, exit_code
 from sparkd.config.config import load_config
+from sparkd.daemon.console import Console as ServeConsole
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from tests.golden import refusals
@@ -92,11 +93,20 @@ def _plan(folder: Path) -> str:
     model = write_model(folder / "tiny-moe", config, tensors_of(config))
     config = mixture(architectures=["NobodysForCausalLM"])
     unknown = write_model(folder / "unknown", config, tensors_of(config))
+    broken = [(folder / name, config) for name in ("no-config", "cut-off")]
+    (no_config, _), (cut_off, _) = [(write_model(path, shape, tensors_of(shape)), shape) for path, shape in broken]
+    (no_config / "config.json").unlink()
+    (shard,) = cut_off.glob("*.safetensors")
+    os.truncate(shard, 100_000)
     lines = [
         (model,),
         (model, "--margin", "121"),
         (unknown, "--ctx", "1024"),
         (folder / "nothing",),
+        (no_config,),
+        (cut_off,),
+        (model, "--quantize", "nf4"),
+        (model, "--ctx", "5000"),
         (model, "--nodes", 0),
     ]
     return "".join(_run("plan", "--quick", "--hardware", "spark", *words, columns=120) for words in lines)
@@ -113,7 +123,21 @@ def _tables(_folder: Path) -> str:
         + _drawn("sparkd ls", lambda console: show.known(views, console))
         + _drawn("sparkd events", lambda console: [show.event_line(event, console) for event in events] and None)
         + "".join(f"{state}: {show.stage(state, progress)}\n" for state, progress in _PROGRESS)
+        + _endings()
     )
+
+
+def _endings() -> str:
+    """What `sparkd serve` says on a terminal when it ends: with and without its engines, and while requests run."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        console = ServeConsole("http://127.0.0.1:4000", None, None, needs_key=False)  # type: ignore[arg-type]
+        for stop_engines in (True, False):
+            console.say_ending(stop_engines)
+            console.say_ended(stop_engines)
+        console.say_ending(True, 1, 60.0)
+        console.say_ending(False, 2, 30.0)
+    return f"\n$ sparkd serve\n{output.getvalue()}"
 
 
 def _views() -> list[dict[str, Any]]:
@@ -143,10 +167,12 @@ _PROGRESS: tuple[tuple[str, dict[str, Any] | None], ...] = (
     ("LOADING", {"phase": "starting"}),
     ("LOADING", {"phase": "loading", "fraction": 0.25, "bytes_done": 64 << 20, "bytes_total": 256 << 20, "bytes_per_s": 5.824e9,
                  "units_done": 3, "units_total": 644, "format": "nvfp4", "source": "checkpoint", "cache_state": "writing", "eta_s": None}),
+    ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7}),
     ("LOADING", {"phase": "loading", "fraction": 0.0, "source": "cache", "format": "int4"}),
     ("WARMING", {"phase": "warming", "fraction": None, "cache_state": "writing", "weights_gib": 1.5}),
     ("SIZING", {"kv": {"phase": "rehearsing"}, "weights_gib": 1.5}),
     ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}),
+    ("SIZING", {"kv": {"phase": "rehearsing", "source": "profile"}}),
     ("READY", {"phase": "serving", "kv_tokens": 5}),
 )  # fmt: skip
 
@@ -226,12 +252,45 @@ BROKEN = (
     "hooks: {on_startup: {preload: [x]}}\nmodels: {a: {model: o/m}}\n",
     "memory: {guard: maybe}\n",
     "models: [a\n",
+    "limits: {xyzzy: 1}\n",
+    "listen: a\nlisten: b\n",
+    "listen: :4000\n",
+    "listen:\n",
+    "limits: 5\n",
+    "max_queued_requests: many\n",
+    "max_queued_requests: true\n",
+    "wait_for_load_s: .inf\n",
+    "metrics_need_key: perhaps\n",
+    "backoff: {initial_s: 9, max_s: 1}\n",
+    "apiKeys: [a]\nkeys: {inference: [b]}\n",
+    "engine: {env: {A: true}}\n",
+    "listen: ${env.NOPE}\n",
+    "models: {a: {model: -x}}\n",
+    "models: {a: {model: o/m, cmd: x}}\n",
+    "models: {a: {model: o/m, dtype: --host}}\n",
+    "models: {a: {model: o/m, env: {RAY_X: 1}}}\n",
+    "models: {a: {model: o/m, extra_args: -tp 2}}\n",
+    "models: {a: {model: o/m, quantize: nf4}}\n",
+    "models: {a: {model: o/m, quantize: true}}\n",
+    "models: {a: {model: o/m, quantize: {format: nvfp4, group: 8}}}\n",
+    "models: {a: {model: o/m, quantize: fp8, load_format: auto}}\n",
+    "models: {a: {model: o/m, quantize: fp8, env: {VLLM_PLUGINS: x}}}\n",
+    "models: {a: {model: o/m, kv_cache: {at: 5}}}\n",
+    "models: {a: {model: o/m, kv_cache: {bytes: 8GB}}}\n",
+    "models: {a: {model: o/m, kv_cache: {bytes: 1, tokens: 1}}}\n",
+    "models: {a: {model: o/m, kv_cache: {tokens: 1, at: 5}}}\n",
+    "models: {a: {model: o/m, kv_cache: {tokens: true}}}\n",
+    "models: {a: {model: o/m, kv_cache: {utilization: 0}}}\n",
+    "models: {a: {model: o/m, kv_cache: auto, gpu_memory_utilization: 0.5}}\n",
+    "models: {a: {recipe: gpt-oss-120b@x}}\n",
+    "models: {a: {recipe: gpt-oss-120b, speculative: eagle}}\n",
 )
 WRONG_WORDS = (
     "lod",
     "stop m",
     "load",
     "load m --timeout -1",
+    "load m --timeout soon",
     "logs m -n 900",
     "logs m --rank one",
     "unload",
@@ -240,6 +299,7 @@ WRONG_WORDS = (
     "run m -- --host 0.0.0.0",
     "ps",
     "ps --url ftp://x",
+    "ps --url h:99999",
     "ps --key-file /nowhere/key",
     "serve --config /nowhere/sparkd.yaml",
     "serve --name x",
@@ -253,6 +313,15 @@ WRONG_WORDS = (
     "doctor --root /nowhere",
     "recipes show none",
     "incidents show ../x",
+    "plan m --ctx 32q",
+    "plan m --margin nan",
+    "plan m --hardware gb11",
+    "plan m --kv-dtype int4",
+    "join host:99999 --token -",
+    "join 127.0.0.1 --token -",
+    "export unknown out",
+    "recipes ls --dir /nowhere",
+    "recipes import /nowhere",
 )
 KINDS: Mapping[str, Callable[[Path], str]] = {
     "help": _help,

@@ -106,7 +106,7 @@ def test_json_of_too_many_values_is_refused() -> None:
     for read in (in_thread, lambda call: call()):
         with pytest.raises(CheckpointError, match=str(MAX_VALUES)):
             read(lambda: loads(raw, PATH))
-    with pytest.raises(CheckpointError, match="nested too deeply"):
+    with pytest.raises(CheckpointError, match="nested"):
         in_thread(lambda: loads(b"[" * SMALL_BYTES * 2, PATH))
 
 
@@ -150,7 +150,7 @@ def test_a_machine_that_can_start_no_process_says_so(monkeypatch: pytest.MonkeyP
 
 def test_a_process_that_does_not_begin_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_call, "START_S", -module.TIME_S)
-    with pytest.raises(CheckpointError, match="no answer within 0 s"):
+    with pytest.raises(CheckpointError, match=r"\b0 s\b"):
         module.apart(len, b"", PATH)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from sparkd.errors import ConfigError
 from sparkd.hardware import H200, KNOWN, SPARK, hardware_of
+from tests.support.facts import lacking
 
 
 def test_the_known_ones_go_by_their_names() -> None:
@@ -23,7 +25,7 @@ def test_a_file_is_a_spark_but_for_what_it_says(tmp_path: Path) -> None:
     )
 
     # YAML 1.1 reads 90e9 as text.
-    with pytest.raises(ConfigError, match=r"bandwidth_bytes_s must be a number above 0, not '90e9'"):
+    with pytest.raises(ConfigError, match=r"bandwidth_bytes_s .*'90e9'"):
         hardware_of(str(file))
     file.write_text(file.read_text().replace("90e9", "9.0e+10"))
     changed = replace(SPARK, name="desk", memory_bytes=64 << 30, platform="cpu", bandwidth_bytes_s=9e10, system_bytes=0, unified=False)
@@ -39,40 +41,40 @@ def test_a_file_is_a_spark_but_for_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("memory: 5", "the key 'memory' is not known; name, memory_bytes"),
-        ("7: 5", "the key '7' is not known"),
-        ("memory_bytes: 1.5", "memory_bytes must be a whole number, not 1.5"),
-        ("memory_bytes: -1", "memory_bytes must be a whole number"),
-        ("memory_bytes: .inf", "memory_bytes must be a whole number"),
-        ("memory_bytes: true", "memory_bytes must be a whole number"),
-        ("memory_bytes: 0", "leaves nothing of memory_bytes 0"),
-        ("system_bytes: 900000000000", "system_bytes 900000000000 leaves nothing"),
-        ("disk_bytes_s: 0", "disk_bytes_s must be a number above 0"),
-        ("disk_bytes_s: .nan", "disk_bytes_s must be a number above 0"),
-        ("link_bytes_s: .inf", "link_bytes_s must be a number above 0"),
-        ("unified: 1", "unified must be true or false"),
-        ("platform: tpu", "platform must be a word (platform: cuda or cpu), not 'tpu'"),
-        ("name: [x]", "name must be a word"),
-        ("- a list", "a map with memory_bytes"),
-        ("", "a map with memory_bytes"),
-        ("a: [", "a map is expected"),
-        ("[" * 400, "a map is expected"),
-        ("!!python/object:os.system {}", "a map is expected"),
+        ("memory: 5", ["key 'memory'", "name, memory_bytes"]),
+        ("7: 5", ["key '7'"]),
+        ("memory_bytes: 1.5", ["memory_bytes", "whole number", "1.5"]),
+        ("memory_bytes: -1", ["memory_bytes", "whole number", "-1"]),
+        ("memory_bytes: .inf", ["memory_bytes", "whole number", "inf"]),
+        ("memory_bytes: true", ["memory_bytes", "whole number"]),
+        ("memory_bytes: 0", ["system_bytes", "nothing", "memory_bytes 0"]),
+        ("system_bytes: 900000000000", ["system_bytes 900000000000", "nothing"]),
+        ("disk_bytes_s: 0", ["disk_bytes_s", "above 0"]),
+        ("disk_bytes_s: .nan", ["disk_bytes_s", "above 0", "nan"]),
+        ("link_bytes_s: .inf", ["link_bytes_s", "above 0", "inf"]),
+        ("unified: 1", ["unified", "true or false"]),
+        ("platform: tpu", ["platform", "cuda or cpu", "'tpu'"]),
+        ("name: [x]", ["name", "a word"]),
+        ("- a list", ["a map", "memory_bytes"]),
+        ("", ["a map", "memory_bytes"]),
+        ("a: [", ["a map"]),
+        ("[" * 400, ["a map"]),
+        ("!!python/object:os.system {}", ["a map"]),
     ],
 )
-def test_a_wrong_file_is_one_sentence_with_the_key(text: str, told: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_sentence_with_the_key(text: str, told: list[str], tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(text)
 
     with pytest.raises(ConfigError) as caught:
         hardware_of(str(file))
-    assert told in caught.value.message and str(file) in caught.value.message and "\n" not in caught.value.message
+    assert lacking(caught.value.message, str(file), *told) == [] and "\n" not in caught.value.message
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for text in ("Spark", str(tmp_path), str(tmp_path / "none")):
-        with pytest.raises(ConfigError, match="neither spark nor h200 nor a file"):
+        with pytest.raises(ConfigError, match=f"{re.escape(text)}.*spark.*h200"):
             hardware_of(text)
-    with pytest.raises(ConfigError, match="it is no text"):
+    with pytest.raises(ConfigError, match=r"binary.* no text"):
         hardware_of(str(tmp_path / "binary"))

@@ -239,7 +239,7 @@ def test_credential(tmp_path: Path, content: bytes, expected: str | None) -> Non
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../admin.key", "/etc/passwd"])
 def test_a_credential_is_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="plain file names"):
+    with pytest.raises(ConfigError, match="plain file"):
         Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential(name)
 
 

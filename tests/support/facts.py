@@ -1,4 +1,4 @@
-"""The facts of a sentence: its numbers, keys, names, paths and quoted words, in order and without the words between them."""
+"""Owns how a test reads a sentence of sparkd's: by the names and numbers in it, never by its wording."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def _fact(match: re.Match[str]) -> str | None:
     if "[" not in word:
         word = word.rstrip("]")
     return word if _NAMED.search(word) else None
+
+
+def lacking(sentence: str | None, *facts: str) -> list[str]:
+    """The facts that do not stand in the sentence as whole words: "5 GiB" is neither in "15 GiB" nor in "1.5 GiB", and "5" not in "5.0"."""
+    return [fact for fact in facts if not re.search(_before(fact) + re.escape(fact) + _behind(fact), sentence or "")]
+
+
+def _before(fact: str) -> str:
+    return r"(?<!\w)(?<!\d[.,])" if re.match(r"\w", fact) else ""
+
+
+def _behind(fact: str) -> str:
+    return r"(?!\w)(?![.,]\d)" if re.search(r"\w$", fact) else ""

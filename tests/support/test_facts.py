@@ -1,8 +1,10 @@
+"""The facts of a sentence, and whether one stands in it as a whole word or number."""
+
 from __future__ import annotations
 
 import pytest
 
-from tests.support.facts import facts
+from tests.support.facts import facts, lacking
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,23 @@ from tests.support.facts import facts
 def test_the_words_between_are_left_out(sentence: str, expected: str) -> None:
     assert facts(sentence) == expected
     assert facts(ValueError(sentence)) == expected
+
+
+@pytest.mark.parametrize(
+    ("sentence", "fact", "stands"),
+    [
+        ("It needs 5 GiB.", "5 GiB", True),
+        ("It needs 15 GiB.", "5 GiB", False),
+        ("It needs 1.5 GiB.", "5 GiB", False),
+        ("It needs 5.0 GiB.", "5", False),
+        ("It needs 5,000 bytes.", "5", False),
+        ("It needs 5, or 6.", "5", True),
+        ("Or quick?", "quick", True),
+        ("Or quickly?", "quick", False),
+        ("--nodes 0: less than 1.", "--nodes 0", True),
+        ("layers[0]: unknown", "layers[0]", True),
+        (None, "5", False),
+    ],
+)
+def test_what_stands_in_a_sentence(sentence: str | None, fact: str, stands: bool) -> None:
+    assert lacking(sentence, fact) == ([] if stands else [fact])

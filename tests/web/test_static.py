@@ -18,10 +18,9 @@ _IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*["']([^"']+)["']""")
 
 def imports_of(name: str) -> set[str]:
     """The modules that a module needs before it runs, without those that it may import later."""
-    code = re.sub(r"/\*.*?\*/", "", (STATIC / name).read_text(), flags=re.DOTALL)
-    return {
-        ((STATIC / name).parent / target).resolve().relative_to(STATIC).as_posix() for target in _IMPORT.findall(code) if target[0] == "."
-    }
+    without_comments = re.sub(r"/\*.*?\*/", "", (STATIC / name).read_text(), flags=re.DOTALL)
+    targets = [target for target in _IMPORT.findall(without_comments) if target[0] == "."]
+    return {((STATIC / name).parent / target).resolve().relative_to(STATIC).as_posix() for target in targets}
 
 
 def test_what_the_first_page_needs_is_preloaded() -> None:

@@ -36,6 +36,7 @@ from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.sparkd.gateway.fakes import soon
 from tests.support.answers import check_answer
 from tests.support.fabric_tree import readings
+from tests.support.facts import lacking
 from tests.support.fakes import Scene
 from tests.support.shards import write_folder
 
@@ -219,17 +220,17 @@ async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.Mon
         found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
         assert (found["architecture"], found["choice"]["config"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
-        made.scene.cluster.links = {2: "a and b have no cable between them"}
-        legal = "1 attention heads do not divide by 2 ranks"
-        for hardware, told in (("node", "a and b have no cable between them"), ("spark", legal)):
+        made.scene.cluster.links = {2: "a and b: no cable"}
+        for hardware, told in (("node", ("a and b: no cable",)), ("spark", ("1 attention heads", "2 ranks"))):
             options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "hardware": hardware}))["options"]
-            assert {one["reason"] for one in options if one["tensor_parallel"] == 2 and one["format"] == "as stored"} == {told}
+            (reason,) = {one["reason"] for one in options if one["tensor_parallel"] == 2 and one["format"] == "as stored"}
+            assert lacking(reason, *told) == []
         for body, status, told in (
             ({"model": str(folder), "nodes": 0}, 400, "nodes"),
             ({"model": str(folder), "quantize": "fp3"}, 422, "fp3"),
             ({"model": str(tmp_path / "gone")}, 422, "gone"),
-            ({"model": "owner/nothing"}, 422, "HF_HUB_OFFLINE keeps sparkd from asking the hub"),
-            ({"model": "nothing"}, 422, "No model is called nothing"),
+            ({"model": "owner/nothing"}, 422, "owner/nothing"),
+            ({"model": "nothing"}, 422, "nothing"),
         ):
             assert told in (await made.ask("POST", "/plan", status, json=body))["error"]["message"]
 
@@ -261,7 +262,7 @@ async def test_a_load_answers_202_with_an_operation_that_is_waited_for(tmp_path:
         answer = await made.ask("POST", "/models/m/load", 202)
         assert (answer["kind"], answer["model"], answer["state"]) == ("load", "m", "RUNNING")
         assert answer["href"] == f"{PREFIX}/operations/{answer['operation']}"
-        assert (await made.ask("POST", "/models/gpt-4o/load", 202))["operation"] == answer["operation"], "asked again, it is the same one"
+        assert (await made.ask("POST", "/models/gpt-4o/load", 202))["operation"] == answer["operation"]
         assert (await made.ask("GET", f"/operations/{answer['operation']}"))["state"] == "RUNNING"
 
         waiting = asyncio.create_task(made.ask("GET", f"/operations/{answer['operation']}?wait_s=60"))
@@ -406,7 +407,7 @@ async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
         body = {"name": "new", "spec": {"model": "/y"}, "load": False}
         for _ in range(2):
             assert (await made.ask("POST", "/models", 202, json=body))["model"]["origin"] == "api"
-        assert changes() == [("added", "new", "api")], "the same again changes nothing"
+        assert changes() == [("added", "new", "api")]
         other = {"model": "/z", "ttl": 5}
         error = await made.refused("POST", "/models", 409, json={**body, "spec": other})
         assert error["code"] == "conflict"
@@ -439,10 +440,10 @@ async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_th
 ) -> None:
     """Before: it was known from then on, and tried again and again."""
     async with admin_of(tmp_path) as made:
-        empty = AsyncMock(return_value=ModelUnusable("The folder /y is empty, so it holds no model: check the path."))
-        monkeypatch.setattr(made.scene.cluster, "unusable", empty)
+        fault = ModelUnusable("The folder /y is empty.")
+        monkeypatch.setattr(made.scene.cluster, "unusable", AsyncMock(return_value=fault))
         error = await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y"}})
-        assert error["message"].startswith("new was not added: The folder /y is empty")
+        assert error["message"].startswith("new ") and fault.message in error["message"]
         assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"] if model["want"] == "RUNNING"}
         await made.scene.tick(3)
         assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
@@ -504,10 +505,10 @@ async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
 
         assert (await made.ask("POST", "/models/m/load", 202, json={"recipe": None}))["model"] == "m"
         for path, body, status, told in (
-            ("m", {"recipe": "mine"}, 409, "m is in the configuration file: set `recipe: mine` there"),
+            ("m", {"recipe": "mine"}, 409, "`recipe: mine`"),
             ("new", {"recipe": "none"}, 422, "none"),
-            ("new", {"recipe": "./mine.yaml"}, 422, "recipe must be a name here"),
-            ("own", {"recipe": "code"}, 422, "The recipe runs code that comes with its own model"),
+            ("new", {"recipe": "./mine.yaml"}, 422, "a name"),
+            ("own", {"recipe": "code"}, 422, "runs code"),
             ("own", {"recipe": ""}, 400, "recipe"),
             ("own", {"recipes": "mine"}, 400, "recipes"),
         ):
@@ -541,15 +542,15 @@ async def test_a_removed_model_that_still_stops_is_not_started_again(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "spec", "status", "words"),
     [
-        ("m", {"model": "/y"}, 409, "is in the configuration file"),
-        ("gpt-4o", {"model": "/y"}, 409, "a name of the model m already"),
-        ("new", {"model": "/y", "aliases": ["gpt-4o"]}, 409, "a name of the model m already"),
+        ("m", {"model": "/y"}, 409, "configuration file"),
+        ("gpt-4o", {"model": "/y"}, 409, "model m already"),
+        ("new", {"model": "/y", "aliases": ["gpt-4o"]}, 409, "model m already"),
         ("new", {}, 422, "model"),
         ("new", {"model": "/y", "modle": 1}, 422, "modle"),
-        ("new", {"model": "../y"}, 422, "hub id or an absolute path"),
-        ("new", {"model": "/y", "trust_remote_code": True}, 422, "refused over the admin API"),
-        ("new", {"model": "/y", "runtime": "/usr/bin/python3"}, 422, "refused over the admin API"),
-        ("new", {"model": "/y", "entrypoint": "os"}, 422, "refused over the admin API"),
+        ("new", {"model": "../y"}, 422, "absolute path"),
+        ("new", {"model": "/y", "trust_remote_code": True}, 422, "trust_remote_code"),
+        ("new", {"model": "/y", "runtime": "/usr/bin/python3"}, 422, "runtime"),
+        ("new", {"model": "/y", "entrypoint": "os"}, 422, "entrypoint"),
         ("new", {"model": "/y", "env": {"LD_PRELOAD": SECRET}}, 422, "LD_PRELOAD"),
         ("new", {"model": "/y", "extra_args": ["--trust-remote-code"]}, 422, "--trust-remote-code"),
         ("new", {"model": "/y", "extra_args": ["--chat-template", SECRET]}, 422, "--chat-template"),
@@ -573,7 +574,7 @@ async def test_specifications_that_are_refused(tmp_path: Path, name: str, spec: 
 
 async def test_a_model_of_the_configuration_file_is_not_removed(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        assert "take it out there" in (await made.refused("DELETE", "/models/m", 409))["message"]
+        assert lacking((await made.refused("DELETE", "/models/m", 409))["message"], "m", "configuration file") == []
         await made.refused("DELETE", "/models/gpt-4o", 409)
 
 
@@ -623,8 +624,8 @@ async def test_a_model_whose_environment_has_a_number_that_cannot_be_is_not_adde
     async with admin_of(tmp_path) as made:
         spec = {"model": "/y", "env": {"VLLM_CPU_KVCACHE_SPACE": "much"}}
         refused = await made.refused("POST", "/models", 422, json={"name": "new", "spec": spec, "load": False})
-        assert "VLLM_CPU_KVCACHE_SPACE must be a whole number" in refused["message"]
-        assert "much" not in json.dumps(refused), "values of the environment are shown to nobody"
+        assert "VLLM_CPU_KVCACHE_SPACE" in refused["message"]
+        assert "much" not in json.dumps(refused), "values of the environment"
         assert "new" not in json.dumps(await made.ask("GET", "/models"))
 
 
@@ -640,12 +641,12 @@ DEEP = b'{"name": "new", "spec": {"model": "/y", "metadata": {"a": %s}}, "load":
     [
         (b"", {}, "Field required"),
         (b"{", JSON, "JSON decode error"),
-        (b'{"name": "\xff"}', JSON, "cannot be read as JSON"),
-        (b"1" * 5000, JSON, "cannot be read as JSON"),
-        (b"[" * 100_000, JSON, "cannot be read as JSON"),
-        (DEEP % (b"[" * 40 + b"]" * 40), JSON, "nested deeper than 32 levels"),
+        (b'{"name": "\xff"}', JSON, "JSON"),
+        (b"1" * 5000, JSON, "JSON"),
+        (b"[" * 100_000, JSON, "JSON"),
+        (DEEP % (b"[" * 40 + b"]" * 40), JSON, "32 levels"),
         (DEEP % (b"[" * 900 + b"]" * 900), JSON, ""),
-        (DEEP % (b'{"a":' * 40 + b"1" + b"}" * 40), JSON, "nested deeper than 32 levels"),
+        (DEEP % (b'{"a":' * 40 + b"1" + b"}" * 40), JSON, "32 levels"),
         (DEEP % b"NaN", JSON, "finite"),
         (DEEP % b"1e999", JSON, "finite"),
         (DEEP % b'"\\ud800"', JSON, "surrogate"),

@@ -35,6 +35,7 @@ from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fabric_tree import readings
+from tests.support.facts import lacking
 from tests.support.fakes import Scene as Supervised
 from tests.support.fakes import stage
 from workers.agent.nccl_rate import MOST_BYTES as PROGRAM_MOST_BYTES
@@ -165,7 +166,7 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         fabric = FabricNodes(read)
         fabric.passed = made.measures.passed
         chosen, why = await fabric.team([A, B, C], 3, rdma=True)
-        assert chosen == () and "a live NCCL test must pass first. `sparkd fabric --measure all`" in why
+        assert chosen == () and lacking(why, "NCCL", "`sparkd fabric --measure all`") == []
 
         await made.ended(made.measures.start([A, B]))
         assert await fabric.team([A, B, C], 3, rdma=True) == ((), why)
@@ -231,8 +232,8 @@ async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(
         found = report(readings, rates=made.measures.rates())
         (told,) = [one for one in found["findings"] if one["check"] == "rate"]
         assert (found["rates"][0]["holds"], told["verdict"]) == (False, OK)
-        assert told["evidence"].endswith("GB/s measured over other links")
-        assert told["cure"] == "Measure again: `sparkd fabric --measure spark-1,spark-2`."
+        assert lacking(told["evidence"], "GB/s", "other links") == []
+        assert lacking(told["cure"], "`sparkd fabric --measure spark-1,spark-2`") == []
 
         # Back as it was, a ring serves again without a hand.
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
@@ -266,7 +267,7 @@ async def test_what_an_earlier_release_kept_proves_nothing_and_says_so(tmp_path:
         again = made.again()
         assert (len(again.rates()), again.passed(fabrics_of(made.nodes.readings))) == (1, frozenset())
         found = report(made.nodes.readings, rates=again.rates())
-        assert "21.50 GB/s measured over unknown links" in [one["evidence"] for one in found["findings"]]
+        assert [] in [lacking(one["evidence"], "21.50 GB/s", "unknown links") for one in found["findings"]]
         console = Console(file=io.StringIO(), width=200)
         show_fabric.fabric(found, console)
         assert "measure again" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -284,9 +285,9 @@ async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("nodes", "told"),
     [
-        ([A], "between two nodes"),
-        ([A, A], "between two nodes"),
-        ([A, "10.9.9.9"], "10.9.9.9 is no node of this cluster; its nodes are 192.168.100.11"),
+        ([A], "two nodes"),
+        ([A, A], "two nodes"),
+        ([A, "10.9.9.9"], r"10\.9\.9\.9 .*192\.168\.100\.11"),
     ],
 )
 async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], told: str, tmp_path: Path) -> None:
@@ -298,9 +299,9 @@ async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], told:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (AgentLost("The agent does not answer."), "The agent does not answer."),
-        ({"error": "unhandled system error", "running": False, "nccl": []}, f"is not known: {A}: unhandled system error"),
-        ({"error": "x", "nccl": ["NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out"]}, "The two ends are in different"),
+        (AgentLost("The agent is gone."), "The agent is gone."),
+        ({"error": "unhandled system error", "running": False, "nccl": []}, f": {A}: unhandled system error"),
+        ({"error": "x", "nccl": ["NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out"]}, "different"),
     ],
 )
 async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said: Any, told: str, tmp_path: Path) -> None:
@@ -349,27 +350,28 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
     async with scene(tmp_path) as made:
         made.nodes.moved = {"roceP2p1s0f1": 0}
         ended = await made.ended(made.measures.start([A, B]))
-        assert ended.message.endswith("21.5 GB/s over 2 rails, 20 to 24 is normal; nothing went over roceP2p1s0f1")
+        assert lacking(ended.message, "21.5 GB/s", "2 rails", "20 to 24", "nothing", "roceP2p1s0f1") == []
         assert finding(made.measures.rates()[0]).verdict == FAIL
 
 
 @pytest.mark.parametrize(
     ("rate", "verdict", "told"),
     [
-        (GOOD, OK, "21.5 GB/s over 2 rails, 20 to 24 is normal"),
-        (replace(GOOD, gb_s=13.0), WARN, "13.0 GB/s over 2 rails, 20 to 24 is normal: 35% is lost"),
-        (replace(GOOD, gb_s=13.0, rails=1), OK, "13.0 GB/s over 1 rail, 13.9 is normal"),
-        (replace(GOOD, gb_s=2.1, network="Socket"), FAIL, "2.1 GB/s by sockets, 20 to 24 over 2 rails is normal: 90% is lost"),
-        (replace(GOOD, gb_s=1.6), FAIL, "1.6 GB/s over 2 rails, 20 to 24 is normal: 92% is lost"),
-        (replace(GOOD, gb_s=2.0, rails=0, network="Socket"), OK, "2.0 GB/s over sockets over the ConnectX-7, 2.1 is normal"),
-        (replace(GOOD, gb_s=0.4, rails=0, lan=True, backend="gloo"), FAIL, "0.4 GB/s over sockets over 10GbE, 1 is normal"),
-        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, "0.40 GB/s over virtual links, which have no normal rate"),
+        (GOOD, OK, ["21.5 GB/s", "2 rails", "20 to 24"]),
+        (replace(GOOD, gb_s=13.0), WARN, ["13.0 GB/s", "2 rails", "20 to 24", "35%"]),
+        (replace(GOOD, gb_s=13.0, rails=1), OK, ["13.0 GB/s", "1 rail", "13.9"]),
+        (replace(GOOD, gb_s=2.1, network="Socket"), FAIL, ["2.1 GB/s", "sockets", "20 to 24", "2 rails", "90%"]),
+        (replace(GOOD, gb_s=1.6), FAIL, ["1.6 GB/s", "2 rails", "20 to 24", "92%"]),
+        (replace(GOOD, gb_s=2.0, rails=0, network="Socket"), OK, ["2.0 GB/s", "sockets", "ConnectX-7", "2.1"]),
+        (replace(GOOD, gb_s=0.4, rails=0, lan=True, backend="gloo"), FAIL, ["0.4 GB/s", "sockets", "10GbE", "1"]),
+        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, ["0.40 GB/s", "virtual", "no normal"]),
     ],
 )
-def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: str) -> None:
+def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: list[str]) -> None:
     judged = finding(rate, {A: "spark-1", B: "spark-2"})
 
-    assert (judged.verdict, judged.evidence, judged.node) == (verdict, told, "spark-1 - spark-2")
+    assert (judged.verdict, lacking(judged.evidence, *told), judged.node) == (verdict, [], "spark-1 - spark-2")
+    assert judged.evidence.count("%") == "".join(told).count("%")
     assert bool(judged.cure) is (verdict != OK)
     assert rate.passed is (verdict != FAIL and rate.rails > 0)
 
@@ -417,14 +419,14 @@ def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Pa
     assert json.loads((tmp_path / "order").read_text()) == {"rank": 1}
     assert "N=2" in (tmp_path / "env").read_text() and "secret" not in (tmp_path / "env").read_text()
     rating.end(job)
-    with pytest.raises(RankError, match="run it again"):
+    with pytest.raises(RankError, match="again"):
         rating.state(job)
 
 
 def test_one_that_dies_says_so_and_one_that_hangs_is_ended_with_the_next(tmp_path: Path) -> None:
     rating = Rating()
     assert "exit code 3" in settled(rating, rating.start(program(tmp_path, "exit 3"), {}, {}))["error"]
-    assert "within its time" in settled(rating, rating.start(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
+    assert "its time" in settled(rating, rating.start(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
     hangs = rating.start(program(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 60"), {}, {})
     until_s = time.monotonic() + 10
     while not (tmp_path / "pid").exists() and time.monotonic() < until_s:
@@ -433,7 +435,7 @@ def test_one_that_dies_says_so_and_one_that_hangs_is_ended_with_the_next(tmp_pat
     rating.end(rating.start(program(tmp_path, "exit 0"), {}, {}))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-    with pytest.raises(RankError, match="nothing-here cannot be run: No such file"):
+    with pytest.raises(RankError, match=r"nothing-here .*No such file"):
         rating.start(str(tmp_path / "nothing-here"), {}, {})
 
 

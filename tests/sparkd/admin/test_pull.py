@@ -31,6 +31,7 @@ from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.sparkd.gateway.fakes import soon
 from tests.support.fabric_tree import readings
+from tests.support.facts import lacking
 from tests.support.fakes import scene as supervised
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.shards import layered, write_folder
@@ -144,7 +145,7 @@ async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended
 
     assert (began.kind, began.model, began.state) == ("pull", "plain", OperationState.RUNNING)
     assert ended.state is OperationState.SUCCEEDED
-    assert ended.message.startswith(f"{FOLDER} (0.00 GB) is on {A}, {B}: 0.00 GB were copied in")
+    assert lacking(ended.message, FOLDER, f"{A}, {B}", "copied") == []
     (source, (_, order, _)), (sink, (_, theirs, places)) = made.nodes.of("copy")
     assert (source, sink, places) == (A, B, {})
     assert order["binds"] == ["192.168.100.11", "192.168.200.17"], "both twins"
@@ -162,7 +163,7 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
             while (found := made.ledger.operations.find(began.id)).progress is None:  # noqa: ASYNC110 - until it says something
                 await asyncio.sleep(0)
         assert made.pulls.start("plain", [B]).id == began.id, "one is under way"
-        with pytest.raises(Conflict, match="another revision, is under way: wait for it"):
+        with pytest.raises(Conflict, match="revision"):
             made.pulls.start("plain", [B], "v2")
         cancelled = made.pulls.cancel(began.id)
 
@@ -170,34 +171,30 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
     assert found.progress is not None
     assert (found.progress.bytes_done, found.progress.bytes_total, found.progress.fraction) == (50, 100, 0.5)
     assert cancelled is not None and cancelled.state is OperationState.CANCELLED
-    assert "what was verified stays" in cancelled.message
     assert made.pulls.cancel(began.id) is None and made.pulls.cancel("no-such") is None
     assert [job for _, (job,) in made.nodes.of("end_copy")] == ["source", "sink"]
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "told"),
+    ("method", "answer", "facts"),
     [
-        ("staged", None, f"{FOLDER} is on none of {A}, {B}: check the path"),
-        (
-            "lacking",
-            {"path": "/disk", "bytes": 5_000, "free_bytes": 1_000},
-            f"{B}: /disk has 1,000 bytes free and {FOLDER} needs 5,000 more",
-        ),
-        ("copy", RankError("192.0.2.1 cannot be listened on."), "192.0.2.1 cannot be listened on."),
-        ("copying", lambda node, job: {"error": "The disk is on fire."}, f"{A}: The disk is on fire."),
-        ("copying", ClusterError("The agent of node B did not answer."), "The agent of node B did not answer."),
-        ("copying", ValueError("a bug"), "sparkd made an error (ValueError); its log has more."),
-        ("copying", asyncio.CancelledError(), "sparkd made an error (CancelledError); its log has more."),
+        ("staged", None, [FOLDER, f"{A}, {B}"]),
+        ("lacking", {"path": "/disk", "bytes": 5_000, "free_bytes": 1_000}, [f"{B}: /disk", "1,000 bytes", FOLDER, "5,000"]),
+        ("copy", RankError("No port."), ["No port."]),
+        ("copying", lambda node, job: {"error": "The disk is on fire."}, [f"{A}: The disk is on fire."]),
+        ("copying", ClusterError("The agent of B is gone."), ["The agent of B is gone."]),
+        ("copying", ValueError("a bug"), ["(ValueError)"]),
+        ("copying", asyncio.CancelledError(), ["(CancelledError)"]),
     ],
 )
-async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, told: str, tmp_path: Path) -> None:
+async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, facts: list[str], tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said[method] = answer
         ended = await made.ended(made.pulls.start("plain"))
         assert made.ledger.events(0, 10)[-1].message == ended.message
 
-    assert (ended.state, ended.message.startswith(told)) == (OperationState.FAILED, True), ended.message
+    assert (ended.state, lacking(ended.message, *facts)) == (OperationState.FAILED, []), ended.message
+    assert "a bug" not in ended.message
     assert len(made.nodes.of("end_copy")) == (2 if method == "copying" else 0)
 
 
@@ -242,9 +239,9 @@ async def test_weights_that_a_copy_removed_or_left_are_told(tmp_path: Path) -> N
         made.nodes.steps = [{"done_bytes": 100, "fetched_bytes": 90, "ended": True} | beside]
         ended = await made.ended(made.pulls.start("plain"))
 
-    told = "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors and 2 more"
-    assert f"Removed from {B}, where an earlier pull had put it and {A} has it no longer: {told}. {B} has weights that {A}" in ended.message
-    assert "no pull put there: mine.safetensors; move or remove them there" in ended.message
+    removed, left = ended.message.split(f". {B} has ")
+    assert lacking(removed, f"Removed from {B}", "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors", "2 more") == []
+    assert lacking(left, A, "mine.safetensors") == []
 
 
 async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:
@@ -253,7 +250,7 @@ async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> Non
         ended = await made.ended(made.pulls.start("plain", [A]))
 
     assert ended.state is OperationState.FAILED
-    assert ended.message.startswith(f"{FOLDER} is only on {A}, where a copy of it was interrupted")
+    assert lacking(ended.message, FOLDER, A, "interrupted") == []
 
 
 async def test_who_has_it_already_gets_nothing(tmp_path: Path) -> None:
@@ -268,7 +265,7 @@ async def test_what_cannot_begin_is_refused(tmp_path: Path) -> None:
         for name in ("nobody", "../../etc", "a/b/c", "/etc"):
             with pytest.raises(UnknownModel, match="plain"):
                 made.pulls.start(name)
-        with pytest.raises(BadRequest, match=r"10\.9\.9\.9 is no node"):
+        with pytest.raises(BadRequest, match=r"10\.9\.9\.9"):
             made.pulls.start("plain", ["10.9.9.9", A])
     fresh = Scene(tmp_path / "later")
     with pytest.raises(ClusterError, match="still starting"):
@@ -282,7 +279,7 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
         began = made.pulls.start("plain")
     found = made.ledger.operations.find(began.id)
 
-    assert (found.state, found.message) == (OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+    assert (found.state, lacking(found.message, "daemon ended")) == (OperationState.CANCELLED, [])
 
 
 async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> None:
@@ -422,7 +419,7 @@ async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
 
     if whole:
         assert ended.state is OperationState.SUCCEEDED, ended.message
-        assert "The hub was not contacted" in ended.message and f"what {B} has is complete" in ended.message
+        assert lacking(ended.message, "hub", "not contacted", B, "complete") == []
         assert [node for node, _ in made.nodes.of("copy")] == [B, A]
     else:
         assert ended.state is OperationState.FAILED and "no listing" in ended.message
@@ -435,7 +432,7 @@ def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: 
     hub.listing = {"nothing": "of use"}
     commit, note = download.fetch("owner/name", None, environ, told.append)
 
-    assert commit == COMMIT and "what is in the cache is whole" in note
+    assert commit == COMMIT and lacking(note, "cache", "whole") == []
     with pytest.raises(download.NotAsked) as silent:
         download.fetch("owner/name", "other", environ, told.append)
     assert "no listing" in silent.value.error.message
@@ -443,14 +440,14 @@ def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: 
 
 def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "sha256_of", lambda path, buffer: "0" * 64)
-    with pytest.raises(CheckpointError, match="does not have the SHA-256 that the hub names and was removed"):
+    with pytest.raises(CheckpointError, match=r"SHA-256.*removed"):
         download.fetch("owner/name", None, environ, lambda told: None)
     assert snapshot_of("owner/name", None, environ) is None
 
 
 def test_a_full_disk_is_told_before_the_download(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_free", lambda path: 1000)
-    with pytest.raises(RankError, match=r"has 1,000 bytes free and owner/name needs [\d,]+ more"):
+    with pytest.raises(RankError, match=r"1,000 bytes free .*owner/name .*[\d,]+ more"):
         download.fetch("owner/name", None, environ, lambda told: None)
     assert not [asked for asked in hub.asked if asked.server == "store"]
 

@@ -25,11 +25,13 @@ from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
+from tests.support.facts import lacking
 from tests.support.shards import layered, write_sparse
 from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
+UNCHANGED = r"max_model_len [0-9,]+ as\b"  # a length that fits with nothing else changed
 LAYERS, HIDDEN, INNER, VOCAB = 32, 4096, 14_336, 32_000
 # K and V of 8 heads of 128 in bfloat16, for each layer.
 TOKEN_BYTES = LAYERS * 2 * 8 * 128 * 2
@@ -74,7 +76,7 @@ def test_the_account_of_a_model(folder: Path) -> None:
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
     assert found.fixed > weights + rotary + 3 * GIB
     assert found.total is None
-    assert "one request of 8,192 tokens" in found.sentence
+    assert lacking(found.sentence, "8,192 tokens") == []
     assert f"weights {(weights + rotary) / GIB:.1f} GiB" in found.sentence
 
 
@@ -119,11 +121,11 @@ def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path:
     config = Config.model_validate({"state_dir": tmp_path})
     spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
     told = too_large(requirement_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node")
-    needs = "m does not fit: --num-gpu-blocks-override is 64, and one request of 8,192 tokens needs 65 blocks."
-    assert told == f"{needs} To make it fit: set --num-gpu-blocks-override 65, or set max_model_len: 8064."
+    assert lacking(told, "m", "--num-gpu-blocks-override is 64", "8,192 tokens", "65 blocks") == []
+    assert lacking(told, "set --num-gpu-blocks-override 65", "set max_model_len: 8064") == []
     many = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "99999"])
     told = too_large(requirement_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") or ""
-    assert "as asked for (--num-gpu-blocks-override 99999), " in told
+    assert lacking(told, "(--num-gpu-blocks-override 99999)") == []
     fitting = re.search(r"set --num-gpu-blocks-override (\d+) \(", told)
     assert fitting is not None
     less = many.model_copy(update={"extra_args": ["--num-gpu-blocks-override", fitting[1]]})
@@ -170,7 +172,7 @@ def test_float32_takes_twice_as_much_of_everything(folder: Path, keys: dict[str,
     assert weights < wide.fixed - plain.fixed < 1.1 * weights
     assert of(folder, max_model_len=8192, kv_cache_dtype="bfloat16", **keys).layout.block_bytes == plain.layout.block_bytes
     assert wide.sureness == plain.sureness
-    assert account(spec_of(folder, quantize="nvfp4", **keys), SPARK, {}) is None, "what its formats become is not counted"
+    assert account(spec_of(folder, quantize="nvfp4", **keys), SPARK, {}) is None
 
 
 def test_four_bits_need_less(folder: Path) -> None:
@@ -221,7 +223,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
 @pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "0"]])
 def test_auto_beside_a_flag_that_is_not_counted_is_refused(folder: Path, args: list[str]) -> None:
     flag = args[0].partition("=")[0]
-    with pytest.raises(ConfigError, match=f"{flag} and quantize: auto exclude each other"):
+    with pytest.raises(ConfigError, match=f"{flag} and quantize: auto\\b"):
         spec_of(folder, quantize="auto", extra_args=args)
     assert resolved(spec_of(folder, quantize="auto", extra_args=["--moe-backend", "marlin"]), SPARK, {}, 15 * GIB).quantize
     for keys in ({"extra_args": ["--mamba-cache-mode", "all"]}, {"kv_cache_dtype": "turboquant_4bit"}):
@@ -327,8 +329,7 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16)
     why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16)), 24, "this node")
     assert why is not None
-    assert why.startswith("m does not fit: it needs at least ")
-    assert "this node offers 24 GiB. To make it fit: set max_model_len: " in why
+    assert why.startswith("m ") and lacking(why, "this node", "24 GiB", "set max_model_len:") == []
     assert "tokens" in why
     assert too_large(needing(spec, "cuda", 20, of(folder, max_num_seqs=16)), 121, "this node") is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
@@ -373,22 +374,14 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
     # An account may be wrong by so much, and the engine measures.
     assert refused(memory_gib=least * 0.96) is None
     told = refused(memory_gib=least * 0.9)
-    assert (
-        told is not None
-        and "m does not fit into memory_gib: " in told
-        and "To make it fit: set memory_gib: " in told
-        and ", or set quantize: fp8 (" in told
-    )
+    assert lacking(told, "m", f"memory_gib: {least * 0.9:g}", f"{least:.1f} GiB", "set memory_gib:", "set quantize: fp8") == []
     assert refused(most_gib=40, kv_margin_gib=5) is None
     told = refused(most_gib=40, kv_margin_gib=25)
-    assert told is not None and "this node offers 40 GiB, of which kv_margin_gib keeps 25 free. To make it fit: " in told
+    assert told is not None and lacking(told, "this node", "40 GiB", "kv_margin_gib", "25") == []
     told = refused(kv_cache={"tokens": 4096})
-    assert (
-        told is not None
-        and "kv_cache holds 4,096 tokens, and one request has 8,192. To make it fit: set kv_cache: {tokens: 8192}, or" in told
-    )
+    assert told is not None and lacking(told, "4,096 tokens", "8,192", "set kv_cache: {tokens: 8192}") == []
     told = refused(platform="cpu", max_model_len=32_768)
-    assert told is not None and "the cache of a CPU's engine holds 2.0 GiB, and one request of 32,768 tokens needs 4.0 GiB" in told
+    assert told is not None and lacking(told, "CPU", "2.0 GiB", "32,768 tokens", "4.0 GiB") == []
 
 
 @pytest.mark.parametrize(
@@ -414,8 +407,8 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
         return too_large(needing(spec, "cuda", memory_gib or 1, found), 30, "this node")
 
     why = refused(size)
-    assert why is not None and f"as asked for (kv_cache: {spelled(kv_cache(size))}), " in why
-    terms = why.partition("it needs at least ")[2].replace(spelled(kv_cache(size)), "").partition("; ")[0].partition(". ")[0]
+    assert why is not None and f"(kv_cache: {spelled(kv_cache(size))}), " in why
+    terms = why.partition(" needs at least ")[2].replace(spelled(kv_cache(size)), "").partition("; ")[0].partition(". ")[0]
     total, *parts = (float(found) for found in re.findall(r"([0-9.]+) GiB", terms))
     assert len(parts) == 4
     assert sum(parts) == pytest.approx(total, abs=1e-9)
@@ -493,7 +486,7 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes" / "notes.txt").touch()
     # Beside a model of the file, why there is none is told.
     config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
-    for name, why in (("gone", "is not on this node"), ("empty", "is empty, so it holds no model"), ("notes", "has neither config.json")):
+    for name, why in (("gone", "gone is not on"), ("empty", "empty is empty"), ("notes", r"notes .*config\.json")):
         with pytest.raises(ModelUnusable, match=why):
             requirement_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
 

@@ -109,10 +109,10 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "asked", "told"),
     [
-        ("plain", "mtp", {}, "LlamaForCausalLM has no layers here that predict tokens ahead"),
-        ("plain", "dflash", {}, "sparkd knows no DFlash drafter for this model"),
-        ("z-lab/none", "dflash", {}, "choose off, ngram or suffix"),
-        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "a DFlash drafter works on a BF16 cache only"),
+        ("plain", "mtp", {}, "LlamaForCausalLM has"),
+        ("plain", "dflash", {}, "no DFlash drafter"),
+        ("z-lab/none", "dflash", {}, "ngram"),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "BF16 cache only"),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
@@ -129,7 +129,7 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     counted = drafting("mtp", name, shape, {}, read_checkpoint)
     assert counted is not None and counted.ahead and counted.layers == 1
     if name == "qwen3-coder-next":
-        with pytest.raises(ConfigError, match="qwen3_next comes without its layers that predict tokens ahead: choose off"):
+        with pytest.raises(ConfigError, match=r"\bqwen3_next\b.*without its layers"):
             counted.inventory(checkpoint, shape)
         return
     more = counted.inventory(checkpoint, shape).stored_bytes - inventory(checkpoint, shape).stored_bytes
@@ -193,7 +193,7 @@ def no_headers(name: str) -> Any:
 
 
 def test_what_vllm_would_not_start_with_is_no_draft(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--speculative-config: num_speculative_tokens is missing, and nothing else says"):
+    with pytest.raises(ConfigError, match="--speculative-config: num_speculative_tokens is missing"):
         of_config({"method": "ngram"}, shape_of(read_checkpoint(folder).config), no_headers)
 
 

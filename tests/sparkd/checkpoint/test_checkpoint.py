@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import INDEX, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
+from tests.support.facts import lacking
 from tests.support.shards import Shape, checkpoint_of, write_folder, write_shard
 
 ROOT = Path(__file__).resolve().parents[3]
 A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}
 B = {"lm_head.weight": ("BF16", (8, 4))}
-SHARDS = {"model-00001-of-00002.safetensors": A, "model-00002-of-00002.safetensors": B}
+SECOND = "model-00002-of-00002.safetensors"
+SHARDS = {"model-00001-of-00002.safetensors": A, SECOND: B}
 
 
 def test_a_checkpoint_of_one_file(tmp_path: Path) -> None:
@@ -104,56 +106,56 @@ def _dangling(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "told"),
+    ("break_it", "file", "tensor", "facts"),
     [
-        (_remove("config.json"), "there is no config.json in it"),
-        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "an adapter"),
-        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "the folder that the Hub's cache keeps a model in"),
-        (_remove(*SHARDS, INDEX), "there are no weights in it"),
-        (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "only *.bin, *.gguf"),
-        (_remove("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors: the file is not there"),
-        (_dangling, "model-00002-of-00002.safetensors: the file it links to"),
-        (lambda f: os.truncate(f / "model-00002-of-00002.safetensors", 150), "00002.safetensors: lm_head.weight: the file is cut off"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json: the JSON in it cannot be read"),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json: it holds no JSON object"),
-        (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json: the JSON in it cannot be read: it is not UTF-8"),
-        (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json: the JSON in it cannot be read: it is nested too deeply"),
-        (lambda f: os.truncate(f / "config.json", 33 << 20), "config.json: it is larger than 32 MiB"),
-        (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json: it holds no JSON object"),
-        (lambda f: _index(f, {}), f"{INDEX}: it has no weight_map"),
-        (lambda f: _index(f, {"weight_map": {}}), f"{INDEX}: it has no weight_map"),
-        (lambda f: _index(f, {"weight_map": ["a"]}), f"{INDEX}: it has no weight_map"),
-        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "c: the file is not there"),
-        (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), "t: its weight_map names ../x.safetensors, which is no file"),
-        (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), "names /etc/passwd, which is no file of this folder"),
-        (lambda f: _index(f, {"weight_map": {"t": ".."}}), "names .., which is no file of this folder"),
-        (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), "names 'a\\x00b', which is no file of this folder"),
-        (lambda f: _index(f, {"weight_map": {"t": 5}}), "names 5, which is no file of this folder"),
+        (_remove("config.json"), "", None, ["config.json"]),
+        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "", None, ["adapter"]),
+        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "", None, ["Hub's cache"]),
+        (_remove(*SHARDS, INDEX), "", None, ["no weights"]),
+        (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "", None, ["*.bin", "*.gguf"]),
+        (_remove(SECOND), SECOND, None, ["not there"]),
+        (_dangling, SECOND, None, ["links to"]),
+        (lambda f: os.truncate(f / SECOND, 150), SECOND, "lm_head.weight", ["cut off"]),
+        (lambda f: (f / "config.json").write_text("{"), "config.json", None, ["JSON", "line 1"]),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json", None, ["JSON object"]),
+        (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json", None, ["UTF-8"]),
+        (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json", None, ["nested"]),
+        (lambda f: os.truncate(f / "config.json", 33 << 20), "config.json", None, ["32 MiB"]),
+        (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json", None, ["JSON object"]),
+        (lambda f: _index(f, {}), INDEX, None, ["weight_map"]),
+        (lambda f: _index(f, {"weight_map": {}}), INDEX, None, ["weight_map"]),
+        (lambda f: _index(f, {"weight_map": ["a"]}), INDEX, None, ["weight_map"]),
+        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "c", None, ["not there"]),
+        (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), INDEX, "t", ["weight_map", "../x.safetensors"]),
+        (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), INDEX, "t", ["weight_map", "/etc/passwd"]),
+        (lambda f: _index(f, {"weight_map": {"t": ".."}}), INDEX, "t", ["weight_map", " ..,"]),
+        (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), INDEX, "t", ["weight_map", "'a\\x00b'"]),
+        (lambda f: _index(f, {"weight_map": {"t": 5}}), INDEX, "t", ["weight_map", "5"]),
         (
             lambda f: _index(f, {"weight_map": {**dict.fromkeys([*A, "gone.weight"], "model-00001-of-00002.safetensors")}}),
-            "model-00001-of-00002.safetensors: gone.weight: model.safetensors.index.json says that this tensor is in",
+            *("model-00001-of-00002.safetensors", "gone.weight", [INDEX]),
         ),
-        (
-            lambda f: [_remove(INDEX)(f), write_shard(f / "other.safetensors", B)],
-            "other.safetensors: lm_head.weight: the same tensor is in model-00002-of-00002.safetensors too",
-        ),
-        (lambda f: [_remove(INDEX, *SHARDS)(f), write_shard(f / "model.safetensors", {})], "its safetensors files hold no tensor"),
+        (lambda f: [_remove(INDEX)(f), write_shard(f / "other.safetensors", B)], "other.safetensors", "lm_head.weight", [SECOND]),
+        (lambda f: [_remove(INDEX, *SHARDS)(f), write_shard(f / "model.safetensors", {})], "", None, ["no tensor"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence_and_a_cure(tmp_path: Path, break_it: Callable[[Path], object], told: str) -> None:
+def test_what_is_wrong_names_its_file_its_tensor_and_a_cure(
+    tmp_path: Path, break_it: Callable[[Path], object], file: str, tensor: str | None, facts: list[str]
+) -> None:
     write_folder(tmp_path, SHARDS, index=True)
     break_it(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(tmp_path)
 
-    assert told in caught.value.message
-    assert caught.value.message.startswith(str(tmp_path)) and caught.value.cure
-    assert "\n" not in caught.value.message
+    error = caught.value
+    assert (error.file, error.tensor, lacking(error.reason, *facts)) == (str(tmp_path / file), tensor, [])
+    assert error.message.startswith(str(tmp_path)) and error.cure
+    assert "\n" not in error.message
 
 
 @pytest.mark.parametrize(
     ("folder", "told"),
-    [("none", "the folder is not there"), ("file", "it is a file where the checkpoint's folder is expected"), ("a\0b", "cannot be read")],
+    [("none", "not there"), ("file", "a file"), ("a\0b", "be read")],
 )
 def test_what_is_no_folder(tmp_path: Path, folder: str, told: str) -> None:
     (tmp_path / "file").touch()
@@ -369,7 +371,7 @@ def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: lis
 @pytest.mark.parametrize(
     ("others", "kind", "named"),
     [
-        ([], CheckpointIncomplete, "Download the model again"),
+        ([], CheckpointIncomplete, "Download"),
         (["snapshots-of-it/config.json"], CheckpointError, "snapshots-of-it"),
         (["q4.gguf"], CheckpointUncounted, "q4.gguf"),
     ],

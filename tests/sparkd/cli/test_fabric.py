@@ -21,6 +21,7 @@ from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable, U
 from sparkd.fabric.report import report
 from sparkd.render import fabric
 from tests.support.fabric_tree import readings, scenarios, write_nodes
+from tests.support.facts import lacking
 
 SCENARIOS = scenarios()
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/cluster.md").read_text()
@@ -95,12 +96,13 @@ def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.Ca
 
     assert done.stdout == "=rocep1s0f1,roceP2p1s0f1 192.168.100.11\n"
     assert "GLOO_SOCKET_IFNAME=enp1s0f0np0\n#   Gloo, " in second
-    assert "# NCCL_IB_GID_INDEX stays unset\n#   NCCL 2.21 and newer find" in second
+    assert "# NCCL_IB_GID_INDEX stays unset\n#   NCCL 2.21 " in second
 
 
 def test_a_folder_that_is_no_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["fabric", "--root", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --root {tmp_path}: there is no folder sys in it, so it cannot stand for a node's /.\n"
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --root {tmp_path}: ") and lacking(err, "folder sys") == [] and err.count("\n") == 1
 
 
 def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +110,7 @@ def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr()
 
     assert code in (0, 1)
-    assert shown.err == "Shows this node only: no daemon answers.\n"
+    assert "node only" in shown.err and shown.err.count("\n") == 1
     assert shown.out.splitlines()[0] == os.uname().nodename
 
 
@@ -180,9 +182,9 @@ def test_a_measurement_is_asked_for_by_name_and_shown_beside_what_is_normal(
     ("error", "code", "told"),
     [
         (None, 1, ""),
-        (Unavailable("No sparkd answers."), 0, "no daemon answers"),
-        (Unauthorized(), 0, "A valid API key is needed"),
-        (UnknownRoute("There is nothing at this path."), 0, "There is nothing at this path"),
+        (Unavailable("No sparkd answers."), 0, "no daemon"),
+        (Unauthorized(), 0, Unauthorized().clause),
+        (UnknownRoute("No such path."), 0, "No such path"),
         (EngineError("Something else."), 1, "Something else"),
     ],
 )

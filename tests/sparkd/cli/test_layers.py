@@ -21,6 +21,7 @@ from sparkd.models.source import snapshot_of
 from sparkd.render import models as show
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.daemon_process import free_port
+from tests.support.facts import lacking
 from tests.support.shards import checkpoint_of, layered, write_folder
 from tests.support.sketches import Tensor, dense, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
@@ -104,8 +105,8 @@ def test_columns_that_do_not_divide_are_told() -> None:
     made = checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576), "mlp.up_proj.weight": (64, 512)}))
     found = listing(made, QuantizationRecipe.parse("int4"))
 
-    told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
-    assert found.notes == (f"{told}loading them would fail, so leave them unquantized or give them int4-g64 or int4-g32.",)
+    (note,) = found.notes
+    assert lacking(note, "int4-g128", "128 columns", "576", "3 weights", "int4-g64", "int4-g32") == []
     # Nothing becomes of them, nor of all together.
     assert [(layer.format, layer.refused, layer.result_bytes is None) for layer in found.layers] == [
         (None, "int4-g128", True), ("int4-g128", None, False)
@@ -139,8 +140,7 @@ def test_the_table() -> None:
     assert lines[2] == ["model.layers.*.self_attn.o_proj.weight", "attention", "2", "256x384", "BF16", *size, "-", *size]
     assert lines[5][:4] == ["scale", "scale", "1", "1"]
     assert lines[6][0] == "all" and "100%" in lines[6]
-    assert "The checkpoint is quantized already: awq." in captured.get()
-    assert "is served unchanged" in captured.get()
+    assert lacking(captured.get(), "quantized already", "awq", "unchanged") == []
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
     assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
     monkeypatch.setattr(layers, "CONFIG_PATH", config)
     assert formats(find("small")) == {"nvfp4", "fp8"}
-    with pytest.raises(ConfigError, match=rf"No model is called other in {config}, and no sparkd answers"):
+    with pytest.raises(ConfigError, match=rf"\bother in {config}\b"):
         find("other")
 
 
@@ -215,7 +215,7 @@ def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
     assert formats(find("b", ask=asked(view), environ={"VLLM_FP8_LAYERS": "o_proj"})) == {None}
     assert formats(find("b", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"nvfp4"}
     assert formats(find("b", "fp8", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"fp8"}
-    with pytest.raises(ConfigError, match="No model is called c: give"):
+    with pytest.raises(ConfigError, match=r"called c\b"):
         find("c", ask=asked(view))
 
 
@@ -229,7 +229,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
     view = {"name": "small", "aliases": [], "source": str(model), "quantize": {"format": "fp8"}}
     assert formats(find("small", ask=asked(view))) == {"fp8"}
-    with pytest.raises(ConfigError, match=r"No model is called small and this user may not read .*sparkd\.yaml, and no sparkd answers"):
+    with pytest.raises(ConfigError, match=r"called small .*may not read .*sparkd\.yaml"):
         find("small")
 
 
@@ -297,21 +297,21 @@ def test_a_checkpoint_with_fewer_layers_than_it_says_is_named(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--layers", "/none"], "/none: the folder is not there. Download"),
-        (["--layers", "none"], "No model is called none and there is no sparkd.yaml, and no sparkd answers"),
-        (["--layers", "owner/none"], "HF_HUB_OFFLINE keeps sparkd from asking the hub"),
-        (["--layers", "MODEL", "--quantize", "nf4"], "nf4 is not built yet"),
-        (["--layers", "MODEL", "--quantize", "[a]"], "--quantize [a]: a format such as nvfp4"),
-        (["--layers", "MODEL", "--quantize", "{a"], "a format such as nvfp4, or a mapping"),
-        (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], "did you mean format"),
-        (["--quantize", "nvfp4"], "need --layers MODEL"),
-        (["--layers", "MODEL", "--config", "/none.yaml"], None),
-        (["--layers", "name", "--config", "/none.yaml"], "/none.yaml"),
+        (["--layers", "/none"], ["/none", "not there"]),
+        (["--layers", "none"], ["none", "no sparkd.yaml", "no sparkd"]),
+        (["--layers", "owner/none"], ["owner/none", "HF_HUB_OFFLINE"]),
+        (["--layers", "MODEL", "--quantize", "nf4"], ["nf4", "built"]),
+        (["--layers", "MODEL", "--quantize", "[a]"], ["--quantize [a]", "nvfp4"]),
+        (["--layers", "MODEL", "--quantize", "{a"], ["--quantize", "nvfp4", "a mapping"]),
+        (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], ["'formt'", "format"]),
+        (["--quantize", "nvfp4"], ["--layers MODEL"]),
+        (["--layers", "MODEL", "--config", "/none.yaml"], []),
+        (["--layers", "name", "--config", "/none.yaml"], ["/none.yaml"]),
     ],
 )
-def test_what_goes_wrong_is_one_sentence(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str | None) -> None:
+def test_what_goes_wrong_is_one_sentence(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: list[str]) -> None:
     code, out, err = run(capsys, [str(model) if argument == "MODEL" else argument for argument in arguments])
 
     assert code == (2 if told else 0)
-    assert (told or "") in err and err.count("\n") == (1 if told else 0)
-    assert bool(out) == (told is None)
+    assert lacking(err, *told) == [] and err.count("\n") == (1 if told else 0)
+    assert bool(out) == (not told)

@@ -27,6 +27,7 @@ from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
 from tests.support.daemon_process import ROOT, free_port
+from tests.support.facts import lacking
 from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
@@ -97,24 +98,20 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
         (None, "STOPPED", None),
         (room.format(9), "STOPPED", {"reason": "Stay", "models": ["b"]}),
         (room.format(8), "STOPPED", {"reason": "Stay", "models": ["b"]}),
-        ("It waits for its turn: c is started first.", "FAILED", {"reason": "StartedFirst", "models": ["c"]}),
+        ("After c.", "FAILED", {"reason": "StartedFirst", "models": ["c"]}),
         (None, "LOADING", None),
     ]
     answers.by_path = {
         "/models/m/load": [running],
         "/models/m": [{"state": state, "message": why, "reason": None, "wait": wait, "progress": None} for why, state, wait in waits],
-        "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "It is ready."}],
-        "/status": [{"typed_conditions": [{"reason": "RayStarting", "message": "Ray is not connected yet.", "node": None}]}],
+        "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "Ready."}],
+        "/status": [{"typed_conditions": [{"reason": "RayStarting", "message": "No Ray.", "node": None}]}],
     }
     assert exit_code(["--url", answers.url, "load", "m"]) == 0
     out, err = capsys.readouterr()
-    assert [line.partition("  (")[0] for line in err.splitlines()] == [
-        "m: Ray is not connected yet.",
-        "m: It waits for room, 3 GiB: b may stay for another 9 s.",
-        "m: failed: It waits for its turn: c is started first.",
-        "m: loading",
-    ]
-    assert out == "m: It is ready.\n"
+    lines = ["m: No Ray.", f"m: {room.format(9)}", "m: failed: After c.", "m: loading"]
+    assert [line.partition("  (")[0] for line in err.splitlines()] == lines
+    assert out == "m: Ready.\n"
 
 
 @pytest.mark.parametrize(("reason", "told"), [("DoesNotFit", False), ("WrongModel", True)])
@@ -123,7 +120,7 @@ def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: py
     answers.by_path = {"/models/m/load": [failed], "/models/m": [{"state": "FAILED", "reason": reason}]}
     assert exit_code(["--url", answers.url, "load", "m"]) == 8
     err = capsys.readouterr().err
-    assert ("`sparkd logs m` shows more" in err) is told and "`sparkd unload m` stops further attempts." in err
+    assert ("`sparkd logs m`" in err) is told and "`sparkd unload m`" in err
 
 
 @pytest.mark.parametrize(
@@ -205,10 +202,10 @@ def test_what_goes_wrong_is_an_object_with_json(
     answers.say(200, {"models": []})
     monkeypatch.setattr(show, "say_json", None)
     assert exit_code(["--url", answers.url, "ps", "--json"]) == 1
-    assert "sparkd has a bug: TypeError" in json.loads(capsys.readouterr().err)["error"]["message"]
+    assert lacking(json.loads(capsys.readouterr().err)["error"]["message"], "bug", "TypeError") == []
     # What stands behind -- is vLLM's.
     assert exit_code(["--url", gone, "run", "x", "-p", "?", "--", "--json"]) == 7
-    assert capsys.readouterr().err.startswith("error: No sparkd answers")
+    assert gone in capsys.readouterr().err
 
 
 def test_without_arguments_the_help_is_shown() -> None:
@@ -217,7 +214,7 @@ def test_without_arguments_the_help_is_shown() -> None:
     assert shown.exit_code == 0
     assert all(re.search(rf"^  {verb} ", shown.output, re.MULTILINE) for verb in VERBS)
     cut = re.findall(r"^  \w.*\.\.\.$", shown.output, re.MULTILINE)
-    assert cut == [], "the first line of the verb's docstring is too long for 80 columns"
+    assert cut == [], "longer than 80 columns"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -248,42 +245,40 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["lod"], "Did you mean 'load'"),
-        (["stop", "m"], "Did you mean 'unload'"),
-        (["list"], "Did you mean 'ls'"),
-        (["load"], "Missing argument"),
-        (["ps", "--nope"], "--nope"),
-        (["load", "m", "--timeout", "-1"], "--timeout -1: that is less than 0; give a number from 0 on."),
-        (["load", "m", "--timeout", "soon"], "--timeout soon: that is no number; give seconds from 0 on."),
-        (["logs", "m", "-n", "900"], "--lines 900: that is more than 200; give a number from 0 to 200."),
-        (["logs", "m", "--rank", "one"], "--rank one: that is no whole number; give one from 0 to 64."),
-        (["events", "-n", "0"], "--lines 0: that is less than 1; give a number from 1 to 1,000."),
-        (["serve", "--listen", "127.0.0.1:99999"], "listen: there is no port 99999: choose one from 0 to 65535"),
-        (["ps", "--url", "h:99999"], "--url: 'h:99999' has the port 99999, and there is none above 65535"),
-        (["serve", "--port", "99999"], "--port 99999: that is more than 65,535; give a number from 0 to 65,535."),
-        (["unload"], "--all"),
-        (["unload", "m", "--all"], "--all"),
-        (["run", "m", "hello"], "after `--`"),
-        (
-            ["run", "m", "--", "--host", "0.0.0.0"],
-            "'--host' is not allowed in vLLM's flags after `--`: sparkd chooses where an engine listens",
-        ),
-        (["ps", "--url", "ftp://x"], "--url"),
-        (["ps", "--key-file", "/nowhere/key"], "/nowhere/key"),
-        (["serve", "--config", "/nowhere/sparkd.yaml"], "cannot be read"),
-        (["serve", "--name", "x"], "--model"),
-        (["serve", "-o", "engine.platfrom=cpu"], "did you mean platform?"),
-        (["serve", "-o", "engine.platform=zpu"], "engine.platform"),
-        (["serve", "--listen", "127.0.0.1:1", "--port", "2"], "give one"),
-        (["serve", "--log-level", "loud"], "log_level"),
+        (["lod"], ["'lod'", "'load'"]),
+        (["stop", "m"], ["'stop'", "'unload'"]),
+        (["list"], ["'list'", "'ls'"]),
+        (["load"], ["MODEL"]),
+        (["ps", "--nope"], ["--nope"]),
+        (["load", "m", "--timeout", "-1"], ["--timeout -1", "than 0"]),
+        (["load", "m", "--timeout", "soon"], ["--timeout soon", "seconds", "0"]),
+        (["logs", "m", "-n", "900"], ["--lines 900", "than 200", "0 to 200"]),
+        (["logs", "m", "--rank", "one"], ["--rank one", "0 to 64"]),
+        (["events", "-n", "0"], ["--lines 0", "than 1", "1 to 1,000"]),
+        (["serve", "--listen", "127.0.0.1:99999"], ["listen", "port 99999", "0 to 65535"]),
+        (["ps", "--url", "h:99999"], ["--url", "'h:99999'", "port 99999", "65535"]),
+        (["serve", "--port", "99999"], ["--port 99999", "than 65,535", "0 to 65,535"]),
+        (["unload"], ["--all"]),
+        (["unload", "m", "--all"], ["--all"]),
+        (["run", "m", "hello"], ["'hello'", "`--`"]),
+        (["run", "m", "--", "--host", "0.0.0.0"], ["'--host'", "`--`"]),
+        (["ps", "--url", "ftp://x"], ["--url", "'ftp://x'"]),
+        (["ps", "--key-file", "/nowhere/key"], ["/nowhere/key"]),
+        (["serve", "--config", "/nowhere/sparkd.yaml"], ["/nowhere/sparkd.yaml"]),
+        (["serve", "--name", "x"], ["--name", "--model"]),
+        (["serve", "-o", "engine.platfrom=cpu"], ["engine.platfrom", "platform"]),
+        (["serve", "-o", "engine.platform=zpu"], ["engine.platform", "'zpu'"]),
+        (["serve", "--listen", "127.0.0.1:1", "--port", "2"], ["--listen", "port 1", "--port", "2"]),
+        (["serve", "--log-level", "loud"], ["log_level", "'loud'"]),
     ],
 )
-def test_a_wrong_command_line_is_one_sentence_and_code_2(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_sentence_and_code_2(argv: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(argv) == 2
 
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ") and told in err and err.count("\n") == 1
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert lacking(err, *told) == []
 
 
 def test_where_nobody_answers_the_code_is_7(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +334,7 @@ def test_the_key_is_sent_and_never_shown(
 
     assert exit_code([*argv, "--url", answers.url]) == 6
     assert answers.seen == [("GET", "/admin/v1/models", f"Bearer {KEY}")]
-    assert "rejected this admin key" in (told := capsys.readouterr().err) and KEY not in told
+    assert "admin key" in (told := capsys.readouterr().err) and KEY not in told
 
 
 @pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "käse", "x" * 513])
@@ -426,7 +421,7 @@ def test_settings_are_read_as_yaml() -> None:
 
 @pytest.mark.parametrize("pair", ["keys.admin=k", "keys.inference=[k]", "engine.env.HF_TOKEN=t", "engine.env.MY_API_KEY=t"])
 def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
-    with pytest.raises(ConfigError, match="every user can read"):
+    with pytest.raises(ConfigError, match=pair.partition("=")[0]):
         serve.settings_of([pair])
 
 
@@ -469,33 +464,33 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         (
             {"max_model_len": 4097},
             {},
-            "4,097 tokens are more than the 4,096 that the model supports (config.json), so vLLM refuses",
+            ["4,097 tokens", "4,096", "config.json"],
         ),
         ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
         ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
-        ({"max_model_len": "9K"}, {"model_max_length": 8192}, "9,216 tokens are more than the 4,096"),
+        ({"max_model_len": "9K"}, {"model_max_length": 8192}, ["9,216 tokens", "4,096"]),
         ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
         ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
         ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
         ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
-        ({"extra_args": ["--max-model-len", "4097"]}, {}, "4,097 tokens are more than the 4,096"),
-        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, "4,097 tokens are more than the 4,096"),
+        ({"extra_args": ["--max-model-len", "4097"]}, {}, ["4,097 tokens", "4,096"]),
+        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, ["4,097 tokens", "4,096"]),
         ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
         ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
         ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
         (
             {"max_model_len": "9K", "runtime": "/no/python"},
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "9,216 tokens are more than the 4,096",
+            ["9,216 tokens", "4,096"],
         ),
-        ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "4,097 tokens are more than the 4,096"),
-        ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "4,097 tokens are more than the 4,096"),
+        ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["4,097 tokens", "4,096"]),
+        ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["4,097 tokens", "4,096"]),
     ],
 )
 def test_check_says_what_is_longer_than_the_model(
-    keys: dict[str, Any], config: dict[str, Any], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    keys: dict[str, Any], config: dict[str, Any], told: list[str] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = mixture(**{"max_position_embeddings": 4096, **config})
     folder = write(tmp_path / "m", shape, tensors_of(shape))
@@ -505,7 +500,7 @@ def test_check_says_what_is_longer_than_the_model(
     assert exit_code(["check", str(file)]) == (0 if told is None else 2)
     place = "models.m.max_model_len: " if "max_model_len" in keys else "models.m: --max-model-len: "
     found = [line for line in capsys.readouterr().out.splitlines() if place in line]
-    assert [told is not None and f"{place}{told}" in line for line in found] == [True] * (told is not None)
+    assert [lacking(line.partition(place)[2], *(told or ())) for line in found] == [[]] * (told is not None)
 
 
 def test_check_leaves_a_longer_context_to_who_may_allow_it(
@@ -541,8 +536,8 @@ def test_check_says_which_groups_are_not_whole(tmp_path: Path, capsys: pytest.Ca
 
     assert exit_code(["check", str(file)]) == 2
     found = [line for line in capsys.readouterr().out.splitlines() if "whole groups" in line]
-    told = "576 columns of model.layers.0.self_attn.o_proj.weight are no whole groups of 128: int4-g64 or int4-g32 would fit."
-    assert found == [f"{file}:1: models.int4-g128.quantize: {told}"]
+    told = ("576 columns", "model.layers.0.self_attn.o_proj.weight", "groups of 128", "int4-g64", "int4-g32")
+    assert [lacking(line, f"{file}:1: models.int4-g128.quantize", *told) for line in found] == [[]]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -556,7 +551,8 @@ def test_a_bug_is_one_sentence(monkeypatch: pytest.MonkeyPatch, answers: Answers
     answers.say(200, {"models": [{"name": "of an unknown release"}]})
 
     assert exit_code(["ls", "--url", answers.url]) == 1
-    assert re.fullmatch(r"error: sparkd has a bug: KeyError at render/models.py:\d+. Please report it.\n", capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert re.search(r"\bKeyError at render/models\.py:\d+\b", err) and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -683,39 +679,45 @@ def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
     assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr)
 
 
+def numbers_of(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
 @pytest.mark.parametrize(
     ("state", "progress", "words"),
     [
-        ("PLANNED", None, "finding room"),
-        ("LOADING", {"phase": "starting"}, "starting its engine"),
-        ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_total": 4 << 30, "bytes_done": None}, "loading 50%"),
+        ("PLANNED", None, ["finding room"]),
+        ("LOADING", {"phase": "starting"}, ["starting"]),
+        ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_total": 4 << 30, "bytes_done": None}, ["loading 50%"]),
         (
             "LOADING",
             {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7},
-            "loading 50%, 2.0 of 4.0 GiB, about 10 s left",
+            ["loading 50%", "2.0 of 4.0 GiB", "10 s"],
         ),
         (
             "LOADING",
             {"phase": "loading", "fraction": 0.25, "bytes_done": 64 << 20, "bytes_total": 256 << 20, "bytes_per_s": 5.824e9,
              "units_done": 3, "units_total": 644, "format": "nvfp4", "source": "checkpoint", "cache_state": "writing", "eta_s": None},
-            "loading 25% as nvfp4, 64.0 of 256.0 MiB, 5.82 GB/s, 3 of 644 units",
+            ["loading 25% as nvfp4", "64.0 of 256.0 MiB", "5.82 GB/s", "3 of 644 units"],
         ),
-        ("LOADING", {"phase": "loading", "fraction": 0.0, "source": "cache", "format": "int4"}, "loading 0% from the quantized cache"),
+        ("LOADING", {"phase": "loading", "fraction": 0.0, "source": "cache", "format": "int4"}, ["loading 0%", "cache"]),
         ("WARMING", {"phase": "warming", "fraction": None, "bytes_done": 9, "bytes_total": 9, "bytes_per_s": 1e9, "units_done": 1,
                      "units_total": 1, "cache_state": "writing", "weights_gib": 1.5},
-         "warming up, 1.50 GiB of weights, writing the quantized cache"),
-        ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, "sizing the KV cache, 1.50 GiB of weights, KV cache of 1,024 tokens"),
+         ["warming up", "1.50 GiB", "writing"]),
+        ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, ["sizing", "1.50 GiB", "1,024 tokens"]),
         ("SIZING", {"kv": {"phase": "rehearsing"}, "weights_gib": 1.5},
-         "rehearsing the largest batches, to size the KV cache, 1.50 GiB of weights"),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "rehearsal"}}, "rehearsing the largest batches, to size the KV cache"),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "profile"}}, "sizing the KV cache"),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "plenty"}}, "sizing the KV cache"),
-        ("SIZING", {"kv": {"phase": "sized"}, "kv_tokens": 7}, "sizing the KV cache, KV cache of 7 tokens"),
-        ("READY", {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "rehearsing"}}, "ready"),
+         ["rehearsing", "1.50 GiB"]),
+        ("SIZING", {"kv": {"phase": "rehearsing", "source": "rehearsal"}}, ["rehearsing"]),
+        ("SIZING", {"kv": {"phase": "rehearsing", "source": "profile"}}, ["sizing"]),
+        ("SIZING", {"kv": {"phase": "rehearsing", "source": "plenty"}}, ["sizing"]),
+        ("SIZING", {"kv": {"phase": "sized"}, "kv_tokens": 7}, ["sizing", "7 tokens"]),
+        ("READY", {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "rehearsing"}}, ["ready"]),
     ],
 )  # fmt: skip
-def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: str) -> None:
-    assert show.stage(state, progress) == words
+def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: list[str]) -> None:
+    shown = show.stage(state, progress)
+
+    assert lacking(shown, *words) == [] and numbers_of(shown) == numbers_of(" ".join(words))
 
 
 def test_a_terminal_gets_a_bar() -> None:
@@ -760,10 +762,11 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     out = io.StringIO()
     show.resident(models, Console(file=out, width=200), now_s=5.0)
 
-    assert out.getvalue().splitlines()[-3:] == [
+    *others, kept = out.getvalue().splitlines()[-3:]
+    assert kept.startswith("b: ") and kept.endswith(": the disk has 3 GiB left")
+    assert others == [
         "p: finding room",
         "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
-        "b: its quantized weights were not cached: the disk has 3 GiB left",
     ]
 
 
@@ -883,9 +886,9 @@ def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
     assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile hermes - 0" in a
     assert "5 - - - - - vLLM - - 0" in b and "- - - - - - - - - 0" in c
-    why = ["rank 1 has the least left", "sized as it was because rank 1 has no profile of this engine"]
-    why.append("a batch took 5.00 GiB; its profile was corrected")
-    assert below == [*(f"a: KV cache: {one}" for one in why), "b: KV cache: this vLLM has no x"]
+    least, without, batch, stock = below
+    assert all(line.startswith("a: KV cache: ") for line in (least, without, batch)) and stock == "b: KV cache: this vLLM has no x"
+    assert (kv["why"] in least, kv["source_why"] in without, kv["peak_why"] in batch) == (True, True, True)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])

@@ -29,6 +29,7 @@ from sparkd.schema import quantize
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
 from tests.support import published_headers
 from tests.support.daemon_process import ROOT
+from tests.support.facts import lacking
 from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of, write
 from workers.kv.settings import VARIABLE
 
@@ -89,15 +90,15 @@ def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str],
     lines = out.splitlines()
 
     assert lines[0] == f"{folder}: Qwen3MoeForCausalLM, 4 layers, 0.0 GiB on disk, up to 4,096 tokens"
-    assert lines[1] == "on spark with 121.6 GiB each, 1 request at once of as many tokens as fit"
+    assert lacking(lines[1], "spark", "121.6 GiB", "1 request") == []
     assert [line.split("  ")[0] for line in lines[4:11]] == ["as stored", "fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4"]
     (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+\.+)  121\.6 GiB$", out, re.MULTILINE)
     # In the order of what is held, and none of it left out.
     assert len(bar) == 64 and re.fullmatch(r"S+W+K+B+G+C+P+M+\.+", bar)
-    entry = yaml.safe_load(out[out.index("models:") : out.index("\nThe command that sparkd then runs")])
+    entry = yaml.safe_load(entry_of(out))
     assert entry["models"]["tiny-moe"]["model"] == str(folder)
     assert re.search(rf"-m vllm\.entrypoints\.openai\.api_server --model {folder} .*--max-model-len 4096", out)
-    assert out.count("the smallest that works") == 1
+    assert out.count("smallest") == 1
     assert re.search(r"^as stored +1 .* <1s +<1s$", out, re.MULTILINE), "no load takes no time"
 
 
@@ -107,7 +108,7 @@ def test_the_entry_is_one_that_sparkd_takes(
     options = ("--quantize", "nvfp4", "--seqs", "4", "--margin", "2.5", "--kv-dtype", "fp8", "--eager", "--batch", "2048")
     out = drawn(capsys, monkeypatch, folder, *options)
     file = tmp_path / "sparkd.yaml"
-    file.write_text(out[out.index("models:") : out.index("\nThe command that sparkd then runs")])
+    file.write_text(entry_of(out))
     spec = load_config(file, environ={}).models["tiny-moe"]
 
     assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens, spec.max_num_seqs) == (str(folder), 4096, 2048, 4)
@@ -115,7 +116,7 @@ def test_the_entry_is_one_that_sparkd_takes(
     assert spec.quantize is not None and spec.quantize["format"] == "nvfp4"
     flags = spec.vllm_flags()
     assert all(re.search(rf"{flag}(?: |$)", out) for flag in flags if flag.startswith("--"))
-    assert "4 requests at once" in out
+    assert lacking(out, "4 requests") == []
 
 
 def test_a_number_of_requests_that_is_asked_for_is_in_the_entry_also_where_it_is_one(
@@ -140,7 +141,7 @@ def test_what_is_not_known_of_a_cpu_is_no_number(
     assert all(option["footprint"][name] is None for option in found["options"] if option["fits"] for name in times)
     assert found["choice"]["nodes"] == 1, "nothing says that two would be faster"
     out = drawn(capsys, monkeypatch, folder, "--hardware", file)
-    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", out, re.MULTILINE) and "-: the speed of this machine is not known." in out
+    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", out, re.MULTILINE) and re.search(r"(?<!\S)-: .*speed", out)
     assert planned(capsys, folder)["choice"]["footprint"]["first_load_s"] > 0
     file.write_text("platform: cpu\nbandwidth_bytes_s: 9.0e+10\ndisk_bytes_s: 1.0e+9\n")
     options = {one["format"]: one["footprint"] for one in planned(capsys, folder, "--hardware", file)["options"]}
@@ -160,7 +161,7 @@ def test_the_bar_is_the_whole_node_where_an_entry_has_a_limit(
     assert parts["free"] + parts["total"] == 30 * 2**30
     assert parts["withheld"] + parts["free"] + parts["total"] + parts["system"] + parts["margin"] == parts["memory"]
     assert len(bar) == 64 and bar.count("-") == round(64 * parts["withheld"] / parts["memory"])
-    assert f"- beyond the entry's limit {parts['withheld'] / 2**30:.1f} GiB" in out
+    assert re.search(rf"- .*limit {parts['withheld'] / 2**30:.1f} GiB", out)
 
 
 def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,9 +216,9 @@ def test_a_pipeline_is_what_auto_takes_where_heads_do_not_divide(
 
     assert "In sparkd.yaml" in out and "tensor_parallel:" not in out
     assert out.count("--pipeline-parallel-size 2") == 2
-    refused = "as stored on 2 nodes (TP=2): 7 attention heads do not divide by 2 ranks."
-    assert refused not in out and "1 more are rejected: --all shows why." in out
-    assert refused in drawn(capsys, monkeypatch, *asked, "--all")
+    refused = ("as stored on 2 nodes (TP=2)", "7 attention heads", "2 ranks")
+    assert refused[0] not in out and lacking(out, "1 more", "--all") == []
+    assert lacking(drawn(capsys, monkeypatch, *asked, "--all"), *refused) == []
 
 
 def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,14 +226,21 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     small.write_text(f"memory_bytes: {2**30}\nsystem_bytes: 0\n")
     out = drawn(capsys, monkeypatch, folder, "--hardware", small, code=4)
 
-    assert "memory" in first_line(out) and "for the loader" in out and "before any KV cache" in out and "In sparkd.yaml" not in out
+    assert "memory" in first_line(out) and lacking(out, "loader", "KV cache", "1.0 GiB") == [] and "In sparkd.yaml" not in out
     assert exit_code(["plan", "--quick", "--json", str(folder), "--hardware", str(small)]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
     assert found["refusal"]["cause"] == "memory"
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
-    assert "and 3 more: 5,000 tokens are more than the 4,096 that the model supports." in out
+    assert lacking(out, "3 more", "5,000 tokens", "4,096") == []
     assert "max_model_len: 4096 (--ctx)" in first_line(out) and "memory" not in first_line(out)
+
+
+def entry_of(out: str) -> str:
+    """The lines for sparkd.yaml that a plan shows."""
+    shown = re.search(r"^models:\n(?:  .*\n)+", out, re.MULTILINE)
+    assert shown is not None, out
+    return shown[0]
 
 
 def first_line(out: str) -> str:
@@ -269,8 +277,7 @@ def test_ranks_that_cannot_share_a_model_are_told_what_one_node_holds(
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), "tensor_parallel": 3}}}))
     out = drawn(capsys, monkeypatch, "m", "--config", file, code=4)
-    assert "attention heads do not divide by 3 ranks." in out
-    assert "To make it fit: set tensor_parallel: 1 and max_model_len: 4096" in out
+    assert lacking(out, "attention heads", "3 ranks", "set tensor_parallel: 1 and max_model_len: 4096") == []
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80])
@@ -314,41 +321,42 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
 @pytest.mark.parametrize(
     ("argv", "code", "told"),
     [
-        ([], 2, "Missing argument"),
-        (["MODEL", "--quantize", "int3"], 2, "int3"),
-        (["MODEL", "--quantize", "{format: [}"], 2, "--quantize"),
-        (["MODEL", "--hardware", "gb11"], 2, "neither spark nor h200 nor a file"),
-        (["MODEL", "--kv-dtype", "int4"], 2, "fp8_e5m2 are known"),
-        (["MODEL", "--nodes", "0"], 2, "--nodes 0: that is less than 1; give a number from 1 to 64."),
-        (["MODEL", "--nodes", "200"], 2, "--nodes 200: that is more than 64; give a number from 1 to 64."),
-        (["MODEL", "--nodes", "two"], 2, "--nodes two: that is no whole number; give one from 1 to 64."),
-        (["MODEL", "--ctx", "0"], 2, "--ctx 0: that is less than 1; give a number from 1 to 1,073,741,824."),
-        (["MODEL", "--ctx", "32q"], 2, "--ctx 32q: that is no whole number; give one from 1 to 1,073,741,824, such as 32768, 32k (32,000)"),
-        (["MODEL", "--ctx", "1.5K"], 2, "--ctx 1.5K: that is no whole number; "),
-        (["MODEL", "--seqs", "0"], 2, "--seqs 0: that is less than 1; give a number from 1 to 65,536."),
-        (["MODEL", "--seqs", "1k"], 2, "--seqs 1k: that is no whole number; give one from 1 to 65,536."),
-        (["MODEL", "--margin", "-1"], 2, "--margin -1: that is less than 0; give a number from 0 to 1,000,000."),
-        (["MODEL", "--margin", "nan"], 2, "--margin nan: that is no number; give GiB from 0 to 1,000,000."),
-        (["MODEL", "--margin", "inf"], 2, "--margin inf: that is no number;"),
-        (["MODEL", "--margin", "1e7"], 2, "--margin 1e7: that is more than 1,000,000; give a number from 0 to 1,000,000."),
-        (["MODEL", "--batch", "0"], 2, "--batch 0: that is less than 1;"),
-        (["MODEL", "--batch", "9999999999"], 2, "--batch 9999999999: that is more than 1,073,741,824;"),
-        (["MODEL", "--ctx", "9999999999"], 2, "--ctx 9999999999: that is more than 1,073,741,824;"),
-        (["MODEL", "--seqs", "99999"], 2, "--seqs 99999: that is more than 65,536;"),
-        (["x" * 5000], 2, "MODEL has 5,000 characters, and 1 to 4,096 are expected: give a configured name"),
-        (["/nowhere/model"], 2, "the folder is not there"),
-        (["no-such-model"], 2, "No model is called no-such-model"),
-        (["owner/model"], 2, "owner/model: this machine's hub cache"),
+        ([], 2, ["MODEL"]),
+        (["MODEL", "--quantize", "int3"], 2, ["int3"]),
+        (["MODEL", "--quantize", "{format: [}"], 2, ["--quantize"]),
+        (["MODEL", "--hardware", "gb11"], 2, ["gb11", "spark", "h200"]),
+        (["MODEL", "--kv-dtype", "int4"], 2, ["int4", "fp8_e5m2"]),
+        (["MODEL", "--nodes", "0"], 2, ["--nodes 0", "than 1", "1 to 64"]),
+        (["MODEL", "--nodes", "200"], 2, ["--nodes 200", "than 64", "1 to 64"]),
+        (["MODEL", "--nodes", "two"], 2, ["--nodes two", "whole number", "1 to 64"]),
+        (["MODEL", "--ctx", "0"], 2, ["--ctx 0", "than 1", "1 to 1,073,741,824"]),
+        (["MODEL", "--ctx", "32q"], 2, ["--ctx 32q", "whole number", "1 to 1,073,741,824", "32768", "32k"]),
+        (["MODEL", "--ctx", "1.5K"], 2, ["--ctx 1.5K", "whole number"]),
+        (["MODEL", "--seqs", "0"], 2, ["--seqs 0", "than 1", "1 to 65,536"]),
+        (["MODEL", "--seqs", "1k"], 2, ["--seqs 1k", "whole number", "1 to 65,536"]),
+        (["MODEL", "--margin", "-1"], 2, ["--margin -1", "than 0", "0 to 1,000,000"]),
+        (["MODEL", "--margin", "nan"], 2, ["--margin nan", "no number", "0 to 1,000,000"]),
+        (["MODEL", "--margin", "inf"], 2, ["--margin inf", "no number"]),
+        (["MODEL", "--margin", "1e7"], 2, ["--margin 1e7", "than 1,000,000", "0 to 1,000,000"]),
+        (["MODEL", "--batch", "0"], 2, ["--batch 0", "than 1"]),
+        (["MODEL", "--batch", "9999999999"], 2, ["--batch 9999999999", "than 1,073,741,824"]),
+        (["MODEL", "--ctx", "9999999999"], 2, ["--ctx 9999999999", "than 1,073,741,824"]),
+        (["MODEL", "--seqs", "99999"], 2, ["--seqs 99999", "than 65,536"]),
+        (["x" * 5000], 2, ["5,000 characters", "1 to 4,096"]),
+        (["/nowhere/model"], 2, ["/nowhere/model", "not there"]),
+        (["no-such-model"], 2, ["no-such-model", "No model"]),
+        (["owner/model"], 2, ["owner/model", "hub cache"]),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(
-    argv: list[str], code: int, told: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str], code: int, told: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert exit_code(["plan", "--quick", *(str(folder) if word == "MODEL" else word for word in argv)]) == code
 
     out, err = capsys.readouterr()
-    assert out == "" and told in err and err.startswith("error: ") and err.count("\n") == 1
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert lacking(err, *told) == []
 
 
 @pytest.mark.parametrize(("written", "meant"), [("2k", 2000), ("2K", 2048), ("2.5k", 2500)])

@@ -19,6 +19,7 @@ from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.cli.export import how_far
 from tests.support.checkpoints import Entry, normal, write_checkpoint
+from tests.support.facts import lacking
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache import store
 from workers.stream.cache.writer import CacheContent, CacheWriter
@@ -69,10 +70,7 @@ def there(tmp_path: Path) -> list[str]:
 
 def test_nothing_is_kept_yet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["ls", "--cached"]) == 0
-    assert capsys.readouterr().out == (
-        f"No quantized weights are kept in {here}/state/quantized. "
-        "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR.\n"
-    )
+    assert lacking(capsys.readouterr().out, "No quantized weights", f"{here}/state/quantized", "SPARKD_STATE_DIR") == []
 
 
 def test_what_is_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +85,7 @@ def test_what_is_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert shown[0].split() == ["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"]
     assert re.fullmatch(rf"tiny-a +nvfp4 +2\.0 MiB +\ds +\ds +yes +{re.escape(str(here))}/Tiny-A *", shown[1])
     assert re.fullmatch(rf"tiny-b +mxfp4 2/2 +2\.0 MiB +\ds +\ds +no +{re.escape(str(here))}/Tiny-B *", shown[2])
-    assert shown[3] == f"{second}: {here}/Tiny-B: the folder is not there. Download the model, or correct the path."
+    assert shown[3].startswith(f"{second}: {here}/Tiny-B: ") and lacking(shown[3], "not there") == []
     assert shown[4] == f"4.0 MiB of 3.00 GiB in {here}/state/quantized"
     assert first.startswith("tiny-a-nvfp4-")
 
@@ -122,7 +120,7 @@ def test_an_entry_without_a_readable_manifest_is_listed_too(here: Path, capsys: 
 
     assert exit_code(["ls", "--cached"]) == 0
 
-    assert f"{name}: {here}/state/quantized/{name}/sparkd-manifest.json: it is no manifest of a quantized cache." in capsys.readouterr().out
+    assert f"{name}: {here}/state/quantized/{name}/sparkd-manifest.json: " in capsys.readouterr().out
     assert exit_code(["rm", "--cached", name]) == 0
     assert there(here) == []
 
@@ -190,9 +188,8 @@ def test_what_an_engine_reads_stays(here: Path, capsys: pytest.CaptureFixture[st
         assert exit_code(["rm", "--cached", "tiny-a"]) == 5
 
     assert there(here) == [read]
-    assert capsys.readouterr().err == (
-        f"error: {read}: a starting engine is reading it; try again when that engine is READY. Removed: {other}.\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {read}: ") and lacking(err, "READY", f"Removed: {other}") == []
     assert exit_code(["rm", "--cached", "tiny-a"]) == 0
 
 
@@ -202,10 +199,8 @@ def test_nothing_of_a_model_is_kept(here: Path, capsys: pytest.CaptureFixture[st
     assert exit_code(["rm", "--cached", "tiny"]) == 2
 
     assert len(there(here)) == 1
-    assert capsys.readouterr().err == (
-        f"error: Nothing of tiny is in {here}/state/quantized. `sparkd ls --cached` lists what is there; "
-        "a configured name needs its sparkd.yaml as --config.\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and lacking(err, "tiny", f"{here}/state/quantized", "`sparkd ls --cached`", "--config") == []
 
 
 # What killed loads leave
@@ -241,8 +236,7 @@ def test_a_name_that_is_not_there_is_an_error_whatever_was_swept(here: Path, mor
     shown = capsys.readouterr()
     assert shown.out == ""
     told = json.loads(shown.err)["error"]["message"] if more else shown.err.removeprefix("error: ").rstrip("\n")
-    assert told.startswith(f"Nothing of tiny-b is in {here}/state/quantized. ")
-    assert told.endswith(f"Leftovers of killed loads were removed anyway: {3 << 20:,} bytes.")
+    assert lacking(told, "tiny-b", f"{here}/state/quantized", f"{3 << 20:,} bytes") == []
     assert there(here) == [name]
     assert [name for name in os.listdir(here / "state" / "quantized") if name.startswith(".writing")] == []
 
@@ -283,11 +277,9 @@ def test_what_cannot_be_removed_is_told(here: Path, capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr(store.shutil, "rmtree", refused)
     assert exit_code(["ls", "--cached"]) == 0
-    assert capsys.readouterr().out.startswith(
-        f"3.0 MiB are being written, or were left by a load that was killed and cannot be removed ({folder}: Permission denied): "
-    )
+    assert lacking(capsys.readouterr().out, "3.0 MiB", f"({folder}: Permission denied)") == []
     assert exit_code(["rm", "--cached", "tiny-a"]) == 2
-    assert capsys.readouterr().err == f"error: {folder}: Permission denied. Run this as the user that sparkd runs as.\n"
+    assert capsys.readouterr().err.startswith(f"error: {folder}: Permission denied. ")
 
 
 # export
@@ -317,30 +309,24 @@ def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFi
     assert "quantizing" in shown.err
     assert read_checkpoint(here / "out").config["quantization_config"]["format"] == "float-quantized"
     assert exit_code(["export", str(here / "Tiny-A"), str(here / "out"), "--quantize", "fp8"]) == 2
-    assert f"{here}/out: it is there already." in capsys.readouterr().err
+    assert lacking(capsys.readouterr().err, f"{here}/out", "already") == []
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            ["unknown", "out"],
-            "unknown: give a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config.",
-        ),
-        (["me/Tiny", "out"], "me/Tiny is not in this machine's hub cache. Load it once, or give a folder."),
-        (["plain", "out"], "plain has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4."),
-        (["plain", "out", "--quantize", "nf4"], "nf4"),
-        (["plain", "out", "--quantize", "{"], "--quantize: "),
-        (["plain", "out", "--quantize", "nvfp4"], "/none: the folder is not there"),
-        (["bare", "out", "--quantize", "nvfp4"], "/none/python cannot be started: No such file or directory. Set engine.runtime"),
-        (
-            ["empty", "out", "--quantize", "nvfp4"],
-            "/python has no torch (ModuleNotFoundError: No module named 'torch'): set engine.runtime to a Python that has it.",
-        ),
+        (["unknown", "out"], ["unknown", "owner/name", "--config"]),
+        (["me/Tiny", "out"], ["me/Tiny", "hub cache"]),
+        (["plain", "out"], ["plain", "`quantize`", "--quantize nvfp4"]),
+        (["plain", "out", "--quantize", "nf4"], ["nf4"]),
+        (["plain", "out", "--quantize", "{"], ["--quantize"]),
+        (["plain", "out", "--quantize", "nvfp4"], ["/none", "not there"]),
+        (["bare", "out", "--quantize", "nvfp4"], ["/none/python", "No such file or directory", "engine.runtime"]),
+        (["empty", "out", "--quantize", "nvfp4"], ["/python", "torch", "No module named 'torch'", "engine.runtime"]),
     ],
 )
 def test_what_cannot_be_exported(
-    here: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, argv: list[str], message: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = {
         "plain": {"model": f"{here}/none"},
@@ -352,7 +338,7 @@ def test_what_cannot_be_exported(
     configure(here, monkeypatch, models=models)
 
     assert exit_code(["export", *argv]) in (1, 2)
-    assert message in capsys.readouterr().err
+    assert lacking(capsys.readouterr().err, *message) == []
 
 
 @pytest.mark.parametrize(

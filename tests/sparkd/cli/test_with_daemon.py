@@ -22,6 +22,7 @@ from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
 from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.facts import lacking
 
 ANSWER = "The capital of France is Paris."
 SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}
@@ -119,14 +120,16 @@ def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) -> None:
     before = cli.daemon.config.read_text()
-    assert cli.run("reload") == (0, "The configuration was read again. Nothing changed.\n", "")
+    code, out, err = cli.run("reload")
+    assert (code, lacking(out, "Nothing changed"), err) == (0, [], "")
     try:
         more = f"global_ttl_s: 900\ncluster: {{port: 6400}}\n{before}".replace("models:\n", f"models:\n  more: {{model: {cli.folder}}}\n")
         cli.daemon.config.write_text(more)
         code, out, err = cli.run("reload")
         assert (code, err) == (0, "")
-        told = ["Models added: more.", "In force now: global_ttl_s.", "In force from the next start of sparkd: cluster."]
-        assert out.splitlines() == told
+        added, now, later = out.splitlines()
+        assert (lacking(added, "added", "more"), lacking(now, "now", "global_ttl_s")) == ([], [])
+        assert lacking(later, "next start", "cluster") == []
         cli.daemon.config.write_text(before + "modles: {}\n")
         code, out, err = cli.run("reload")
         assert (code, out) == (2, "")
@@ -140,7 +143,7 @@ def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) ->
 def test_a_model_of_the_file_gets_its_recipe_there(cli: Cli) -> None:
     code, out, err = cli.run("load", "gpt-4o", "--recipe", "mine")
 
-    assert (code, out) == (5, "") and "quick is in the configuration file: set `recipe: mine` there" in err
+    assert (code, out) == (5, "") and lacking(err, "quick", "`recipe: mine`") == []
 
 
 def test_load_ps_and_unload(cli: Cli) -> None:
@@ -154,9 +157,9 @@ def test_load_ps_and_unload(cli: Cli) -> None:
     shown = cli.json("ps")["models"]
     assert [(model["name"], model["state"]) for model in shown] == [("quick", "READY")] and str(shown[0]["ranks"][0]["pid"]) in row
 
-    assert cli.run("unload", "quick")[1] == "quick: All of its processes have ended.\n"
+    assert cli.run("unload", "quick")[1].startswith("quick: ")
     assert cli.json("ps") == {"models": []}
-    assert "No model is resident" in cli.run("ps")[1]
+    assert "No model" in cli.run("ps")[1] and "quick" not in cli.run("ps")[1]
 
 
 def test_what_can_be_looked_at(cli: Cli) -> None:
@@ -217,10 +220,10 @@ def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_k
 
 def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:
     code, _, err = cli.run("run", "quikc")
-    assert (code, "Did you mean quick?" in err) == (5, True)
+    assert (code, lacking(err, "quikc", "quick")) == (5, [])
     assert cli.run("run", str(cli.folder), "--name", "evil", "--", "--host", "0.0.0.0")[0] == 2
-    assert cli.run("run", "/nowhere")[2].startswith("error: /nowhere: there is no such folder.")
-    assert cli.run("pull", "./nowhere")[2].startswith("error: ./nowhere is a folder, and ")
+    assert cli.run("run", "/nowhere")[2].startswith("error: /nowhere: ")
+    assert cli.run("pull", "./nowhere")[2].startswith("error: ./nowhere ")
     assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
 
 
@@ -265,7 +268,7 @@ def test_a_failed_load_says_why_with_code_8(cli: Cli) -> None:
     assert err.splitlines()[-1].startswith("error: crash: ") and "sparkd logs crash" in err
     assert "out of memory" in cli.run("logs", "crash", "-n", "5")[1]
     told = cli.run("ps")[1]
-    assert "FAILED" in told and "Next try in" in told
+    assert "FAILED" in told and "Next try" in told
 
 
 def test_a_load_may_be_left_and_cancelled(cli: Cli) -> None:
@@ -306,7 +309,7 @@ def test_a_log_and_events_are_followed(cli: Cli) -> None:
 def test_a_second_daemon_is_refused(cli: Cli) -> None:
     same_state, same_port = ["--port", str(cli.daemon.port + 1)], ["--state-dir", str(cli.folder / "other")]
     seconds = [cli.popen("serve", "--config", str(cli.daemon.config), *argv) for argv in (same_state, same_port)]
-    for second, code, told in zip(seconds, (3, 2), ("Another sparkd", "another program listens"), strict=True):
+    for second, code, told in zip(seconds, (3, 2), ("Another sparkd", "another program"), strict=True):
         _, err = second.communicate(timeout=30)
         assert (second.returncode, told in err, "Traceback" in err) == (code, True, False)
 

@@ -37,6 +37,7 @@ from sparkd.fabric.peers import peers
 from sparkd.fabric.report import report
 from sparkd.render import fabric
 from tests.support.fabric_tree import readings
+from tests.support.facts import lacking
 from tests.support.fakes import FakeClock
 from workers.agent.actor import Agent
 from workers.agent.version import VERSION
@@ -63,7 +64,7 @@ def test_the_address_on_the_cable_is_explained() -> None:
     way = way_to("192.168.100.12", "192.168.100.11", nodes_of("pair-different-ports")[0])
 
     assert way.node_ip == "192.168.100.11"
-    assert way.why == "192.168.100.11 is enp1s0f1np1 (QSFP, cage 1, 200G, MTU 9000), in 192.168.100.0/24 with the head."
+    assert lacking(way.why, "192.168.100.11", "enp1s0f1np1", "QSFP", "cage 1", "200G", "MTU 9000", "192.168.100.0/24") == []
     assert way.doubts == ()
 
 
@@ -72,7 +73,7 @@ def test_what_is_wrong_with_the_cable_is_said_with_its_cure() -> None:
     (address, *_) = (one for twin in node.twins if twin.linked for one in twin.addresses)
     way = way_to(str(address.ip + 1), str(address.ip), node)
 
-    assert any("100G" in doubt and "reseat the cable" in doubt for doubt in way.doubts)
+    assert any(lacking(doubt, "100G", "cable") == [] for doubt in way.doubts)
     assert all(doubt.endswith(".") for doubt in way.doubts)
 
 
@@ -82,7 +83,7 @@ def test_a_head_that_is_reached_over_the_lan_although_a_cable_is_there_is_doubte
     way = way_to(str(lan.addresses[0].ip + 1), str(lan.addresses[0].ip), node)
 
     assert "(LAN)" in way.why
-    assert "join by the head's address on it" in way.doubts[0] and "192.168.100.11/24" in way.doubts[0]
+    assert lacking(way.doubts[0], "192.168.100.11/24", "join") == []
 
 
 def test_the_operators_choice_counts_where_this_node_has_it() -> None:
@@ -90,15 +91,13 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
     other = next(str(one.addresses[0].ip) for one in node.lans if one.addresses)
 
     assert way_to("192.168.100.12", "192.168.100.11", node, other).node_ip == other
-    with pytest.raises(
-        ConfigError, match=r"--node-ip 10\.9\.9\.9: this node has no such address; it has .*192\.168\.100\.11 \(enp1s0f1np1\)"
-    ):
+    with pytest.raises(ConfigError, match=r"--node-ip 10\.9\.9\.9: .*192\.168\.100\.11 \(enp1s0f1np1\)"):
         way_to("192.168.100.12", "192.168.100.11", node, "10.9.9.9")
     for wrong in ("fe80::1", "spark-b"):
-        with pytest.raises(ConfigError, match=f"--node-ip {wrong} is no IPv4 address"):
+        with pytest.raises(ConfigError, match=f"--node-ip {wrong} .*IPv4"):
             way_to("192.168.100.12", "192.168.100.11", node, wrong)
     assert way_to("10.0.0.1", "10.0.0.2", None).node_ip == "10.0.0.2"
-    assert way_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").why == "10.0.0.3 is what was asked for."
+    assert way_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").node_ip == "10.0.0.3"
 
 
 # The head
@@ -107,39 +106,41 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no address of a head"),
-        ("a b", "is no address of a head"),
-        ("host:99999", "is no address of a head"),
-        ("no-such-host.invalid", "no IPv4 address here"),
-        ("[fe80::1]", "is an IPv6 address"),
-        ("[fe80::1]:6379", "talk to each other by IPv4, as RoCE does here; give the head's IPv4 address"),
-        ("127.0.0.1", "is this node itself"),
-        ("localhost:6379", "is this node itself"),
+        ("", ["''", "no address"]),
+        ("a b", ["'a b'", "no address"]),
+        ("host:99999", ["'host:99999'", "no address"]),
+        ("no-such-host.invalid", ["no-such-host.invalid", "IPv4"]),
+        ("[fe80::1]", ["fe80::1", "IPv6", "IPv4"]),
+        ("[fe80::1]:6379", ["fe80::1", "IPv6", "IPv4"]),
+        ("127.0.0.1", ["127.0.0.1", "itself"]),
+        ("localhost:6379", ["localhost", "itself"]),
     ],
 )
-def test_what_is_no_head_of_another_node(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_no_head_of_another_node(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
         find_head(text)
+    assert lacking(caught.value.message, *words) == []
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (TimeoutError(), "nothing came back within 5 s.*firewall"),
-        (ConnectionRefusedError(111, "Connection refused"), "nothing listens there.*cluster.port .6379."),
-        (OSError(113, "No route to host"), "no route to it .No route to host."),
-        (OSError(101, "Network is unreachable"), "no route to it"),
-        (PermissionError(1, "Operation not permitted"), "Operation not permitted"),
+        (TimeoutError(), ["5 s", "firewall"]),
+        (ConnectionRefusedError(111, "Connection refused"), ["listens", "cluster.port", "6379"]),
+        (OSError(113, "No route to host"), ["no route", "No route to host"]),
+        (OSError(101, "Network is unreachable"), ["no route", "Network is unreachable"]),
+        (PermissionError(1, "Operation not permitted"), ["Operation not permitted"]),
     ],
 )
-def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(address: tuple[str, int], timeout: float) -> socket.socket:
         assert (address, timeout) == (("192.0.2.1", 6379), head_probe.REACH_TIMEOUT_S)
         raise error
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(RayUnavailable, match=rf"192\.0\.2\.1:6379 does not answer: .*{words}"):
+    with pytest.raises(RayUnavailable) as caught:
         find_head("192.0.2.1")
+    assert lacking(caught.value.message, "192.0.2.1:6379", *words) == []
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -150,41 +151,43 @@ def answer(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"refused": "token"}, "does not take this token: `sparkd token` on the head prints its own"),
-        ({"refused": "silent", "why": "RpcError"}, "No Ray head answers at .*RpcError"),
-        (answer(ray="2.59.0"), "The head runs Ray 2.59.0 and this node 2.60.0.*install the same release of sparkd"),
-        (answer(python="3.12.1"), "The head runs Python 3.12.1 and this node 3.11"),
-        (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), f"The head runs sparkd 9.9 and this node {__version__}"),
-        (answer(agent="x"), f"agent x of sparkd {__version__} and this node agent {VERSION}.*install the same release of sparkd"),
+        ({"refused": "token"}, ["`sparkd token`"]),
+        ({"refused": "silent", "why": "RpcError"}, ["No Ray", "RpcError"]),
+        (answer(ray="2.59.0"), ["Ray 2.59.0", "2.60.0", "same release"]),
+        (answer(python="3.12.1"), ["Python 3.12.1", head_probe.platform.python_version()]),
+        (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), ["sparkd 9.9", __version__]),
+        (answer(agent="x"), ["agent x", __version__, f"agent {VERSION}", "same release"]),
     ],
 )
 def test_a_head_that_does_not_fit_names_both_values(
-    told: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, Any], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
-    with pytest.raises(RayUnavailable, match=words.replace("3.11", head_probe.platform.python_version())):
+    with pytest.raises(RayUnavailable) as caught:
         ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
+    assert lacking(caught.value.message, *words) == []
 
 
 @pytest.mark.parametrize(
-    ("told", "doubt"),
+    ("told", "facts"),
     [
-        (answer(), None),
-        (answer(nodes={}), None),
-        (answer(agent=VERSION), None),
-        (answer(agent=None), None),
-        (answer(ray=None, python=None, ahead_s=None), None),
-        (answer(ahead_s=4.0), None),
-        (answer(ahead_s=61.4), "the clock of this node is 61 s ahead of the head's: `timedatectl set-ntp true` on both."),
-        (answer(ahead_s=-90.0), "the clock of this node is 90 s behind the head's: `timedatectl set-ntp true` on both."),
+        (answer(), []),
+        (answer(nodes={}), []),
+        (answer(agent=VERSION), []),
+        (answer(agent=None), []),
+        (answer(ray=None, python=None, ahead_s=None), []),
+        (answer(ahead_s=4.0), []),
+        (answer(ahead_s=61.4), ["61 s ahead", "`timedatectl set-ntp true`"]),
+        (answer(ahead_s=-90.0), ["90 s behind", "`timedatectl set-ntp true`"]),
     ],
 )
 def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
-    told: dict[str, Any], doubt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, Any], facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
 
-    assert clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")) == doubt
+    doubt = clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11"))
+    assert (doubt is not None, lacking(doubt, *facts)) == (bool(facts), [])
 
 
 # What is kept
@@ -278,7 +281,7 @@ def test_token_prints_what_the_other_node_runs(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == f"{TOKEN}\n"
     assert exit_code(["token", "--config", str(file)]) == 0
     out = capsys.readouterr().out
-    assert f"sudo sparkd join {HEAD} --token -" in out and f"\n{TOKEN}\n" in out
+    assert f"sparkd join {HEAD} --token -" in out and f"\n{TOKEN}\n" in out
     assert exit_code(["token", "--config", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"address": HEAD, "command": f"sparkd join {HEAD} --token -", "token": TOKEN}
 
@@ -289,7 +292,7 @@ def test_token_prints_what_the_other_node_runs(tmp_path: Path, capsys: pytest.Ca
         ("{}", "cluster: {node_ip: "),
         ("{node_ip: 192.168.100.10}", "cluster: {node_ip: 192.168.100.10, port: 6379}"),
         ("{node_ip: 127.0.0.1, port: 7000}", "port: 7000}"),
-        ("{address: '192.0.2.1:6379', node_ip: 192.0.2.2}", "This node joins 192.0.2.1:6379"),
+        ("{address: '192.0.2.1:6379', node_ip: 192.0.2.2}", "192.0.2.1:6379"),
     ],
 )
 def test_token_says_what_a_head_still_needs(cluster: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +312,7 @@ def test_token_says_where_the_ray_that_runs_here_listens(
     monkeypatch.setattr(RayHead, "living_address", lambda _: living)
     assert exit_code(["token", "--state-dir", str(tmp_path)]) == code
     shown = capsys.readouterr()
-    assert f"sudo sparkd join {HEAD} --token -" in shown.out if living == HEAD else "No node can join yet" in shown.err
+    assert f"sparkd join {HEAD} --token -" in shown.out if living == HEAD else "cluster: {node_ip: " in shown.err
 
 
 def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
@@ -322,7 +325,7 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     assert [join._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
     assert capsys.readouterr().err == ""
     assert join._token(TOKEN, None) == TOKEN
-    assert "every user of this node can read" in capsys.readouterr().err
+    assert "every user" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["-", "short", "x" * 600, "with a blank in the middle of it", "/no/such/file", None])
@@ -348,7 +351,7 @@ def test_what_goes_wrong_with_a_node_is_told_as_json_where_that_is_wanted(
 
 def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["leave", "--state-dir", str(tmp_path)]) == 2
-    assert "has joined no cluster" in capsys.readouterr().err
+    assert "no cluster" in capsys.readouterr().err
 
 
 class Units:
@@ -400,7 +403,7 @@ def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
 
     assert exit_code(["join", "spark-1", "--token", "-", *words]) == 0
     told = capsys.readouterr()
-    assert f"This node has joined {HEAD} as 192.168.100.11; sparkd-ray.service keeps it joined." in told.err
+    assert lacking(told.err, HEAD, "192.168.100.11", "sparkd-ray.service") == []
     assert TOKEN not in told.err + told.out
     assert membership.read(config) == membership.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
     assert units.said == joins
@@ -409,7 +412,7 @@ def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
     assert exit_code(["join", "spark-1", *words]) == 0, "again, with the token that is kept"
     units.said.clear()
     assert exit_code(["leave", *words]) == 0
-    assert (units.said, capsys.readouterr().out) == (leaves, f"This node has left {HEAD}.\n")
+    assert units.said == leaves and lacking(capsys.readouterr().out, "left", HEAD) == []
     assert os.listdir(config.state_dir) == []
 
 
@@ -420,7 +423,7 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
         lock.write("4711")
         lock.flush()
         assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
-    assert "This node runs a daemon of its own (process 4711)" in capsys.readouterr().err
+    assert lacking(capsys.readouterr().err, "daemon", "process 4711") == []
 
 
 @pytest.mark.parametrize(("words", "ends"), [(["sparkd", "join"], True), (["sparkd", "serve"], False)])
@@ -528,8 +531,7 @@ def test_nodes_as_they_are_shown() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
 
     assert "192.168.100.10 (daemon)" in text and "110 GiB" in text
-    assert f"answers, not joined: run `sparkd join {HEAD}` there" in text
-    assert "`sparkd token` here prints the command" in text
+    assert lacking(text, "not joined", f"`sparkd join {HEAD}`", "`sparkd token`") == []
 
 
 def test_who_has_no_port_of_a_card_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,5 +542,5 @@ def test_who_has_no_port_of_a_card_asks_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("key", [{"cluster.node_ip": "fe80::1"}, {"cluster.address": "[fe80::1]:6379"}])
 def test_a_cluster_over_ipv6_is_refused_by_the_key_that_asks_for_it(key: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{next(iter(key))}: the nodes of a cluster talk to each other by IPv4"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(key))}: .*IPv4"):
         load_config(None, flags={"state_dir": tmp_path, **key}, environ={})

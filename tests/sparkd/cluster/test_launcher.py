@@ -15,6 +15,7 @@ from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
 from sparkd.fabric.readings import FabricNodes
 from tests.support.fabric_tree import readings
+from tests.support.facts import lacking
 
 A, B = "10.0.0.1", "10.0.0.2"
 
@@ -120,7 +121,7 @@ async def test_ranks_are_told_where_to_meet_and_all_but_rank_0_serve_nobody(tmp_
 async def test_what_cannot_be_told_to_use_rdma_does_not_start(tmp_path: Path) -> None:
     agents = FakeAgents()
     agents.blind = B
-    with pytest.raises(RankError, match="cannot be started over 2 nodes: the network of one of them cannot be read"):
+    with pytest.raises(RankError, match=r"\b2 nodes: the network\b"):
         await started(agents, tmp_path)
     assert agents.spawned == []
 
@@ -142,7 +143,7 @@ async def test_a_page_cache_that_may_not_be_dropped_is_told(tmp_path: Path) -> N
     agents.dropped = {"dropped": False, "how": "no root helper on /run/x: No such file or directory", "freed_bytes": 0}
 
     _, told = await started(agents, tmp_path)
-    assert told[0].startswith(f"The page cache of {A} was not dropped: no root helper")
+    assert lacking(told[0], "page cache", A, "no root helper on /run/x") == []
     assert len(told) == 2
     _, told = await started(agents, tmp_path, platform="cpu")
     assert told == []
@@ -164,7 +165,7 @@ async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_
 
     _, told = await started(agents, tmp_path, platform="cpu")
     assert agents.log[0] == f"destroy old {B}"
-    assert told == [f"Rank old on {B} has lost its status file: sparkd stops it before the ranks of another start."]
+    assert [lacking(line, f"Rank old on {B}", "status file") for line in told] == [[]]
 
 
 @pytest.mark.parametrize("failure", [AgentLost("it is gone."), TypeError("another release's answer"), asyncio.CancelledError()], ids=repr)

@@ -16,6 +16,7 @@ from sparkd.cluster.reservations import Places
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
+from tests.support.facts import lacking
 from tests.support.shards import layered, write_sparse
 from workers.rank.signatures import LASTING
 
@@ -80,7 +81,7 @@ class FakeFabric:
     async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
         self.asked.append(rdma)
         found = tuple(node for node in nodes if node in self.linked)
-        return (found[:size], "") if len(found) >= size else ((), "no cable between them. Plug one in")
+        return (found[:size], "") if len(found) >= size else ((), "no cable. Plug one in")
 
 
 VLLM = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0", "packages": "p"}
@@ -220,7 +221,7 @@ async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> 
     assert (await scene.place(model)).nodes == (B,)
     await scene.places.release("m")
     scene.places.shut(frozenset({A, B}), {})
-    assert f"Nothing is started on {A} or {B} now: `sparkd status` says why." in await scene.refused(model)
+    assert lacking(await scene.refused(model), f"{A} or {B}", "`sparkd status`") == []
 
 
 async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp_path: Path) -> None:
@@ -240,24 +241,20 @@ async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp
 @pytest.mark.parametrize(
     ("keys", "kind", "told"),
     [
-        (
-            {"quantize": "int4-g128"},
-            LoadRefused,
-            "quantize: 14272 columns of model.layers.0.mlp.down_proj.weight are no whole",
-        ),
-        ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, "are no whole groups of 128: int4-g64 or int4-g32 would fit."),
-        ({"quantize": {"layers": {"gate_proj": "fp8-block", "up_proj": "fp8-block"}}}, LoadRefused, "which fp8-block cannot express"),
-        ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model supports"),
-        ({"max_model_len": None, "extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
+        ({"quantize": "int4-g128"}, LoadRefused, ["quantize", "14272 columns", "model.layers.0.mlp.down_proj.weight"]),
+        ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, ["groups of 128", "int4-g64", "int4-g32"]),
+        ({"quantize": {"layers": {"gate_proj": "fp8-block", "up_proj": "fp8-block"}}}, LoadRefused, ["fp8-block"]),
+        ({"max_model_len": 4097}, ContextTooLong, ["max_model_len", "4,097 tokens", "4,096"]),
+        ({"max_model_len": None, "extra_args": ["--max-model-len", "5k"]}, ContextTooLong, ["5,000 tokens", "4,096"]),
     ],
 )
 async def test_what_an_engine_would_end_over_is_refused_before_one_starts(
-    keys: dict[str, Any], kind: type[RankError], told: str, tmp_path: Path
+    keys: dict[str, Any], kind: type[RankError], told: list[str], tmp_path: Path
 ) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     with pytest.raises(kind) as caught:
         await scene.place(model_of(tmp_path / "m", inner=INNER - 64), **keys)
-    assert caught.value.message.startswith("m cannot be loaded: ") and told in caught.value.message
+    assert (type(caught.value), lacking(caught.value.message, "m", *told)) == (kind, [])
     assert kind.__name__ in LASTING and scene.link.groups == {}
 
 
@@ -368,7 +365,7 @@ async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
 async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_breaks_it(model: str, tmp_path: Path) -> None:
     told = await Scene(tmp_path, dict.fromkeys((A, B, C), 30.0)).refused(model, tensor_parallel=3)
 
-    assert told.startswith("m cannot be split over 3 nodes: 32 attention heads do not divide by 3 ranks. ")
+    assert lacking(told, "m", "3 nodes", "32 attention heads", "3 ranks") == []
 
 
 async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:
@@ -397,7 +394,7 @@ async def test_a_pipeline_needs_no_rails_and_two_stages_of_two_ranks_need_them_b
     alone = (await Scene(tmp_path, {A: 30.0}).place(even)).memory_gib
     scene = Scene(tmp_path, dict.fromkeys((A, B, C, D), alone / 4 + 1.5), linked=(A, B))
     told = await scene.refused(even)
-    assert "As a pipeline of 2 stages over 4 nodes: m cannot be shared by 4 nodes (tensor_parallel): no cable between them." in told
+    assert lacking(told, "2 stages", "4 nodes (tensor_parallel)", "no cable") == []
 
 
 async def test_workers_of_rays_executor_get_places_and_a_group_that_stands_is_not_made_anew(model: str, tmp_path: Path) -> None:
@@ -416,7 +413,7 @@ async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str
     scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0}, linked=[A])
 
     told = await scene.refused(model, tensor_parallel=2)
-    assert told == "m cannot be shared by 2 nodes (tensor_parallel): no cable between them. Plug one in."
+    assert told.startswith("m ") and lacking(told, "2 nodes (tensor_parallel)", "no cable. Plug one in") == []
     found = await scene.place(model)
     assert (found.tensor, found.pipeline, found.nodes) == (1, 2, (A, B))
 
@@ -438,7 +435,7 @@ async def test_a_team_does_not_take_what_others_hold(model: str, tmp_path: Path)
     assert (await scene.place(model, tensor_parallel=2)).nodes == (A, C)
     scene.places.hold("more", 18, [C])
     told = await scene.refused(model, tensor_parallel=2)
-    assert "of unified memory on each of 2 nodes" in told
+    assert lacking(told, "2 nodes", "GiB") == []
     assert "Unload more or other" in told
 
 
@@ -456,7 +453,7 @@ async def test_what_outgrows_its_own_number_goes_over_more_nodes_with_that_on_ea
     found = await scene.place(model, memory_gib=4.5)
     assert (found.nodes, found.tensor, found.memory_gib) == ((A, B), 2, 5)
     told = await scene.refused(model, memory_gib=4.5, tensor_parallel=1)
-    assert told.startswith("m does not fit into memory_gib: 4.5: it needs at least ")
+    assert told.startswith("m ") and lacking(told, "memory_gib: 4.5") == []
 
 
 async def test_what_ray_has_not_got_is_told(model: str, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
     ("raised", "kind", "words"),
     [
         (OSError(28, "No space left on device", "/run/x"), NodeRefused, r"Node n .*No space left on device \(/run/x\)"),
-        (TimeoutError("of its own"), NodeRefused, "of its own"),
+        (TimeoutError("its own"), NodeRefused, "its own"),
         (RankError("The rank exists."), RankError, "The rank exists."),
         (KeyError("x"), AgentLost, "KeyError"),
     ],

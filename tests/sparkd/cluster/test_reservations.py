@@ -10,6 +10,7 @@ import pytest
 from sparkd.cluster.reservations import Places
 from sparkd.errors import RayUnavailable
 from sparkd.state.memory_book import Lack, MemoryBook
+from tests.support.facts import lacking
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
@@ -179,5 +180,5 @@ def test_whose_end_would_make_room() -> None:
     assert "free GiB: a 20 of 100, b 10 of 40" in message
     assert "Unload big, give kv_cache a size" in message
     assert "Unload some" in book.no_room("m", Lack(95))
-    assert "on each of 2 nodes" in book.no_room("m", Lack(50, 2))
+    assert lacking(book.no_room("m", Lack(50, 2)), "50 GiB", "2 nodes") == []
     assert "Unload some" in book.no_room("m", Lack(50, only="b")) and "a 20" not in book.no_room("m", Lack(50, only="b"))

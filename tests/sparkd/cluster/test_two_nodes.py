@@ -19,6 +19,7 @@ import pytest
 
 from sparkd.cluster.membership import RECORD, TOKEN
 from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.ray_node import RayNode, name_of, reserve_gib
@@ -156,7 +157,7 @@ def test_who_is_at_the_end_of_the_cable_is_offered_and_joins_by_the_heads_token_
     # By whichever rail it was heard first.
     assert any(f"on {twin} (" in offered["told"] for twin in stage.here.twins)
     assert stage.refused is not None and stage.refused.returncode == 4
-    assert "does not take this token: `sparkd token` on the head prints its own" in stage.refused.stderr
+    assert lacking(stage.refused.stderr, "token", "`sparkd token`") == []
 
     assert f"{stage.there.address} is {stage.there.interface} (QSFP, cage 1" in stage.ray_node.log.read_text()
     kept = {path.name: path.stat().st_mode & 0o777 for path in stage.ray_node.state_dir.glob("join.*")}
@@ -193,7 +194,7 @@ def test_the_rate_between_them_is_measured_by_both_agents_and_kept(stage: Stage)
 
     assert ({rate["a"], rate["b"]}, rate["backend"], rate["real"]) == ({stage.here.address, stage.there.address}, "gloo", False)
     assert rate["gb_s"] > 0 and 0 < rate["sent_bytes"] <= 512 << 20
-    assert rate["told"].endswith("GB/s over virtual links, which have no normal rate")
+    assert lacking(rate["told"], "GB/s", "virtual links", "no normal") == []
     assert "sparkd_fabric_rate_bytes_per_second{a=" in stage.daemon.client.get("/metrics").text
     assert [pid for pid in (*stage.here.pids(), *stage.there.pids()) if b"nccl_rate" in _read(f"/proc/{pid}/cmdline")] == []
 
@@ -206,7 +207,7 @@ def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_
     stage.unloaded("huge")
 
     assert refused["reason"] == "DoesNotFit"
-    assert f"the largest node in sight offers {THERE_GIB} GiB" in refused["message"]
+    assert lacking(refused["message"], f"{THERE_GIB} GiB") == []
 
 
 def test_nodes_share_no_model_over_a_cable_that_is_not_sound(stage: Stage) -> None:
@@ -217,8 +218,7 @@ def test_nodes_share_no_model_over_a_cable_that_is_not_sound(stage: Stage) -> No
     stage.there.set_mtu(1500)
 
     assert refused["reason"] == "DoesNotFit"
-    ends = "a cable without a sound rail: MTU 1500 at one end and 1400 at the other. Set mtu: 9000 at both ends."
-    assert refused["message"].startswith("shared cannot be shared by 2 nodes (tensor_parallel): ") and refused["message"].endswith(ends)
+    assert lacking(refused["message"], "shared", "2 nodes (tensor_parallel)", "MTU 1500", "1400", "mtu: 9000") == []
 
 
 def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: Stage) -> None:
@@ -319,7 +319,7 @@ def test_a_model_is_downloaded_once_and_copied_to_the_other_node(stage: Stage) -
     assert (there.name, (there.parent.parent / "refs" / "main").read_text()) == (COMMIT, COMMIT)
     sent = [asked for asked in stage.repository.asked if asked.server == "store" and asked.sent]
     assert len(sent) == len([name for name in names if name.endswith(".safetensors")])
-    assert "nothing was missing" in stage.sparkd("pull", HUB_ID, "--nodes", stage.there.address).stdout
+    assert lacking(stage.sparkd("pull", HUB_ID, "--nodes", stage.there.address).stdout, "nothing", "missing") == []
 
 
 def test_what_cannot_be_pulled_says_why(stage: Stage) -> None:
@@ -327,7 +327,7 @@ def test_what_cannot_be_pulled_says_why(stage: Stage) -> None:
     missing = stage.sparkd("pull", "owner/missing")
 
     assert (nowhere.returncode, missing.returncode) == (5, 4)
-    assert f"192.0.2.9 is no node of this cluster; its nodes are {stage.here.address}, {stage.there.address}" in nowhere.stderr
+    assert lacking(nowhere.stderr, "192.0.2.9", f"{stage.here.address}, {stage.there.address}") == []
     assert missing.stderr.startswith("error: owner/missing: ")
 
 
@@ -437,7 +437,7 @@ def test_ctrl_c_ends_the_ranks_of_both_nodes_and_leaving_ends_the_other_nodes_ra
     assert stage.here.pids() == []
     left = stage.sparkd("leave", "--config", str(stage.ray_node.config), node=stage.there)
 
-    assert left.stdout == f"This node has left {stage.head}.\n", left.stderr
+    assert lacking(left.stdout, "left", stage.head) == [], left.stderr
     assert stage.ray_node.ended() == 0
     assert stage.there.pids() == []
     assert list(stage.ray_node.state_dir.glob("join.*")) == []

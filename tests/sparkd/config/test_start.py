@@ -12,6 +12,7 @@ import pytest
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, check_bind, is_loopback, load_config
 from sparkd.errors import ConfigError
+from tests.support.facts import lacking
 
 KEY = "sk-canary-0123456789"
 GIB = 1024**3
@@ -51,7 +52,7 @@ def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int,
     if loopback:
         check_bind(config, {})
         return
-    with pytest.raises(ConfigError, match="can be reached from other machines"):
+    with pytest.raises(ConfigError, match="other machines"):
         check_bind(config, {})
     check_bind(load(f"listen: '{listen}'\nkeys: {{inference: [{KEY}]}}"), {})
     check_bind(load(f"listen: '{listen}'\nkeys: {{admin: [{KEY}]}}"), {})
@@ -59,7 +60,7 @@ def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int,
 
 @pytest.mark.parametrize("listen", ["4000", ":4000", "a:", "a:65536", "::1:4000", "http://a:1", "a b:1", "a:1\n", "*:4000", "[::1]"])
 def test_what_is_no_address(listen: str) -> None:
-    with pytest.raises(ConfigError, match=r"(host:port is expected|there is no port 65536)"):
+    with pytest.raises(ConfigError, match=r"(host:port|port 65536)\b"):
         load_config(None, flags={"listen": listen}, environ={})
 
 
@@ -140,10 +141,7 @@ def test_check_says_what_start_would_say_and_warns(tmp_path: Path) -> None:
     assert KEY not in text
     (tmp_path / "empty").mkdir()
     file.write_text(f"models: {{a: {{model: {tmp_path}/empty}}}}")
-    assert [
-        str(one).endswith("empty is empty, so it holds no model: check the path in `model`, or use a hub id (owner/name).")
-        for one in check(file, {})
-    ] == [True]
+    assert [lacking(str(one), f"{tmp_path}/empty", "`model`", "owner/name") for one in check(file, {})] == [[]]
 
 
 def test_check_finds_errors(tmp_path: Path) -> None:

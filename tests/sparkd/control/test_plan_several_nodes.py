@@ -103,11 +103,12 @@ def test_a_loader_that_fails_on_any_rank_fails_all_with_its_sentence() -> None:
     second = replace(SECOND, progress=Progress(failure="model.safetensors is cut off"))
 
     reason, message = failed(FIRST, second, state=S.LOADING)
-    assert (reason, message.startswith("model.safetensors is cut off")) == ("LoadFailed", True)
+    assert (reason, message.startswith(second.progress.failure or "-")) == ("LoadFailed", True)
 
 
 def test_strangers_are_destroyed_start_by_start() -> None:
-    assert plan({}, (FIRST, SECOND), True, NOW_S) == [Destroy("r1", "m", "no such model is configured")]
+    (action,) = plan({}, (FIRST, SECOND), True, NOW_S)
+    assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")
 
 
 def test_progress_adds_up_over_ranks() -> None:

@@ -47,6 +47,7 @@ from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
+from tests.support.facts import lacking
 from tests.support.fakes import Loop, Scene, scene, stage
 from workers.rank.signatures import diagnose
 
@@ -363,16 +364,15 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         await made.tick(2)
         view = made.supervisor.snapshot().models["m"]
         assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", 3599.0)
-        assert view.message is not None and "`sparkd reload` or `sparkd load m`" in view.message
-        with pytest.raises(ModelFailed, match=r"\(UnknownFlag\) and is tried again in 3599 s"):
+        assert lacking(view.message, "`sparkd reload`", "`sparkd load m`") == []
+        with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
-        with pytest.raises(ModelFailed, match=r"\. This release of vLLM has no flag --no-such-flag\. See `sparkd ps`\.$"):
-            await enter(made, "m")
+        assert lacking(failed.value.message, "(UnknownFlag)", "3599 s", "--no-such-flag", "`sparkd ps`") == []
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
         view = made.supervisor.snapshot().models["m"]
-        assert (view.memory_gib, view.ranks) == (None, ()), "nothing of it is left"
+        assert (view.memory_gib, view.ranks) == (None, ())
 
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick()
@@ -401,7 +401,8 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         made.supervisor.want("n", Want.RUNNING, "admin")
         await made.tick(2, seconds=10)
         assert [line for line in made.cluster.log if line.startswith("place")] == ["place n"]
-        with pytest.raises(ModelFailed, match="will not recover on its own"):
+        assert made.supervisor.registry.find("m").attempt.lasts
+        with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)"):
             await enter(made, "m")
 
 
@@ -438,8 +439,8 @@ async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankE
             with pytest.raises(ModelFailed) as raised:
                 await asked
             heard = raised.value.message
-            assert f"({type(error).__name__})" in heard and "will not recover on its own" in heard
-            assert heard.endswith(f"{told} See `sparkd ps`." if told else "(this will not recover on its own). See `sparkd ps`.")
+            assert lacking(heard, f"({type(error).__name__})", "`sparkd ps`", *filter(None, [told])) == []
+            assert made.supervisor.registry.find("m").attempt.lasts and "/" not in heard
 
 
 async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:
@@ -530,7 +531,7 @@ async def test_processes_that_will_not_die_are_named_and_nothing_is_started_over
         await made.tick(2)
 
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, view.message) == ("STOPPING", "Processes 42 do not end.")
+        assert (view.state, lacking(view.message, "42", "end")) == ("STOPPING", [])
 
 
 async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_request(tmp_path: Path) -> None:
@@ -563,12 +564,12 @@ async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody
             assert record.queue.unanswered is not answered
         async with made.supervisor.lease("m") as lease:
             lease.answered = None
-        assert record.queue.unanswered, "a refusal of the API server's says nothing of the engine"
+        assert record.queue.unanswered, "the API server refused"
         used_s = record.queue.last_used_s
         made.clock.now_s += 5
         async with made.supervisor.lease("m", probe=True) as lease:
             lease.answered = True
-        assert (record.queue.unanswered, record.queue.last_used_s) == (False, used_s), "a question of ours is no use of the model"
+        assert (record.queue.unanswered, record.queue.last_used_s) == (False, used_s), "ours is no use"
         async with made.supervisor.lease("m", probe=True):
             pass
         assert not record.queue.unanswered, "one question leads to no other"
@@ -576,7 +577,7 @@ async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody
 
 async def test_a_question_is_asked_past_every_limit_and_loads_nothing(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/m", "concurrency_limit": 1}}) as made:
-        with pytest.raises(Unavailable, match="has just gone down"):
+        with pytest.raises(Unavailable, match="gone down"):
             async with made.supervisor.lease("m", probe=True):
                 pass
         assert made.state() == "STOPPED"
@@ -646,7 +647,7 @@ async def test_the_concurrency_limit_answers_429(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/x", "concurrency_limit": 1}}) as made:
         await make_ready(made)
         async with made.supervisor.lease("m"):
-            with pytest.raises(TooManyRequests, match="1 requests at once"):
+            with pytest.raises(TooManyRequests, match=r"\b1 requests"):
                 await enter(made, "m")
         assert await enter(made, "m") == "m"
 
@@ -885,15 +886,15 @@ async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("makes", "told"),
     [
-        (None, "Its folder is not on this node: check the path in `model`, or use a hub id (owner/name)."),
-        ((), "Its folder is empty, so it holds no model: check the path in `model`, or use a hub id (owner/name)."),
-        (("notes.txt",), "Its folder has neither config.json nor params.json in it, so it holds no model: check the path in `model`, or"),
+        (None, ["this node", "`model`", "owner/name"]),
+        ((), ["empty", "`model`", "owner/name"]),
+        (("notes.txt",), ["config.json", "params.json", "`model`"]),
     ],
     ids=["not there", "empty", "no model"],
 )
 @pytest.mark.parametrize("name", ["m", "org/m"])
 async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_without_its_path(
-    name: str, makes: tuple[str, ...] | None, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, makes: tuple[str, ...] | None, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "a folder of, mine"
     if makes is not None:
@@ -908,7 +909,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         made.supervisor._door._unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await asyncio.wait_for(enter(made, name), 5)
-        assert refused.value.message.startswith(f"The model {name} cannot be started. {told}")
+        assert lacking(refused.value.message, name, *told) == []
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
         assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
@@ -918,7 +919,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         await made.tick(2)
         with pytest.raises(ModelFailed) as failed:
             await enter(made, name)
-        assert told in failed.value.message and str(tmp_path) not in failed.value.message
+        assert lacking(failed.value.message, *told) == [] and str(tmp_path) not in failed.value.message
         assert made.supervisor.snapshot().models[name].message == fault.message, "its owner reads the path"
 
 
@@ -1015,7 +1016,7 @@ async def test_what_cannot_be_said_without_a_path_is_left_to_the_owner(tmp_path:
             return ModelUnusable("There is no model in /nowhere.")
 
         made.supervisor._door._unusable = look
-        with pytest.raises(ModelFailed, match=r"m cannot be started\. .*`sparkd ps`") as refused:
+        with pytest.raises(ModelFailed, match=r"\bm\b.*`sparkd ps`") as refused:
             await asyncio.wait_for(enter(made, "m"), 5)
         assert "/nowhere" not in refused.value.message
         assert made.supervisor.registry.find("m").desired.want is Want.STOPPED
@@ -1048,7 +1049,7 @@ async def test_what_has_served_serves_again_whatever_it_died_of(tmp_path: Path) 
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "NoKernelImage", 10.0)
-        assert view.message is not None and "not recover on its own" not in view.message
+        assert not made.supervisor.registry.find("m").attempt.lasts
 
 
 RESTS = {"DoesNotFit": False, "ModelUnusable": False, "UnknownFlag": False, "EngineFrozen": True}

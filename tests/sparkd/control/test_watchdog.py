@@ -34,6 +34,7 @@ from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading,
 from tests.sparkd.control.test_plan import ALIVE
 from tests.sparkd.control.test_plan_several_nodes import FIRST, SECOND
 from tests.sparkd.control.test_supervisor import make_ready, stage
+from tests.support.facts import lacking
 from tests.support.fakes import READING, FakeClock
 
 
@@ -94,7 +95,7 @@ async def test_an_engine_whose_counters_stand_still_while_no_rank_computes_is_fr
     assert await scene.after(IDLE_S - 1) is None
     told = await scene.after(1)
     assert told is not None
-    assert told.startswith(f"2 requests run, and for {IDLE_S:.0f} s no token came and none of its ranks computes")
+    assert lacking(told, "2 requests", f"{IDLE_S:.0f} s", "no token", "none") == []
 
 
 async def test_one_that_says_nothing_is_no_better() -> None:
@@ -155,7 +156,7 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     assert (await scene.after(ALONE_ASK_EVERY_S), len(scene.asked)) == (None, 1)
     assert await scene.after(answer_s - 1) is None
     told = await scene.after(idle_s)
-    assert told is not None and told.startswith("it does not answer a question, and for ")
+    assert told is not None and lacking(told, "question") == []
     assert len(scene.asked) == 1
 
 
@@ -201,7 +202,7 @@ async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, str(view.doubt)[:17]) == ("DRAINING", "No token came for")
+        assert (view.state, lacking(view.doubt, "No token")) == ("DRAINING", [])
         record.queue.in_flight = 0
 
 
@@ -346,7 +347,7 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
 
     assert await scene.after(after_s - 1) is None
     told = await scene.after(1)
-    assert told is not None and told.endswith("it hangs; all of it is started again.")
+    assert told is not None and lacking(told, "hangs") == []
 
 
 async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
@@ -371,7 +372,7 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
             await made.tick(2)
         assert waits == [1, 2, 900]
         message = made.supervisor.registry.find("m").attempt.message or ""
-        assert "It hung 3 times in 15 minutes. sparkd starts it again in 15 minutes." in message
+        assert lacking(message, "3 times", "15 minutes") == []
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,7 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
         view = again.supervisor.snapshot().models["m"]
         assert view.state == state
         if state == "FAILED":
-            assert (view.reason, view.message) == ("EngineFrozen", "It hung 3 times in 15 minutes. sparkd starts it again in 15 minutes.")
+            assert (view.reason, lacking(view.message, "3 times", "15 minutes")) == ("EngineFrozen", [])
             assert (view.retry_in_s, again.cluster.log) == (897, [])
             await again.tick(seconds=900)
             await again.tick()

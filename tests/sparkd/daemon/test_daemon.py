@@ -22,6 +22,7 @@ import yaml
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import Config
 from tests.support.daemon_process import DaemonProcess, alive, daemon, until
+from tests.support.facts import lacking
 
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 GIB = 1 << 30
@@ -233,8 +234,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_arithmetic(stage: DaemonP
     ended = stage.client.get(f"/admin/v1/operations/{operation}", params={"wait_s": 30}).json()
 
     assert ended["state"] == "FAILED"
-    assert ended["message"].startswith("The requested KV cache needs 100.0 GiB and 62.0 GiB are left: 64.0 GiB are free, less ")
-    assert ended["message"].endswith(". See `sparkd logs greedy`.")
+    assert lacking(ended["message"], "100.0 GiB", "62.0 GiB", "64.0 GiB", "`sparkd logs greedy`") == []
     assert stage.metric("sparkd_model_failures_total", 'model="greedy",reason="KvCacheDoesNotFit"') >= 1
 
 
@@ -455,7 +455,7 @@ def test_ctrl_c_lets_requests_finish_and_waits_for_nothing_else(tmp_path: Path) 
         assert asked.result(1).endswith("data: [DONE]\n\n")
         assert 5 < time.monotonic() - began_s < 40, "the whole stream, and not unload_timeout_s"
         watching.result(1)
-        assert "1 request may finish first, for at most 60 s" in made.tail()
+        assert lacking(made.tail(), "1 request", "60 s") == []
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
             made.process.wait(4)
         assert not asked.done()
         assert made.end(signal.SIGINT, 30) == 0, "neither the stream nor the engine's own time was waited for"
-        assert "sparkd is shutting down" in asked.result(1), "the stream ends with the reason"
+        assert "shutting down" in asked.result(1), "the stream ends with the reason"
 
 
 def _chat(**fields: Any) -> dict[str, Any]:
@@ -560,9 +560,9 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"listen": "0.0.0.0:0"}, 2, "no key is set"),
+        ({"listen": "0.0.0.0:0"}, 2, "no key"),
         ({"modles": {}}, 2, "models"),
-        ({"listen": "127.0.0.1:1"}, 2, "cannot be bound"),
+        ({"listen": "127.0.0.1:1"}, 2, "127.0.0.1:1"),
     ],
     ids=["open to the network without a key", "unknown key", "no right to bind"],
 )

@@ -14,6 +14,7 @@ import pytest
 from sparkd.daemon.first_answer import Asker
 from sparkd.errors import EngineError, SparkdError, Unavailable
 from tests.sparkd.gateway.fakes import Heard, soon
+from tests.support.facts import lacking
 
 CHAT, COMPLETION, EMBEDDING, SCORE, RERANK = (
     "/v1/chat/completions",
@@ -95,14 +96,14 @@ async def test_warm_takes_the_first_way_that_the_model_answers(answers: dict[str
     ("answers", "error", "words"),
     [
         ({}, EngineError, f"{CHAT} answered 404, {COMPLETION} answered 404, {EMBEDDING} answered 404"),
-        ({CHAT: (500, {"error": {"message": "boom"}})}, EngineError, f"m did not answer its first question: {CHAT} answered 500."),
-        ({CHAT: (503, {"error": {}})}, Unavailable, "could not put a question to m: /v1/chat/completions answered 503"),
-        ({CHAT: (200, {"choices": []})}, EngineError, "answered 200 without choices"),
+        ({CHAT: (500, {"error": {"message": "boom"}})}, EngineError, f"{CHAT} answered 500"),
+        ({CHAT: (503, {"error": {}})}, Unavailable, f"m: {CHAT} answered 503"),
+        ({CHAT: (200, {"choices": []})}, EngineError, "200 without choices"),
         ({CHAT: (200, ["choices"])}, EngineError, "not a JSON object"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"}, EngineError, "not JSON"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n\xff\xfe"}, EngineError, "not JSON"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}"}, Unavailable, "DecodingError"),
-        ({CHAT: b"what?\r\n\r\n"}, Unavailable, f"did not answer on {CHAT}"),
+        ({CHAT: b"what?\r\n\r\n"}, Unavailable, f"on {CHAT}"),
     ],
 )
 async def test_warm_without_an_answer(answers: dict[str, Any], error: type[SparkdError], words: str) -> None:
@@ -161,23 +162,23 @@ async def test_the_text_of_a_chat(message: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((404, {"error": {"message": "Not known here."}}), "answered 404 to its question: Not known here."),
-        ((500, {"error": "boom"}), "answered 500 to its question: no reason given."),
-        ((500, {"detail": "boom"}), "no reason given."),
-        ((200, {}), "without a text"),
-        ((200, {"choices": []}), "without a text"),
-        ((200, {"choices": [{}]}), "without a text"),
-        ((200, {"choices": {"0": 1}}), "without a text"),
-        ((200, {"choices": [{"message": None}]}), "without a text"),
-        ((200, {"choices": [{"message": {"content": None}}]}), "without a text"),
-        ((200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}), "without a text"),
+        ((404, {"error": {"message": "Not known here."}}), ["m", "404", "Not known here."]),
+        ((500, {"error": "boom"}), ["m", "500", "no reason"]),
+        ((500, {"detail": "boom"}), ["m", "500", "no reason"]),
+        ((200, {}), ["m", "text"]),
+        ((200, {"choices": []}), ["m", "text"]),
+        ((200, {"choices": [{}]}), ["m", "text"]),
+        ((200, {"choices": {"0": 1}}), ["m", "text"]),
+        ((200, {"choices": [{"message": None}]}), ["m", "text"]),
+        ((200, {"choices": [{"message": {"content": None}}]}), ["m", "text"]),
+        ((200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}), ["m", "text"]),
     ],
 )
-async def test_a_chat_without_an_answer(answer: tuple[int, Any], words: str) -> None:
+async def test_a_chat_without_an_answer(answer: tuple[int, Any], words: list[str]) -> None:
     async with asking({CHAT: answer}) as (asker, _):
         with pytest.raises(EngineError) as caught:
             await asker.chat("m", "Where?", 20.0)
-    assert words in caught.value.message
+    assert lacking(caught.value.message, *words) == []
 
 
 async def test_cancelling_ends_the_question() -> None:

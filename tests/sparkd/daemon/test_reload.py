@@ -91,7 +91,7 @@ async def test_an_error_of_our_own_is_a_refusal_like_any_other() -> None:
         raise TypeError("unhashable")
 
     made.given = stumbles
-    with pytest.raises(ConfigError, match=r"sparkd made an error while it read the configuration \(TypeError\)"):
+    with pytest.raises(ConfigError, match=r"configuration \(TypeError\)"):
         await made.reloader.now()
     assert (made.taken, len(made.refused)) == ([], 1)
 

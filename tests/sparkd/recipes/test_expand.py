@@ -17,6 +17,7 @@ from sparkd.recipes.expand import METHODS, PROFILES, offered
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.translate import values_of
+from tests.support.facts import lacking
 from workers.engine import parse_args
 
 BOOK = RecipeLibrary(None, AsWritten())
@@ -226,7 +227,7 @@ def test_dflash_brings_the_rules_that_go_with_it(folder: Path) -> None:
         ("extra_args: [--attention-backend, FLASHINFER]", {}, ("--attention-backend TRITON_ATTN", "FLASHINFER")),
         ("extra_args: [--attention-backend=triton_attn]", {}, None),
         ("max_num_seqs: 4", {"extra_args": ["--attention-backend", "FLASH_ATTN"]}, ("TRITON_ATTN", "FLASH_ATTN")),
-        ("env: {VLLM_USE_DEEP_GEMM: '1'}", {}, ("VLLM_USE_DEEP_GEMM=0", "env of the recipe")),
+        ("env: {VLLM_USE_DEEP_GEMM: '1'}", {}, ("VLLM_USE_DEEP_GEMM=0", "recipe")),
         ("env: {VLLM_USE_DEEP_GEMM: '0'}", {}, None),
         ("max_num_seqs: 4", {"env": {"VLLM_USE_DEEP_GEMM": "1"}}, ("VLLM_USE_DEEP_GEMM=0", "env of models.m")),
     ],
@@ -253,7 +254,7 @@ def test_a_profile_leaves_the_cache_to_the_flags_of_a_recipe(folder: Path) -> No
     (folder / "recipes" / "d.yaml").write_text(json.dumps(recipe))
     found = model(folder, recipe="d", profile="single-user")
     assert found.kv_cache is None and found.max_num_seqs == 2
-    assert "exclude each other" in refused(folder, recipe="d", kv_cache="auto")
+    assert lacking(refused(folder, recipe="d", kv_cache="auto"), "'--worker-cls' and kv_cache", "exclude") == []
 
 
 def test_what_a_recipe_says_of_drafts_in_vllms_words_counts_until_somebody_chooses(folder: Path) -> None:
@@ -270,7 +271,7 @@ def test_what_a_recipe_says_of_drafts_in_vllms_words_counts_until_somebody_choos
     own = {"method": "mtp", "num_speculative_tokens": 1}
     assert model(folder, recipe="d", extra_args=["--speculative-config", json.dumps(own)]).extra_args[-1] == json.dumps(own)
     (folder / "recipes" / "d.yaml").write_text(json.dumps(recipe | {"speculative": {"default": "ngram"}}))
-    assert "in the extra_args of the recipe and 'speculative:' contradict each other" in refused(folder, recipe="d")
+    assert lacking(refused(folder, recipe="d"), "extra_args", "recipe", "'speculative:'", "contradict") == []
 
 
 def test_a_method_that_drafts_on_the_cpu_leaves_out_what_vllm_does_not_start_with_beside_it() -> None:
@@ -291,7 +292,7 @@ def test_a_draft_inside_the_checkpoint_needs_its_folder(folder: Path) -> None:
     found = speculation(model(folder, recipe="r", speculative="mtp", model="/models/x"))
 
     assert found is not None and found["model"] == "/models/x/assistant"
-    assert "download owner/model and set 'model:' to its folder" in refused(folder, recipe="r", speculative="mtp")
+    assert lacking(refused(folder, recipe="r", speculative="mtp"), "download owner/model", "'model:'") == []
 
 
 # What is refused, and where it is said to stand
@@ -300,41 +301,41 @@ def test_a_draft_inside_the_checkpoint_needs_its_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"recipe": "q"}, "models.m.recipe: 'q' is no recipe: `sparkd recipes ls` lists them."),
-        ({"recipe": "gpt-oss-120"}, "did you mean gpt-oss-120b?"),
-        ({"recipe": "r@short"}, "r has no variant 'short'. It has: long."),
-        ({"recipe": "r", "tensor_parallel": 4}, "r needs at least 1, at most 2"),
-        ({"recipe": "r", "profile": "nobody"}, "models.m.profile is 'nobody'; it must be"),
-        ({"recipe": "r", "speculative": "eagle"}, "models.m.speculative is 'eagle'; it must be"),
-        ({"recipe": 5, "model": "o/m"}, "models.m.recipe is 5"),
-        ({"model": "o/m", "speculative": "dflash"}, "knows no DFlash drafter for this model"),
-        ({"recipe": "r", "speculative": "mtp", "extra_args": ["--speculative-config", "{}"]}, "contradict each other"),
-        ({"recipe": "r", "extra_args": "--x"}, "must be a list"),
-        ({"recipe": "r", "max_model_len": "x"}, "models.m.max_model_len is 'x'"),
-        ({"profile": "balanced"}, "models.m.model is missing"),
+        ({"recipe": "q"}, ["models.m.recipe", "'q'", "`sparkd recipes ls`"]),
+        ({"recipe": "gpt-oss-120"}, ["'gpt-oss-120'", "gpt-oss-120b?"]),
+        ({"recipe": "r@short"}, ["'short'", "long"]),
+        ({"recipe": "r", "tensor_parallel": 4}, ["r", "least 1", "most 2"]),
+        ({"recipe": "r", "profile": "nobody"}, ["models.m.profile is 'nobody'", "'balanced'"]),
+        ({"recipe": "r", "speculative": "eagle"}, ["models.m.speculative is 'eagle'", "'mtp'"]),
+        ({"recipe": 5, "model": "o/m"}, ["models.m.recipe is 5"]),
+        ({"model": "o/m", "speculative": "dflash"}, ["no DFlash drafter"]),
+        ({"recipe": "r", "speculative": "mtp", "extra_args": ["--speculative-config", "{}"]}, ["--speculative-config", "contradict"]),
+        ({"recipe": "r", "extra_args": "--x"}, ["models.m.extra_args", "a list"]),
+        ({"recipe": "r", "max_model_len": "x"}, ["models.m.max_model_len is 'x'"]),
+        ({"profile": "balanced"}, ["models.m.model", "missing"]),
     ],
 )
-def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[str]) -> None:
     message = refused(folder, **keys)
 
-    assert words in message
+    assert lacking(message, *words) == []
     assert message.count("\n") == 0, message
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"recipe": "./r.yaml"}, "recipe must be a name here"),
-        ({"recipe": "r", "trust_remote_code": True}, "trust_remote_code is refused over the admin API"),
-        ({"recipe": "r", "extra_args": ["--middleware", "x"]}, "'--middleware' is refused over the admin API"),
-        ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, "'LD_PRELOAD' is refused over the admin API"),
-        ({"recipe": "r", "env": ["LD_PRELOAD=x"]}, "'LD_PRELOAD' is refused over the admin API"),
-        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, "another one is refused over the admin API"),
-        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "revision": "evil"}, "another one is refused over the admin API"),
+        ({"recipe": "./r.yaml"}, ["recipe", "a name"]),
+        ({"recipe": "r", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
+        ({"recipe": "r", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
+        ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
+        ({"recipe": "r", "env": ["LD_PRELOAD=x"]}, ["'LD_PRELOAD'", "refused", "admin API"]),
+        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
+        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "revision": "evil"}, ["model", "another", "refused", "admin API"]),
     ],
 )
-def test_an_admin_key_brings_in_no_more_with_a_recipe(folder: Path, keys: dict[str, Any], words: str) -> None:
-    assert words in refused(folder, over_admin=True, **keys)
+def test_an_admin_key_brings_in_no_more_with_a_recipe(folder: Path, keys: dict[str, Any], words: list[str]) -> None:
+    assert lacking(refused(folder, over_admin=True, **keys), *words) == []
 
 
 def test_what_a_recipe_of_this_machine_brings_is_its_operators_word(folder: Path) -> None:
@@ -351,37 +352,38 @@ def test_problems_have_file_and_line_of_the_recipe(folder: Path) -> None:
     config.write_text("recipes_dir: recipes\nmodels:\n  m: {recipe: r}\n  n: {recipe: q}\n  o: {recipe: r}\n")
     problems = [str(problem).removeprefix(f"{folder}/") for problem in check(config, {})]
 
-    assert problems.count("recipes/r.yaml:5: needs_vlm is not a known key; did you mean needs_vllm?") == 1
-    assert "sparkd.yaml:4: models.n.recipe: 'q' is no recipe: `sparkd recipes ls` lists them." in problems
+    (key,) = (problem for problem in problems if problem.startswith("recipes/r.yaml:5: "))
+    (recipe,) = (problem for problem in problems if problem.startswith("sparkd.yaml:4: "))
+    assert (lacking(key, "needs_vlm", "needs_vllm"), lacking(recipe, "models.n.recipe", "'q'")) == ([], [])
     assert len(problems) == 2, problems
     file.write_text(RECIPE.replace("max_num_seqs: 8", "max_num_seqs: many"))
-    wrong = "recipes/r.yaml:8: models.m.max_num_seqs is 'many'; it must be a whole number."
-    assert wrong in [str(problem).removeprefix(f"{folder}/") for problem in check(config, {})]
+    wrong = f"{folder}/recipes/r.yaml:8: models.m.max_num_seqs is 'many'"
+    assert [problem for problem in check(config, {}) if str(problem).startswith(wrong)]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("model: owner/model", "", "model is missing"),
-        ("sources: {paper: a paper}", "sources: {}", "sources"),
-        ("source: paper}", "source: book}", "'book' is cited"),
-        ("default: ngram", "default: eagle", "speculative.default is 'eagle'"),
-        ("{min: 1, max: 2}", "{min: 3, max: 2}", "max must be at least min"),
-        ("reasoning_parser: q", "reasoning_parsr: q", "settings.reasoning_parsr is not a known key; did you mean reasoning_parser?"),
-        ("reasoning_parser: qwen3", "ttl: 5", "settings.ttl is not allowed in a recipe"),
-        ("reasoning_parser: qwen3", "port: 8000", "settings.port has no meaning here"),
-        ("{max_model_len: 65536}", "{maxlen: 65536}", "profiles.single-user.maxlen is not a known key"),
-        ("single-user:", "lonely-user:", "profiles.lonely-user"),
-        ("{description: longer,", "{describe: longer,", "variants.long.describe is not a known key"),
-        ("mtp: {num_speculative_tokens: 3,", "mtp: {num_speculative_tokens: 0,", "at least 1"),
+        ("model: owner/model", "", ["model", "missing"]),
+        ("sources: {paper: a paper}", "sources: {}", ["sources"]),
+        ("source: paper}", "source: book}", ["'book'", "cited"]),
+        ("default: ngram", "default: eagle", ["speculative.default is 'eagle'"]),
+        ("{min: 1, max: 2}", "{min: 3, max: 2}", ["nodes", "max", "min"]),
+        ("reasoning_parser: q", "reasoning_parsr: q", ["settings.reasoning_parsr", "reasoning_parser"]),
+        ("reasoning_parser: qwen3", "ttl: 5", ["settings.ttl", "recipe"]),
+        ("reasoning_parser: qwen3", "port: 8000", ["settings.port", "no meaning"]),
+        ("{max_model_len: 65536}", "{maxlen: 65536}", ["profiles.single-user.maxlen"]),
+        ("single-user:", "lonely-user:", ["profiles.lonely-user"]),
+        ("{description: longer,", "{describe: longer,", ["variants.long.describe"]),
+        ("mtp: {num_speculative_tokens: 3,", "mtp: {num_speculative_tokens: 0,", ["num_speculative_tokens is 0", "least 1"]),
     ],
 )  # fmt: skip
-def test_a_recipe_that_is_wrong_says_where_and_why(old: str, new: str, words: str) -> None:
+def test_a_recipe_that_is_wrong_says_where_and_why(old: str, new: str, words: list[str]) -> None:
     assert old in RECIPE
     file, problems = parse_recipe("r", RECIPE.replace(old, new).encode(), "r.yaml", {})
 
     assert file is None
-    assert any(words in str(problem) for problem in problems), [str(problem) for problem in problems]
+    assert [] in [lacking(str(problem), *words) for problem in problems], [str(problem) for problem in problems]
     assert all(str(problem).startswith("r.yaml") for problem in problems)
 
 
@@ -411,7 +413,7 @@ def test_a_file_names_recipes_by_folder_path_and_variable(folder: Path) -> None:
     assert config.models["a"].env["A"].get_secret_value() == "x"
     assert config.book().names().keys() == {*OURS, "r"}
     assert Config().book().names().keys() == set(OURS)
-    with pytest.raises(ConfigError, match="OF_THE_RECIPE is not set"):
+    with pytest.raises(ConfigError, match="OF_THE_RECIPE"):
         load_config(file, environ={})
 
 
@@ -457,4 +459,4 @@ def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_metho
 
     assert len(resolved) > 400
     assert [(str(each.choice), message) for each, message in zip(resolved, said, strict=False) if message] == []
-    assert all(said[len(resolved) :]), "it refuses what is wrong"
+    assert all(said[len(resolved) :])

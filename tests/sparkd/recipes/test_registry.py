@@ -20,6 +20,7 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.recipes.registry import Registries, Registry
 from tests.sparkd.recipes.test_expand import RECIPE
 from tests.sparkd.recipes.test_importer import ONE, TWO
+from tests.support.facts import lacking
 
 PLAIN = """
 recipe_version: "1"
@@ -148,7 +149,7 @@ def test_without_either_layout_every_recipe_of_the_repository_counts(tmp_path: P
 
     empty = Repository(tmp_path / "e")
     empty.commit({"c.yaml": "x: 1\n"})
-    with pytest.raises(ConfigError, match="has no recipe"):
+    with pytest.raises(ConfigError, match="no recipe"):
         taken(empty, tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
     assert "4x/big@eugr" in run(capsys, "ls", "eugr", "--registry")[0]
 
     out, err = run(capsys, "show", "plain@eugr")
-    assert "--max-model-len 4096" in out and commit[:12] in out and "trust_remote_code is left out" in err
+    assert "--max-model-len 4096" in out and commit[:12] in out and lacking(err, "trust_remote_code", "left out") == []
     assert as_json(capsys, "show", "4x/big@eugr")["choice"] == {"recipe": "4x/big@eugr"}
     text, _ = run(capsys, "import", "plain@eugr")
     assert commit in text.splitlines()[0] and "trust_remote_code: true" in text and "max_model_len: 4096" in text
@@ -217,15 +218,15 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("add-registry", "/nowhere"), "no such folder"),
-        (("add-registry", "owner/name"), "no folder, and no https"),
+        (("add-registry", "/nowhere"), "/nowhere"),
+        (("add-registry", "owner/name"), "https"),
         (("add-registry", ".", "--name", "../x"), "--name"),
         (("update", "x"), "no registry; known: none"),
         (("remove-registry", "../x"), "no registry; known: none"),
         (("ls", "x"), "with --registry alone"),
         (("ls", "--registry", "x"), "no registry; known: none"),
-        (("show", "x@y"), "'x' is no recipe"),
-        (("import", "x@y"), "'y' is no registry; known: none"),
+        (("show", "x@y"), "'x'"),
+        (("import", "x@y"), "no registry; known: none"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,8 +240,8 @@ def test_a_name_that_is_taken_a_recipe_that_is_none_and_one_of_several_are_told(
 ) -> None:
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
     assert "is there" in run(capsys, "add-registry", str(eugr.folder), "--name", "eugr", code=5)[1]
-    assert "did you mean plain@eugr" in run(capsys, "show", "plein@eugr", code=2)[1]
-    assert "may be any of 3x/big, 4x/big" in run(capsys, "show", "big@eugr", code=2)[1].replace("4x/big, 3x/big", "3x/big, 4x/big")
+    assert "plain@eugr?" in run(capsys, "show", "plein@eugr", code=2)[1]
+    assert lacking(run(capsys, "show", "big@eugr", code=2)[1], "big@eugr", "3x/big", "4x/big") == []
 
 
 def test_a_file_that_is_no_yaml_is_named_with_its_reason(eugr: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,13 +249,13 @@ def test_a_file_that_is_no_yaml_is_named_with_its_reason(eugr: Repository, capsy
     eugr.commit({"recipes/broken.yaml": broken})
     made = as_json(capsys, "add-registry", str(eugr.folder), "--name", "eugr")["registry"]
     assert made["recipes"] == 3 and "line 3" in made["unreadable"]["broken"]
-    assert "broken@b cannot be read: line 3" in run(capsys, "add-registry", str(eugr.folder), "--name", "b")[0]
-    assert "broken@eugr cannot be read: line 3" in run(capsys, "show", "broken@eugr", code=2)[1]
+    assert lacking(run(capsys, "add-registry", str(eugr.folder), "--name", "b")[0], "broken@b", "line 3") == []
+    assert lacking(run(capsys, "show", "broken@eugr", code=2)[1], "broken@eugr", "line 3") == []
 
     eugr.commit({"recipes/broken.yaml": PLAIN, "recipes/plain.yaml": "  x\n y: ]\n"})
     row = as_json(capsys, "update", "eugr")["registries"][0]
     assert (row["added"], row["changed"], row["removed"], list(row["unreadable"])) == (["broken"], [], [], ["plain"])
-    assert "plain@b cannot be read" in run(capsys, "update", "b")[0]
+    assert "plain@b" in run(capsys, "update", "b")[0]
 
     (eugr.folder / "recipes/plain.yaml").unlink()
     eugr.commit()
@@ -479,7 +480,7 @@ def test_a_server_that_never_answers_is_given_up(eugr: Repository, tmp_path: Pat
 def test_a_machine_without_git_is_told_so(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
 
-    with pytest.raises(SparkdError, match="git is not on this machine"):
+    with pytest.raises(SparkdError, match="git"):
         taken(eugr, tmp_path)
 
 

@@ -13,6 +13,7 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.library import RecipeLibrary
 from tests.sparkd.recipes.test_importer import ONE
 from tests.sparkd.recipes.test_registry import PLAIN, Repository, as_json, eugr, run, state
+from tests.support.facts import lacking
 
 __all__ = ["eugr", "state"]
 NATIVE = """
@@ -46,7 +47,7 @@ def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_impor
 
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"recipe": "local@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state))
-    assert "is a folder of this machine" in caught.value.message and "recipes import local@eugr" in caught.value.message
+    assert lacking(caught.value.message, "a folder", "recipes import local@eugr") == []
     assert len(as_json(capsys, "import", "local@eugr")["risks"]) == (2 if "trust-remote-code" in text else 1)
     assert as_json(capsys, "import", "inside@eugr")["risks"] == []
     assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state)).model == "owner/plain"
@@ -113,13 +114,13 @@ def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("plain@eugre", ("'eugre'", "did you mean eugr?")),
+        ("plain@eugre", ("'eugre'", " eugr?")),
         ("plain@nowhere", ("'nowhere'", "known: eugr")),
-        ("gpt-oss-120b@eugre", ("already", "'eugre'", "did you mean eugr?")),
+        ("gpt-oss-120b@eugre", ("already", "'eugre'", " eugr?")),
         ("gpt-oss-120b", ("already", "recipe: gpt-oss-120b")),
         ("plain@eugr@long", ("recipes import plain@eugr",)),
-        ("nothing.yaml", ("cannot be read",)),
-        ("a@b.yaml", ("cannot be read",)),
+        ("nothing.yaml", ("nothing.yaml", "be read")),
+        ("a@b.yaml", ("a@b.yaml", "be read")),
     ],
 )
 def test_an_import_of_what_is_not_there_names_the_registry_and_the_nearest(
@@ -140,5 +141,5 @@ def test_an_entry_with_an_unknown_registry_names_the_nearest(
     file.write_text(f"state_dir: {state}\nmodels:\n  m:\n    recipe: {name}\n")
 
     (problem,) = check(file, {})
-    assert problem.line == 4 and "'eugre'" in problem.message and "did you mean eugr?" in problem.message
-    assert "did you mean eugr?" in run(capsys, "show", name, code=2)[1]
+    assert problem.line == 4 and "'eugre'" in problem.message and " eugr?" in problem.message
+    assert " eugr?" in run(capsys, "show", name, code=2)[1]

@@ -15,6 +15,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
 from sparkd.schema.engine_args import engine_args
+from tests.support.facts import lacking
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.kv.settings import VARIABLE, CacheSettings
 
@@ -57,62 +58,61 @@ def test_spellings_of_one_size_are_one(value: Any, canonical: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("much", "models.m.kv_cache: must be auto, or a map such as {bytes: 8GiB}, "),
-        (True, "must be auto, or a map such as"),
-        ("8GiB", "must be auto, or a map such as"),
-        ([], "must be auto, or a map such as"),
-        ({}, "sets no size: give {bytes: 8GiB}, "),
-        ({"byte": 1}, "has no 'byte': give {bytes: 8GiB}, "),
-        ({"at": 5}, "sets no size"),
-        ({"bytes": 1, "tokens": 1}, "says bytes and tokens: keep one of them"),
-        ({"tokens": 1, "at": 5}, "sets 'at' together with tokens"),
-        ({"bytes": "8GB"}, "bytes is '8GB'; it must be a size such as 8GiB or 512MiB, or a whole number of bytes above 0"),
-        ({"bytes": 0}, "bytes is 0; it must be a size"),
-        ({"bytes": 1.5}, "bytes is 1.5; it must be"),
-        ({"bytes": "0.0000001KiB"}, "it must be a size"),
-        ({"bytes": 2**60}, "it must be a size"),
-        ({"tokens": True}, "tokens is True; it must be a whole number of tokens above 0, such as 32768 or 32K"),
-        ({"tokens": None}, "tokens is None; it must be"),
-        ({"sequences": "2K"}, "sequences is '2K'; it must be a whole number of requests above 0"),
-        ({"sequences": 2, "at": -1}, "at is -1; it must be a whole number of tokens"),
-        ({"utilization": 0}, "utilization is 0; it must be a number above 0 and at most 1"),
-        ({"utilization": 1.01}, "utilization is 1.01; it must be"),
-        ({"utilization": "0.8"}, "utilization is '0.8'; it must be"),
-        ({"utilization": float("nan")}, "a number here must be finite"),
+        ("much", ["auto", "a map", "{bytes: 8GiB}"]),
+        (True, ["auto", "a map"]),
+        ("8GiB", ["auto", "a map"]),
+        ([], ["auto", "a map"]),
+        ({}, ["no size", "{bytes: 8GiB}"]),
+        ({"byte": 1}, ["'byte'", "{bytes: 8GiB}"]),
+        ({"at": 5}, ["no size"]),
+        ({"bytes": 1, "tokens": 1}, ["bytes and tokens", "one"]),
+        ({"tokens": 1, "at": 5}, ["'at'", "tokens"]),
+        ({"bytes": "8GB"}, ["bytes is '8GB'", "8GiB", "512MiB"]),
+        ({"bytes": 0}, ["bytes is 0", "8GiB"]),
+        ({"bytes": 1.5}, ["bytes is 1.5", "8GiB"]),
+        ({"bytes": "0.0000001KiB"}, ["bytes is '0.0000001KiB'", "8GiB"]),
+        ({"bytes": 2**60}, [f"bytes is {2**60}", "8GiB"]),
+        ({"tokens": True}, ["tokens is True", "32768", "32K"]),
+        ({"tokens": None}, ["tokens is None", "32768"]),
+        ({"sequences": "2K"}, ["sequences is '2K'", "requests", "0"]),
+        ({"sequences": 2, "at": -1}, ["at is -1", "tokens"]),
+        ({"utilization": 0}, ["utilization is 0", "1"]),
+        ({"utilization": 1.01}, ["utilization is 1.01", "1"]),
+        ({"utilization": "0.8"}, ["utilization is '0.8'", "1"]),
+        ({"utilization": float("nan")}, ["finite"]),
     ],
 )
-def test_what_is_no_size_is_said(value: Any, words: str) -> None:
+def test_what_is_no_size_is_said(value: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         model(kv_cache=value)
 
-    assert words in str(caught.value)
-    assert "models.m.kv_cache" in str(caught.value)
+    assert lacking(caught.value.message, "models.m.kv_cache", *words) == []
 
 
-@pytest.mark.parametrize(("value", "words"), [(-1, "at least 0"), ("x", "a number"), (True, "a number"), (float("inf"), "a finite number")])
+@pytest.mark.parametrize(("value", "words"), [(-1, "-1"), ("x", "'x'"), (True, "true"), (float("inf"), "finite")])
 def test_what_is_no_margin_is_said(value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=r"models\.m\.kv_margin_gib") as caught:
         model(kv_margin_gib=value)
-    assert words in str(caught.value)
+    assert lacking(caught.value.message, words) == []
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "pair"),
     [
-        ({"kv_cache": "auto", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache exclude each other"),
-        ({"kv_cache": {"utilization": 0.5}, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache exclude each other"),
-        ({"kv_margin_gib": 1, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_margin_gib exclude each other"),
-        ({"kv_margin_gib": 1, "kv_cache": {"utilization": 0.5}}, "kv_margin_gib and kv_cache with utilization exclude each other"),
-        ({"kv_cache": "auto", "extra_args": ["--worker-cls", "x.Y"]}, "'--worker-cls' and kv_cache exclude each other"),
-        ({"kv_cache": {"tokens": 5}, "extra_args": ["--kv_cache_memory_bytes=5"]}, "'--kv_cache_memory_bytes' and kv_cache exclude"),
-        ({"kv_cache": "auto", "extra_args": ["--gpu-memory-util", ".5"]}, "'--gpu-memory-util' and kv_cache exclude each other"),
-        ({"kv_margin_gib": 0, "extra_args": ["--device-memory-utilization", ".5"]}, "and kv_margin_gib exclude each other"),
+        ({"kv_cache": "auto", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache"),
+        ({"kv_cache": {"utilization": 0.5}, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache"),
+        ({"kv_margin_gib": 1, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_margin_gib"),
+        ({"kv_margin_gib": 1, "kv_cache": {"utilization": 0.5}}, "kv_margin_gib and kv_cache"),
+        ({"kv_cache": "auto", "extra_args": ["--worker-cls", "x.Y"]}, "'--worker-cls' and kv_cache"),
+        ({"kv_cache": {"tokens": 5}, "extra_args": ["--kv_cache_memory_bytes=5"]}, "'--kv_cache_memory_bytes' and kv_cache"),
+        ({"kv_cache": "auto", "extra_args": ["--gpu-memory-util", ".5"]}, "'--gpu-memory-util' and kv_cache"),
+        ({"kv_margin_gib": 0, "extra_args": ["--device-memory-utilization", ".5"]}, "'--device-memory-utilization' and kv_margin_gib"),
     ],
 )
-def test_two_who_size_exclude_each_other(keys: dict[str, Any], words: str) -> None:
+def test_two_who_size_exclude_each_other(keys: dict[str, Any], pair: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"model": "/m", **keys}, over_admin=False)
-    assert words in str(caught.value)
+    assert lacking(caught.value.message, pair, "exclude") == []
 
 
 def test_what_says_something_else_goes_with_it() -> None:
@@ -192,7 +192,7 @@ def test_who_sizes(keys: dict[str, Any], entrypoint: str, ours: bool, platform: 
 
 
 def test_a_space_that_cannot_be_read_is_said_and_not_shown() -> None:
-    with pytest.raises(ConfigError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB") as caught:
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .*GiB") as caught:
         told({"env": {"VLLM_CPU_KVCACHE_SPACE": "sk-canary"}}, "cpu")
     assert "sk-canary" not in caught.value.message
 
@@ -220,7 +220,7 @@ def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path
     path.write_text(f"models:\n  m:\n    model: org/name\n    env: {{{name}: sk-canary}}\n", encoding="utf-8")
     (found,) = check(path, {})
     assert found.line == 4
-    assert f"models.m.env: {name} must be a whole number of " in found.message
+    assert lacking(found.message, "models.m.env", name) == []
     assert "sk-canary" not in found.message
     path.write_text(path.read_text() + "    gpu_memory_utilization: 0.8\n    kv_cache_dtype: fp8\n", encoding="utf-8")
     assert bool(check(path, {})) is (name == "VLLM_CPU_KVCACHE_SPACE")

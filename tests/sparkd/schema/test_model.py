@@ -13,6 +13,7 @@ from sparkd.capacity.launch_spec import loader_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
+from tests.support.facts import lacking
 from workers.quantization.recipe import QuantizationRecipe
 
 
@@ -134,7 +135,7 @@ def test_a_model_can_be_added_where_its_names_are_free(tmp_path: Path) -> None:
     assert set(config.with_model(model()).models) == {"a", "m"}
     assert set(config.models) == {"a"}
     assert config.with_model(model()).with_model(model(ttl=5)).models["m"].ttl == 5
-    with pytest.raises(ConfigError, match="'x' is a name of the model 'a'"):
+    with pytest.raises(ConfigError, match=r"models\.m\.aliases: 'x' .*'a'"):
         config.with_model(model(aliases=["x"]))
 
 
@@ -194,7 +195,7 @@ def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> 
     config = from_text(tmp_path, "engine: {env: {VLLM_MXFP4_LAYERS: moe}}")
     told = [loader_of(config, model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
 
-    assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0], "{} says that all stays as it is"
+    assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0]
     assert config_hash(model(quantize=""), EngineSettings()) != config_hash(model(), EngineSettings())
 
 
@@ -205,21 +206,22 @@ def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> 
 )  # fmt: skip
 def test_two_loaders_exclude_each_other(args: list[str]) -> None:
     assert model(extra_args=["--seed", "1", *args]).extra_args
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError) as caught:
         model(extra_args=["--seed", "1", *args], quantize="bf16")
+    assert lacking(caught.value.message, "quantize", "exclude") == [] and args[0][:6].partition("=")[0] in caught.value.message
 
 
 def test_what_says_something_else_goes_with_it() -> None:
     args = ["--hf-overrides", '{"a": 1}', "--safetensors-load-strategy", "lazy", "--lora-modules", "a=/a", "-q"]
 
     assert model(extra_args=args[:-1], quantize="fp8", kv_cache_dtype="fp8", dtype="bfloat16").quantize
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="'-q' and quantize exclude"):
         model(extra_args=args, quantize="fp8")
 
 
 def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
     config = from_text(tmp_path, "engine: {env: {VLLM_PLUGINS: other}}")
-    with pytest.raises(ConfigError, match="add sparkd to it"):
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
         config.with_model(model(quantize="fp8"))
 
     for env in ({"VLLM_PLUGINS": "other,sparkd"}, {"VLLM_PLUGINS": "sparkd"}):
@@ -230,20 +232,19 @@ def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ("env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS in env has no effect without quantize"),
-        ("allow_missing_weights: true", "allow_missing_weights has no effect without quantize"),
-        ("quantize: fp8, env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS: not used, because"),
-        ("quantize: '', env: {VLLM_FP8_LAYERS: all}", None),
-        ("quantize: fp8", None),
+        ("env: {VLLM_FP8_LAYERS: all}", ["VLLM_FP8_LAYERS", "without quantize"]),
+        ("allow_missing_weights: true", ["allow_missing_weights", "without quantize"]),
+        ("quantize: fp8, env: {VLLM_FP8_LAYERS: all}", ["VLLM_FP8_LAYERS", "not used"]),
+        ("quantize: '', env: {VLLM_FP8_LAYERS: all}", []),
+        ("quantize: fp8", []),
     ],
 )
-def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words: str | None) -> None:
+def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words: list[str]) -> None:
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"models: {{m: {{model: o/m, {keys}}}}}")
     remarks = [problem for problem in check(file, {}) if problem.severity == "warning"]
 
-    assert len(remarks) == (0 if words is None else 1)
-    assert words is None or (words in remarks[0].message and "m" in remarks[0].message)
+    assert [lacking(remark.message, "models.m", *words) for remark in remarks] == ([[]] if words else [])
 
 
 # What the admin API may bring in
@@ -252,32 +253,32 @@ def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({}, "models.m.model is missing"),
-        ({"model": "/m", "ttl": "x"}, "models.m.ttl is 'x'; it must be a number"),
-        ({"model": "/m", "cmd": "x"}, "models.m.cmd has no meaning here"),
-        ({"model": "/m", "ttle": 1}, "did you mean ttl"),
-        ({"model": "/m", "name": "n"}, "models.m.name has no meaning here"),
-        ({"model": "/m", "trust_remote_code": True}, "trust_remote_code is refused over the admin API"),
-        ({"model": "/m", "runtime": "/p"}, "runtime is refused over the admin API"),
-        ({"model": "/m", "entrypoint": "p"}, "entrypoint is refused over the admin API"),
-        ({"model": "/m", "extra_args": ["--middleware", "x"]}, "'--middleware' is refused over the admin API"),
-        ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, "'LD_PRELOAD' is refused over the admin API"),
-        ({"model": "/m", "quantize": "nf4"}, "models.m.quantize: nf4 is not built yet"),
-        ({"model": "/m", "quantize": "fp8", "load_format": "auto"}, "load_format and quantize exclude each other"),
-        ({"model": "./m"}, "absolute path"),
-        ({"model": "~/m"}, "absolute path"),
+        ({}, ["models.m.model", "missing"]),
+        ({"model": "/m", "ttl": "x"}, ["models.m.ttl", "'x'"]),
+        ({"model": "/m", "cmd": "x"}, ["models.m.cmd", "no meaning"]),
+        ({"model": "/m", "ttle": 1}, ["models.m.ttle", "ttl"]),
+        ({"model": "/m", "name": "n"}, ["models.m.name", "no meaning"]),
+        ({"model": "/m", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
+        ({"model": "/m", "runtime": "/p"}, ["runtime", "refused", "admin API"]),
+        ({"model": "/m", "entrypoint": "p"}, ["entrypoint", "refused", "admin API"]),
+        ({"model": "/m", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
+        ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
+        ({"model": "/m", "quantize": "nf4"}, ["models.m.quantize", "nf4", "built"]),
+        ({"model": "/m", "quantize": "fp8", "load_format": "auto"}, ["load_format and quantize", "exclude"]),
+        ({"model": "./m"}, ["absolute path"]),
+        ({"model": "~/m"}, ["absolute path"]),
     ],
 )
-def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: str) -> None:
+def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", raw, over_admin=True)
 
-    assert words in str(caught.value)
+    assert lacking(caught.value.message, *words) == []
 
 
 def test_the_admin_api_may_tune() -> None:
     raw = {"model": "o/m", "extra_args": ["--max-num-seqs", "4"], "env": {"OMP_NUM_THREADS": 2}, "max_model_len": 10, "ttl": 5}
 
     assert parse_model("m", raw, over_admin=True) == parse_model("m", raw, over_admin=False)
-    with pytest.raises(ConfigError, match="is not a valid name"):
+    with pytest.raises(ConfigError, match=r"'\.\./m'"):
         parse_model("../m", raw, over_admin=True)

@@ -26,6 +26,7 @@ from sparkd.vllm.arg_check import RefusedArg, unspeculative
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in
 from tests.support.accounts import needing
+from tests.support.facts import lacking
 
 TAKEN = [
     "--max-model-len 8192",
@@ -366,18 +367,18 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other() -> N
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("""--speculative-config '{"method": "ngram"}'""", "num_speculative_tokens is missing, and nothing else says how many tokens are"),
-        ("""--speculative_config='{"method": "eagle3", "num-speculative-tokens": 3}'""", "method eagle3 needs a draft: name it in model"),
-        ("""--speculative-config '{"num_speculative_tokens": 3}'""", "it names no method, and needs a draft: name it in model, or choose"),
+        ("""--speculative-config '{"method": "ngram"}'""", "num_speculative_tokens is missing"),
+        ("""--speculative_config='{"method": "eagle3", "num-speculative-tokens": 3}'""", "method eagle3 needs"),
+        ("""--speculative-config '{"num_speculative_tokens": 3}'""", "no method"),
         ("""--speculative-config '{"method": "ngram"}' --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""", None),
         ("""--speculative-config '{"method": "ngram"}' --speculative-config.num_speculative_tokens 3""", None),
         ("""--speculative-config '{"method": "ngram"}' --spec-tokens 3""", None),
         ("""--speculative-config '{"method": "mtp", "model": "/draft"}'""", None),
-        ("""--speculative-config '{"method": "ngrm", "num_speculative_tokens": 3}'""", "this vLLM has no method ngrm. Did you mean ngram?"),
-        ("""--speculative-config '{"method": "ngrm"}'""", "this vLLM has no method ngrm. Did you mean ngram?"),
+        ("""--speculative-config '{"method": "ngrm", "num_speculative_tokens": 3}'""", "ngram?"),
+        ("""--speculative-config '{"method": "ngrm"}'""", "ngram?"),
         (
             """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3, "promt_lookup_max": 4}'""",
-            "this vLLM has no key promt_lookup_max there. Did you mean prompt_lookup_max?",
+            "prompt_lookup_max?",
         ),
         ("""--speculative-config '{"method": "dspark", "model": "o/d", "num-speculative-tokens": 3}'""", None),
         ("--speculative-config None", None),
@@ -395,7 +396,7 @@ def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
     refused = said_to(spec, Config(state_dir=tmp_path), VERSION).refused
     assert (len(found), len(refused)) == ((0, 0) if told is None else (1, 1))
     if told is not None:
-        assert refused[0].startswith(f"--speculative-config: {told}") and found[0].endswith(refused[0])
+        assert refused[0].startswith("--speculative-config: ") and told in refused[0] and found[0].endswith(refused[0])
 
 
 @pytest.mark.parametrize(
@@ -498,9 +499,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.siting.place(spec)
-    assert caught.value.message == (
-        f"m cannot be started by the vLLM of its runtime: --max-num-seq-s: vLLM {VERSION} has no such flag. Did you mean --max-num-seqs?"
-    )
+    assert lacking(caught.value.message, "m", f"--max-num-seq-s: vLLM {VERSION}", "--max-num-seqs") == []
 
 
 async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
