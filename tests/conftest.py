@@ -10,6 +10,7 @@ them. The others side by side on all cores. Whoever asks for one part does not i
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ TESTS = Path(__file__).parent
 ALONE = (
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
+    "e2e/test_serving_page.py",
     "e2e/test_tools.py",
     "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
@@ -43,6 +45,7 @@ MODELS = (
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
     "sparkd/daemon/test_daemon.py",
+    "web/test_page.py",
     "sparkd/cluster/test_launcher_vllm.py",
     "e2e/test_upgrade.py",
     "sparkd/cluster/test_two_nodes.py",
@@ -66,8 +69,9 @@ ENGINES = (
 )
 # Each of its cases is a program by itself, so any worker may run any of them.
 APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
-# Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
+# Not run where promtool or chromium is missing; `make test` says so (deploy/promtool.sh, deploy/chromium.sh).
 PROMTOOL = ("test_alert_rules.py",)
+CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,6 +82,8 @@ PARTS = {"alone": "alone", "engines": "engines", "not alone and not engines": No
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Half a minute is spent on importing thousands of tests, and torch with them, for some hundreds of others."""
     if collection_path.name in PROMTOOL and find_promtool() is None:
+        return True
+    if collection_path.as_posix().endswith(CHROMIUM) and shutil.which("chromium") is None:
         return True
     asked = config.getoption("markexpr")
     return True if collection_path.name.startswith("test_") and asked in PARTS and _part(collection_path) != PARTS[asked] else None
