@@ -28,7 +28,7 @@ _HEADER = "# Written by `make lock`; see deploy/lock.py.\n"
 
 def main() -> int:
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["embedded"], *project["optional-dependencies"]["dev"]]
+    wanted = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     report = {"install": [{"metadata": dict(each.metadata.json)} for each in distributions()]}
     for file, pins in zip(("constraints.txt", "constraints-cpu.txt"), locked(wanted, report), strict=True):
         (FOLDER / file).write_text(_HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 ALONE = (
+    "e2e/test_metrics_page.py",
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
     "e2e/test_serving_page.py",
     "e2e/test_tools.py",
+    "e2e/test_traces.py",
     "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
     "workers/guard/test_guard.py",
@@ -70,7 +72,7 @@ ENGINES = (
 # Each of its cases is a program by itself, so any worker may run any of them.
 APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
 # Not run where promtool or chromium is missing; `make test` says so (deploy/promtool.sh, deploy/chromium.sh).
-PROMTOOL = ("test_alert_rules.py",)
+PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,11 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
 from sparkd.schema import kv_cache, quantize
-from sparkd.vllm.translate import Translation
+from sparkd.vllm.translate import Translation, values_of
+from workers.host.runtime import API_SERVER, COMMAND_LINE
+
+# vLLM reads the address with gRPC unless told otherwise, and without a name its spans are of "unknown_service".
+_OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
@@ -20,7 +24,7 @@ QUIET = ("--disable-uvicorn-access-log",)
 
 def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
     """spec: nothing in it is `auto` any more. said: its flags and variables as its release knows them. vllm: that release, None where it is
-    not known. Reads the checkpoint's headers."""
+    not known. Reads the checkpoint's headers. `env` is what sparkd sets and the entry's own variables override."""
     reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
     fields: dict[str, Any] = {
         "model_name": spec.name,
@@ -31,11 +35,16 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "platform": platform,
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
         "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
+        "env": {},
         "extra_args": list(said.args),
         "media": spec.media.model_dump(mode="json") if spec.media.domains else None,
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
+    if (url := config.traces.url) is not None and _is_traced(said, entrypoint):
+        # Not in the entry's hash: an engine that runs is not restarted for its spans.
+        fields["flags"] += ["--otlp-traces-endpoint", url]
+        fields["env"] = dict(_OTLP)
     if (commits := commits_of(spec)) is not None:
         fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
@@ -43,6 +52,11 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
+
+
+def _is_traced(said: Translation, entrypoint: str) -> bool:
+    """Whether the engine is vLLM, and its entry sends its spans nowhere else."""
+    return entrypoint in (API_SERVER, COMMAND_LINE) and not any(values_of(said.args, "otlp-traces-endpoint"))
 
 
 def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:

@@ -343,7 +343,7 @@ def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardw
     for number in range(option.nodes):
         at = {
             "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
-            "env": network(hardware, option.nodes, translation.env) | dict(translation.env),
+            "env": fields["env"] | network(hardware, option.nodes, translation.env) | dict(translation.env),
             "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
         }
         rank_spec = rank_at(number, option.nodes, {**fields, **at})

@@ -106,7 +106,7 @@ class Engines:
                 # A file name only: each node has its own log folder.
                 "log_path": f"{placement.slug}.rank{rank}.log" if rank else f"{placement.slug}.log",
                 "flags": [*shared["flags"], *parallel],
-                "env": computed | dict(flags.env),
+                "env": shared["env"] | computed | dict(flags.env),
             }
             private = node != self._here
             return RankHandle(**await self._link.call(node, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from sparkd import metrics
 from sparkd.errors import SparkdError
+from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
 
@@ -51,13 +52,24 @@ class AnswerPipe(Protocol):
     def stop(self) -> None: ...
 
 
+class Trace(Protocol):
+    """The part of sparkd.gateway.traces.RequestTrace that the rest of a request uses. See there."""
+
+    asked_s: float | None
+    load_s: float | None
+
+    def headers(self, headers: RawHeaders) -> RawHeaders: ...
+    def end(self, exchange: Exchange) -> None: ...
+
+
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
     all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
     `heartbeat` is set once the request has to wait for a model. `key` is the name of the client's key; `tokens` is what the engine counted.
-    `task` serves the request; `cancelled` says that an operator ended it.
+    `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are
+    made of the request.
     """
 
     __slots__ = (
@@ -81,6 +93,7 @@ class Exchange:
         "streamed",
         "task",
         "tokens",
+        "trace",
         "whole",
     )
 
@@ -106,6 +119,7 @@ class Exchange:
         self.pipe: AnswerPipe | None = None
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
+        self.trace: Trace | None = None
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

@@ -37,6 +37,7 @@ from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Peek, Pipe
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
+from sparkd.gateway.traces import Tracer
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
@@ -56,7 +57,7 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class EngineLease(Protocol):
-    """The right to use one engine for one request. answered: see sparkd.control.lease.Lease."""
+    """The right to use one engine for one request. answered, load_s: see sparkd.control.lease.Lease."""
 
     answered: bool | None
 
@@ -66,6 +67,8 @@ class EngineLease(Protocol):
     def upstream(self) -> Upstream: ...
     @property
     def parsers(self) -> Parsers | None: ...
+    @property
+    def load_s(self) -> float | None: ...
 
 
 class Leases(Protocol):
@@ -78,10 +81,11 @@ class Leases(Protocol):
 
 
 class Proxy:
-    """Forwards the requests of all clients. `limits` may be replaced at any time."""
+    """Forwards the requests of all clients. `limits` and `tracer` may be replaced at any time."""
 
     def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
         self.limits = limits
+        self.tracer: Tracer | None = None
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._responses: OrderedDict[str, str] = OrderedDict()
@@ -91,6 +95,8 @@ class Proxy:
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
         """Read the body, wait for an engine and pass its answer on. Raises SparkdError only before the answer has begun."""
+        if self.tracer is not None:
+            exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
         _check_content(route.kind, content_type, headers.get(b"content-encoding"))
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
@@ -143,6 +149,9 @@ class Proxy:
         connection.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
+        trace = exchange.trace
+        if trace is not None:
+            trace.asked_s = begun_s
         try:
             waits = partial(self._wait, connection, exchange, route)
             need = _need(route, exchange)
@@ -152,10 +161,12 @@ class Proxy:
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
+                if trace is not None:
+                    trace.load_s = lease.load_s
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
-                    await self._relay(lease, scope, route, headers, exchange)
+                    await self._relay(lease, scope, route, exchange)
                 finally:
                     gauge.dec()
         except asyncio.CancelledError:
@@ -182,7 +193,7 @@ class Proxy:
         if route.kind is RouteKind.JSON:
             exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
-    async def _relay(self, lease: EngineLease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
@@ -194,7 +205,8 @@ class Proxy:
         exchange.pipe = pipe
         before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
-            head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            headers = scope["headers"] if exchange.trace is None else exchange.trace.headers(scope["headers"])
+            head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
             self.release(exchange)
             error = await pipe.over

@@ -31,36 +31,21 @@ class _Refusal(_Strict):
     certain: bool
 
 
-class _State(_Strict):
-    shape: _Shape
-    dtype: _Name
-
-
 class _Layer(_Strict):
     name: _Name
     spec: _Name
-    layer: _Name
     block: _Size
     page_bytes: _Size
     token_bytes: Annotated[float, Field(ge=0)] = 0.0
     state_bytes: _Size = 0
-    kv_heads: _Size | None = None
-    head_size: _Size | None = None
-    head_size_v: _Size | None = None
-    dtype: _Name | None = None
-    cache_dtype: _Name | None = None
     window: _Size | None = None
     chunk: _Size | None = None
-    backend: _Name | None = None
-    states: Annotated[list[_State], Field(max_length=64)] = []
 
 
 class _Stage(_Strict):
     rank: _Size
     layers: Annotated[list[_Layer], Field(max_length=1 << 14)]
-    shared: dict[_Name, _Name]
     parameters: _Rows
-    buffers: _Rows
     parameter_bytes: _Size
     buffer_bytes: _Size
 

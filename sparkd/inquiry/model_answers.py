@@ -90,29 +90,21 @@ class ModelRefusal:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """The cache of one layer on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one;
-    state_bytes are of each request, however long, and page_bytes are those with their padding. spec, layer: vLLM's classes."""
+    state_bytes are of each request, however long, and page_bytes are those with their padding. spec: vLLM's class."""
 
     name: str
     spec: str
-    layer: str
     block: int
     page_bytes: int
     token_bytes: float = 0.0
     state_bytes: int = 0
-    kv_heads: int | None = None
-    head_size: int | None = None
-    head_size_v: int | None = None
-    dtype: str | None = None
-    cache_dtype: str | None = None
     window: int | None = None
     chunk: int | None = None
-    backend: str | None = None
-    states: tuple[tuple[tuple[int, ...], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A parameter or a buffer of one rank. purpose: `model` or `draft`. dtype: torch's name of it."""
+    """A parameter of one rank. purpose: `model` or `draft`. dtype: torch's name of it."""
 
     purpose: str
     name: str
@@ -126,9 +118,7 @@ class Stage:
     vLLM did not say. requests: (tokens, bytes that one request of so many takes), the longest request last."""
 
     layers: tuple[LayerCache, ...]
-    shared: Mapping[str, str]
     parameters: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
     parameter_bytes: int
     buffer_bytes: int
     block_bytes: int = 0
@@ -483,9 +473,7 @@ def _answer(raw: Mapping[str, Any]) -> ModelAnswer:
 def _stage(raw: Mapping[str, Any], pool: Mapping[str, Any]) -> Stage:
     return Stage(
         layers=tuple(_layer(layer) for layer in raw["layers"]),
-        shared=raw["shared"],
         parameters=tuple(_tensor(row) for row in raw["parameters"]),
-        buffers=tuple(_tensor(row) for row in raw["buffers"]),
         parameter_bytes=_whole(raw["parameter_bytes"]),
         buffer_bytes=_whole(raw["buffer_bytes"]),
         block_bytes=_whole(pool.get("block_bytes", 0)),
@@ -498,9 +486,8 @@ def _group(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(raw: Mapping[str, Any]) -> LayerCache:
-    states = tuple((tuple(state["shape"]), state["dtype"]) for state in raw.get("states", ()))
     sizes = {key: _whole(raw[key]) for key in ("page_bytes", "state_bytes", "window", "chunk") if raw.get(key) is not None}
-    return LayerCache(**{**raw, **sizes, "states": states})
+    return LayerCache(**{**raw, **sizes})
 
 
 def _whole(value: Any) -> int:

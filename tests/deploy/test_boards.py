@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from sparkd import metrics
-from sparkd.engine.metrics import merge
-from tests.support.observability import ALERTS, FOLDER, RECORDED, metrics_of
+from tests.support.boards import BOARDS, exposed, queries, unanswered
+from tests.support.observability import FOLDER, metrics_of
 from workers.stub.metrics import page
 
 
-def script() -> ModuleType:
-    spec = spec_from_file_location("boards", FOLDER / "boards.py")
-    assert spec and spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BOARDS = script()
-SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
-
-
-def exposed() -> set[str]:
-    """Our own families, vLLM's as the stub has them (tests/workers/stub/test_metrics.py holds them against vLLM), and Prometheus' `up`."""
-    names = {"up"}
-    for family in metrics.REGISTRY.collect():
-        names |= {family.name + suffix for suffix in SUFFIXES.get(family.type, ("",))}
-    text = merge({("m", "n"): page("m", {}).decode()})
-    return names | {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
-
-
-def queries() -> Iterator[tuple[str, str]]:
-    for name in BOARDS.BOARDS:
-        for panel in BOARDS.board(name)["panels"]:
-            for target in panel.get("targets", ()):
-                yield f"{name}: {panel['title']}", target["expr"]
-    yield from RECORDED.items()
-    for rule in ALERTS:
-        yield rule["alert"], rule["expr"]
-
-
 def test_no_panel_and_no_rule_asks_for_what_is_not_exposed() -> None:
-    known = exposed() | set(RECORDED)
-    unknown = {where: missing for where, query in queries() if (missing := metrics_of(query) - known)}
-
-    assert unknown == {}
+    """Of the stub's families; tests/workers/stub/test_metrics.py asks the same of the installed vLLM's."""
+    assert unanswered(page("m", {}).decode()) == {}
     assert all(metrics_of(query) for _, query in queries())
 
 
 def test_a_metric_that_is_not_exposed_is_noticed() -> None:
-    assert metrics_of('sum(rate(http_requests_total{status="5xx"}[5m]))') - exposed() == {"http_requests_total"}
+    assert metrics_of('sum(rate(http_requests_total{status="5xx"}[5m]))') - exposed(page("m", {}).decode()) == {"http_requests_total"}
 
 
 @pytest.mark.parametrize("name", BOARDS.BOARDS)

@@ -16,6 +16,7 @@ import pytest
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
 from tests.support.daemon_process import ROOT, DaemonProcess, daemon
 from tests.support.kv_kinds_case import REFUSED, TWO_RANKS
+from tests.support.otlp_receiver import Receiver, receiver
 
 NAME = "smollm2-135m-instruct"
 START_S = 240.0
@@ -86,10 +87,20 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def served(chat_model: Path, foreign_python: Path, kinds: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def collector() -> Iterator[Receiver]:
+    """Gets the spans of `served` and of its engines."""
+    with receiver() as made:
+        yield made
+
+
+@pytest.fixture(scope="package")
+def served(
+    chat_model: Path, foreign_python: Path, kinds: Kinds, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonProcess]:
     engine = {"model": str(chat_model), "max_model_len": 2048, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     settings = {
         "backoff": {"initial_s": 0.5, "max_s": 2},
+        "traces": {"endpoint": collector.url},
         "models": {
             # In float32, as `make serve` starts it: a CPU with AMX rounds its first word to the wrong side in bfloat16.
             NAME: engine | {"dtype": "float32", "aliases": ["gpt-4o", "claude-sonnet"], "preload": True},

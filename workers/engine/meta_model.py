@@ -111,7 +111,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
             with _step("cache"):
                 specs, layers = _cache(config)
             caches.append(specs)
-            answer["stages"].append({"rank": rank, **layers, **_tensors(models)})
+            answer["stages"].append({"rank": rank, "layers": layers, **_tensors(models)})
         answer |= _resolved(config)
         with _step("sizes"):
             answer["cache"] = _pool(config, caches)
@@ -346,26 +346,23 @@ def _moved(value: Any) -> Any:
     return value
 
 
-def _cache(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _cache(config: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(vLLM's spec of each layer that keeps something, the same in words)."""
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform
 
     specs: dict[str, Any] = {}
-    shared: dict[str, str] = {}
     with set_current_vllm_config(config):
         update = getattr(current_platform, "update_block_size_for_backend", None)
         if update is not None:
             update(config)
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         for name, layer in layers.items():
-            if target := getattr(layer, "kv_sharing_target_layer_name", None):
-                shared[name] = target
-            elif spec := layer.get_kv_cache_spec(config):
+            reads_another = getattr(layer, "kv_sharing_target_layer_name", None)
+            if not reads_another and (spec := layer.get_kv_cache_spec(config)):
                 specs[name] = _customized(layer, spec)
-        worded = [_worded(name, layers[name], spec) for name, spec in specs.items()]
-    return specs, {"layers": worded, "shared": shared}
+    return specs, [_worded(name, spec) for name, spec in specs.items()]
 
 
 def _customized(layer: Any, spec: Any) -> Any:
@@ -379,35 +376,20 @@ def _customized(layer: Any, spec: Any) -> Any:
     return customize_attention_spec(layer.get_attn_backend(), spec) if isinstance(spec, AttentionSpec) else spec
 
 
-def _worded(name: str, layer: Any, spec: Any) -> dict[str, Any]:
+def _worded(name: str, spec: Any) -> dict[str, Any]:
     """A layer, see workers.engine.model_answer."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     page = int(spec.page_size_bytes)
-    worded = {"name": name, "spec": type(spec).__name__, "layer": type(layer).__name__, "block": int(spec.block_size), "page_bytes": page}
+    worded = {"name": name, "spec": type(spec).__name__, "block": int(spec.block_size), "page_bytes": page}
     if isinstance(spec, MambaSpec):
-        states = [{"shape": list(shape), "dtype": _name(dtype)} for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
         own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        return worded | {"states": states, "state_bytes": own}
-    worded |= {
+        return worded | {"state_bytes": own}
+    return worded | {
         "token_bytes": page / spec.block_size,
-        "kv_heads": getattr(spec, "num_kv_heads", None),
-        "head_size": getattr(spec, "head_size", None),
-        "head_size_v": getattr(spec, "head_size_v", None),
-        "dtype": _name(getattr(spec, "dtype", None)),
-        "cache_dtype": str(getattr(layer, "kv_cache_dtype", None) or "") or None,
         "window": getattr(spec, "sliding_window", None),
         "chunk": getattr(spec, "attention_chunk_size", None),
-        "backend": _backend(layer),
     }
-    return worded
-
-
-def _backend(layer: Any) -> str | None:
-    try:
-        return str(layer.get_attn_backend().get_name())
-    except Exception:  # noqa: BLE001 - a name to show, and some layers have none
-        return None
 
 
 def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -478,7 +460,7 @@ def _settle_layout(config: Any, specs: Mapping[str, Any]) -> None:
 
 
 def _tensors(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Any]:
-    rows: dict[str, list[list[Any]]] = {"parameters": [], "buffers": []}
+    rows: list[list[Any]] = []
     totals = {"parameters": 0, "buffers": 0}
     seen: set[int] = set()
     quantized = {id(tensor): size for _, model in models for tensor, size in _quantized_later(model)}
@@ -488,9 +470,10 @@ def _tensors(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Any]:
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                rows[kind].append([purpose, name, list(tensor.shape), _name(tensor.dtype)])
+                if kind == "parameters":
+                    rows.append([purpose, name, list(tensor.shape), _name(tensor.dtype)])
                 totals[kind] += quantized.get(id(tensor), tensor.numel() * tensor.element_size())
-    return {**rows, "parameter_bytes": totals["parameters"], "buffer_bytes": totals["buffers"]}
+    return {"parameters": rows, "parameter_bytes": totals["parameters"], "buffer_bytes": totals["buffers"]}
 
 
 def _quantized_later(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int]]:

@@ -22,7 +22,7 @@ stdout gets JSON objects, one a line: {"progress": "importing"}, {"progress": "r
      # as far as it came:
      "architectures": as config.json names them, "architecture": that vLLM took, "class": its class,
      "max_model_len": tokens, "dtype": "bfloat16", "quantization": null or the method's name,
-     "cache_dtype": "auto" or as vLLM resolved it (each layer has its own), "block_size": tokens,
+     "cache_dtype": "auto" or as vLLM resolved it, "block_size": tokens,
      "runner": "generate", "pooling" or "draft", "convert": "none", "embed", ..., "tasks": ["generate"],
      "multimodal": bool, "hybrid": bool, "attention_free": bool, "vocabulary": entries,
      "layers", "hidden", "heads": of the language model, heads of its queries,
@@ -35,14 +35,12 @@ stdout gets JSON objects, one a line: {"progress": "importing"}, {"progress": "r
 STAGE, of one rank (tensor rank 0; the others are like it):
 
     {"rank": in the pipeline,
-     "layers": [{"name", "spec": vLLM's class of it, "layer": the layer's class, "block": tokens, "page_bytes": of a block,
+     "layers": [{"name", "spec": vLLM's class of it, "block": tokens, "page_bytes": of a block,
                  # what grows with each token:
-                 "token_bytes": page_bytes / block, "kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype", "window", "chunk",
-                 "backend"
+                 "token_bytes": page_bytes / block, "window", "chunk"
                  # or a state of fixed size for each request, page_bytes with its padding:
-                 "state_bytes", "states": [{"shape", "dtype"}]}],
-     "shared": {layer: the layer whose cache it reads},
-     "parameters": [["model" or "draft", name, shape, dtype], ...], "buffers": the same,
+                 "state_bytes"}],  # none of a layer that reads another's cache
+     "parameters": [["model" or "draft", name, shape, dtype], ...],
      "parameter_bytes": where vLLM quantizes while it loads, once it has, "buffer_bytes"}
 """
 

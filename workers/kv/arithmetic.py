@@ -179,7 +179,7 @@ def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeB
         limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
     if case.fits:
         return CachePool(size, room, margin, demand, limit)
-    one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor)}"
+    one = f"one request of {need.shortest:,} tokens needs {_needed(need)}"
     if requested is not None and requested <= case.left:
         reason = f"The requested KV cache is {_gib(requested)}, and {one}."
     elif requested is None and size < case.left and need.floor <= case.left:
@@ -365,7 +365,7 @@ def _with_batch(demand: Demand, need: CacheCosts, batch: Mapping[str, int]) -> D
 
 
 def _what(need: CacheCosts) -> str:
-    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor)}"
+    return f"One request of {need.shortest:,} tokens needs a KV cache of {_needed(need)}"
 
 
 def _sum(case: _Case) -> str:
@@ -381,6 +381,12 @@ def _of_memory_gib(reserved: Reserved, demand: Demand) -> str:
     parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
     share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
     return f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
+
+
+def _needed(need: CacheCosts) -> str:
+    """Rounded up: a size that is a block too small must not read as the same number."""
+    step = GIB // 100 if need.floor < 10 * GIB else GIB // 10
+    return _gib(-(-need.floor // step) * step)
 
 
 def _gib(size: int) -> str:

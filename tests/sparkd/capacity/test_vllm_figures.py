@@ -15,9 +15,9 @@ from sparkd.models.shape import shape_of
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 from tests.support.sketches import dense
 
-FULL = LayerCache("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
-WINDOW = LayerCache("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)
-STATE = LayerCache("state", "MambaSpec", "MambaMixer2", 400, 1000, state_bytes=900)
+FULL = LayerCache("full", "FullAttentionSpec", 16, 1000, 62.5)
+WINDOW = LayerCache("window", "SlidingWindowSpec", 16, 1000, 62.5, window=128)
+STATE = LayerCache("state", "MambaSpec", 400, 1000, state_bytes=900)
 SERVING = Serving(4096, max_num_batched_tokens=64)
 LAYOUT = KvLayout(0, (), SERVING)
 LLAMA = shape_of(dense())
@@ -25,7 +25,7 @@ LLAMA = shape_of(dense())
 
 def answer(*layers: LayerCache, blocks: int = 0, refusal: ModelRefusal | None = None, groups: bool = True) -> ModelAnswer:
     """blocks: that a request of one token takes."""
-    stage = Stage(layers, {}, (), (), 900, 100, 1000, ((1, 1000 * blocks),))
+    stage = Stage(layers, (), 900, 100, 1000, ((1, 1000 * blocks),))
     pool = tuple({"spec": layer.spec, "block": layer.block, "page_bytes": 1000, "layers": [layer.name]} for layer in layers)
     return ModelAnswer("0.32.0", "cuda:12.1", True, 1.0, refusal, (stage,), {}, pool if groups else ())
 

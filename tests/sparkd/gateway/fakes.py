@@ -69,6 +69,7 @@ class FakeLease:
     upstream: Upstream
     parsers: Parsers | None = None
     answered: bool | None = False
+    load_s: float | None = None
 
 
 class FakeSupervisor:

@@ -22,17 +22,12 @@ from workers.engine.model_question import DRAFT
 from workers.host.runtime import cpu_abilities
 
 LAYER = {
-    "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "layer": "Attention", "block": 16, "page_bytes": 65536,
-    "token_bytes": 4096.0, "kv_heads": 8, "head_size": 128, "head_size_v": 128, "dtype": "bfloat16", "cache_dtype": "auto", "window": None,
-    "chunk": None, "backend": "FLASH_ATTN",
+    "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "block": 16, "page_bytes": 65536, "token_bytes": 4096.0,
+    "window": None, "chunk": None,
 }  # fmt: skip
-STATE = {
-    "name": "model.layers.1.mixer", "spec": "MambaSpec", "layer": "MambaMixer2", "block": 400, "page_bytes": 1000, "state_bytes": 900,
-    "states": [{"shape": [3, 100], "dtype": "bfloat16"}, {"shape": [300], "dtype": "int8"}],
-}  # fmt: skip
+STATE = {"name": "model.layers.1.mixer", "spec": "MambaSpec", "block": 400, "page_bytes": 1000, "state_bytes": 900}
 STAGE = {
-    "rank": 0, "layers": [LAYER, STATE], "shared": {"b": "a"}, "parameters": [["model", "w", [2, 3], "bfloat16"]],
-    "buffers": [["model", "cos_sin_cache", [8, 4], "float32"]], "parameter_bytes": 12, "buffer_bytes": 128,
+    "rank": 0, "layers": [LAYER, STATE], "parameters": [["model", "w", [2, 3], "bfloat16"]], "parameter_bytes": 12, "buffer_bytes": 128,
 }  # fmt: skip
 GROUPS = [{"spec": "FullAttentionSpec", "block": 16, "page_bytes": 65536, "layers": ["model.layers.0.self_attn.attn"]}]
 REFUSAL = {"step": "model", "type": "ValueError", "message": "9 heads do not split by 2", "certain": True}
@@ -118,9 +113,9 @@ def test_an_answer_is_asked_once_and_then_read(engine: Engine) -> None:
     assert (first, kept(one(), engine)) == (answered(engine, one()), first) and len(engine.asked()) == 1
     (stage,) = first.stages
     attention, state = stage.layers
-    assert (attention.token_bytes, attention.kv_heads, attention.window) == (4096.0, 8, None)
-    assert (state.state_bytes, state.page_bytes, state.states) == (900, 1000, (((3, 100), "bfloat16"), ((300,), "int8")))
-    assert (stage.parameters[0].shape, stage.buffers[0].name, stage.parameter_bytes) == ((2, 3), "cos_sin_cache", 12)
+    assert (attention.token_bytes, attention.block, attention.window) == (4096.0, 16, None)
+    assert (state.state_bytes, state.page_bytes) == (900, 1000)
+    assert (stage.parameters[0].shape, stage.parameter_bytes, stage.buffer_bytes) == ((2, 3), 12, 128)
     assert (stage.block_bytes, stage.requests, dict(first.facts)) == (66536, ((1, 66536), (4096, 17000000)), {"max_model_len": 4096})
 
 

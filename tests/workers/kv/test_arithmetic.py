@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from workers.kv.advice import OTHER_PROGRAMS
+from tests.support.facts import facts
+from workers.kv.advice import OTHER_PROGRAMS, advised
 from workers.kv.arithmetic import (
     GIB,
     CacheCosts,
@@ -69,27 +70,40 @@ def test_the_margin_is_a_gibibyte_or_three_percent(size, asked, expected):
     assert margin_of(size, asked) == expected
 
 
-def settings_of(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> list[dict[str, Any]]:
-    """Those that are advised, in their order."""
+def refused(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> CacheDoesNotFit:
     with pytest.raises(CacheDoesNotFit) as raised:
         pool(room, demand, margin, need, bounds)
-    return [dict(cure.settings) for cure in raised.value.cures if not cure.deed]
+    return raised.value
+
+
+def settings_of(error: CacheDoesNotFit) -> list[dict[str, Any]]:
+    """Those that are advised, in their order."""
+    return [dict(cure.settings) for cure in error.cures if not cure.deed]
+
+
+def sum_of(error: CacheDoesNotFit) -> str:
+    """The facts of the sentence before its advice, which is the words of the cures."""
+    reason, separator, advice = str(error).rpartition(advised(error.cures))
+    assert (bool(separator), advice) == (True, ".")
+    return facts(reason)
+
+
+FEWER = "max_num_batched_tokens max_num_seqs"
+NARROWER = {"quantize": "nvfp4"}
+# The numbers of SPARK in a sentence: graphs, the largest batch, the margin, weights.
+AHEAD = "2.00 5.00 1.00 60.0"
 
 
 def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(10 * GIB, SPARK, GIB, NEED)
-    assert str(raised.value) == (
-        "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA "
-        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. To make it fit: set max_model_len: 16128, "
-        "or set a smaller max_num_batched_tokens or max_num_seqs, or set quantize: nvfp4 (frees up to 43.1 GiB of 16-bit weights), or end "
-        "other programs that use memory."
-    )
+    error = refused(10 * GIB, SPARK, GIB, NEED)
+    assert sum_of(error) == f"32768 4.02 2.00 10.0 {AHEAD}"
+    assert settings_of(error) == [{"max_model_len": 16128}, NARROWER]
+    assert [facts(cure.deed) or cure.deed for cure in error.cures if cure.deed] == [FEWER, OTHER_PROGRAMS]
 
 
 def test_the_batch_that_is_said_to_fit_fits():
     need = replace(NEED, batch_tokens=8192)
-    batch = next(settings for settings in settings_of(10 * GIB, SPARK, GIB, need) if "max_num_batched_tokens" in settings)
+    batch = next(settings for settings in settings_of(refused(10 * GIB, SPARK, GIB, need)) if "max_num_batched_tokens" in settings)
     tokens = batch["max_num_batched_tokens"]
     assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
     assert smaller_batch(SPARK, 8 * GIB, need) == {}
@@ -110,12 +124,10 @@ def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, ba
     need = replace(NEED, batch_tokens=8192, sequences=sequences)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(prefill * GIB, decoding * GIB)
     assert demand.peak == 6 * GIB
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(8 * GIB, demand, GIB, need)
-    deeds = [cure.deed for cure in raised.value.cures if "max_num_seqs" in cure.deed]
-    assert bool(deeds) is (batch is None)
+    error = refused(8 * GIB, demand, GIB, need)
+    assert (FEWER in [facts(cure.deed) for cure in error.cures]) is (batch is None)
     if batch is not None:
-        assert batch in settings_of(8 * GIB, demand, GIB, need)
+        assert batch in settings_of(error)
         tokens, seqs = batch.get("max_num_batched_tokens", 8192), batch.get("max_num_seqs", sequences)
         smaller = demand.with_peaks(prefill * GIB * tokens // 8192, decoding * GIB * seqs // sequences)
         assert pool(8 * GIB, smaller, GIB, need).bytes >= need.least
@@ -127,7 +139,7 @@ def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, more):
     """Without chunked prefill it refuses a batch that is smaller than the longest prompt."""
     need = replace(NEED, batch_tokens=8192, sequences=16, chunked=chunked)
     demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(6 * GIB, 3 * GIB)
-    assert {"max_num_batched_tokens": 5888, **more} in settings_of(8 * GIB, demand, GIB, need)
+    assert {"max_num_batched_tokens": 5888, **more} in settings_of(refused(8 * GIB, demand, GIB, need))
 
 
 def test_the_context_that_is_said_to_fit_fits():
@@ -135,8 +147,7 @@ def test_the_context_that_is_said_to_fit_fits():
     tokens = longest(left, NEED)
     smaller = CacheCosts(int(NEED.per_token * tokens), int(NEED.per_token * tokens) + GIB // 64, tokens)
     assert pool(left, Demand(), 0, smaller).bytes == left
-    with pytest.raises(CacheDoesNotFit):
-        pool(left, Demand(), 0, CacheCosts(NEED.per_request, NEED.least, NEED.max_model_len))
+    refused(left, Demand(), 0, CacheCosts(NEED.per_request, NEED.least, NEED.max_model_len))
 
 
 def test_a_context_that_is_said_to_fit_fits_beside_a_state():
@@ -144,43 +155,30 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
     need = replace(NEED, of=lambda tokens: GIB + 3 * GIB * tokens // 32768)
     assert longest(2 * GIB + need.per_block, need) == 10_752
     assert longest(GIB, need) == 0
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(GIB, Demand(), 0, need)
-    assert [cure.deed for cure in raised.value.cures] == [OTHER_PROGRAMS]
+    assert [cure.deed for cure in refused(GIB, Demand(), 0, need).cures] == [OTHER_PROGRAMS]
 
 
 def size(gib: float) -> dict[str, Any]:
     return {"kv_cache": {"bytes": int(gib * GIB)}}
 
 
-NARROWER = {"quantize": "nvfp4"}
-
-
 @pytest.mark.parametrize(
-    ("room", "asked", "at_most", "says", "settings"),
+    ("room", "asked", "at_most", "said", "settings"),
     [
-        (20 * GIB, 13 * GIB, None, "The requested KV cache needs 13.0 GiB and 12.0 GiB are", [size(12), {"enforce_eager": True}, NARROWER]),
-        (10 * GIB, 13 * GIB, None, "and 2.00 GiB are left", [size(2) | {"max_model_len": 16128}, NARROWER]),
-        (2 * GIB, None, None, "and 0.00 GiB are left", [NARROWER]),
-        (40 * GIB, None, GIB, "at most 1.00 GiB were allowed for it.", [size(4.1), {"max_model_len": 7936}]),
-        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it.", [size(4.1)]),
-        (40 * GIB, None, GIB // 64, "at most 0.02 GiB were allowed for it.", [size(4.1)]),
+        (20 * GIB, 13 * GIB, None, f"13.0 12.0 20.0 {AHEAD}", [size(12), {"enforce_eager": True}, NARROWER]),
+        (10 * GIB, 13 * GIB, None, f"13.0 2.00 10.0 {AHEAD}", [size(2) | {"max_model_len": 16128}, NARROWER]),
+        (2 * GIB, None, None, f"32768 4.02 0.00 2.00 {AHEAD}", [NARROWER]),
+        (40 * GIB, None, GIB, "32768 4.02 1.00", [size(4.1), {"max_model_len": 7936}]),
+        (40 * GIB, None, 0, "32768 4.02 0.00", [size(4.1)]),
+        (40 * GIB, None, GIB // 64, "32768 4.02 0.02", [size(4.1)]),
         # More would be allowed and is not there.
-        (
-            10 * GIB,
-            None,
-            GIB,
-            "and 2.00 GiB are left: 10.0 GiB are free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, ",
-            [{"max_model_len": 7936}, NARROWER | size(4.1)],
-        ),
+        (10 * GIB, None, GIB, f"32768 4.02 2.00 10.0 {AHEAD}", [{"max_model_len": 7936}, NARROWER | size(4.1)]),
     ],
 )
-def test_other_limits(room, asked, at_most, says, settings):
-    bounds = SizeBounds(asked, at_most)
-    with pytest.raises(CacheDoesNotFit, match=r".") as raised:
-        pool(room, SPARK, GIB, NEED, bounds)
-    assert says in str(raised.value)
-    assert settings_of(room, SPARK, GIB, NEED, bounds) == settings
+def test_other_limits(room, asked, at_most, said, settings):
+    error = refused(room, SPARK, GIB, NEED, SizeBounds(asked, at_most))
+    assert sum_of(error) == said
+    assert settings_of(error) == settings
 
 
 OWN = {"kv_cache", "max_model_len"}
@@ -198,7 +196,8 @@ OWN = {"kv_cache", "max_model_len"}
     ],
 )
 def test_a_size_below_one_request(demand, left, asked, settings):
-    assert [each for each in settings_of(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked)) if each.keys() <= OWN] == settings
+    error = refused(left + demand.ahead + GIB, demand, GIB, NEED, SizeBounds(asked))
+    assert [each for each in settings_of(error) if each.keys() <= OWN] == settings
 
 
 @pytest.mark.parametrize("sequences", [None, 4, 1], ids=["bytes", "four requests", "one request"])
@@ -208,68 +207,50 @@ def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_wit
 
     shorter = {"max_model_len": 24_320}
     bounds = SizeBounds(asked(NEED), again=asked)
-    assert settings_of(4 * GIB, Demand(), GIB, NEED, bounds) == [shorter if sequences == 1 else size(3) | shorter]
+    assert settings_of(refused(4 * GIB, Demand(), GIB, NEED, bounds)) == [shorter if sequences == 1 else size(3) | shorter]
     if sequences == 1:
         need = NEED.shortened(24_320)
         assert pool(4 * GIB, Demand(), GIB, need, SizeBounds(asked(need), again=asked)).bytes == asked(need)
 
 
-RESERVED = (
-    "One request of 32,768 tokens needs a KV cache of 4.02 GiB, and at most {} GiB were allowed for it. memory_gib is {}, less {} GiB "
-)
-
-
 @pytest.mark.parametrize(
-    ("reserved", "says", "fits_gib"),
+    ("reserved", "said", "fits_gib"),
     [
-        (Reserved(70 * GIB, 61 * GIB), RESERVED.format("2.00", "70", "61.0"), 72.1),
-        (Reserved(64 * GIB, 61 * GIB), RESERVED.format("0.00", "64", "61.0"), 72.1),
-        (Reserved(80 * GIB, 62 * GIB, 2), RESERVED.format("2.00", "80", "62.0"), 84.1),
+        (Reserved(70 * GIB, 61 * GIB), "32768 4.02 2.00 memory_gib 70 61.0 2.00 5.00", 72.1),
+        (Reserved(64 * GIB, 61 * GIB), "32768 4.02 0.00 memory_gib 64 61.0 2.00 5.00", 72.1),
+        (Reserved(80 * GIB, 62 * GIB, 2), "32768 4.02 2.00 memory_gib 80 62.0 2.00 5.00 2", 84.1),
     ],
     ids=["room for half a request", "room for nothing", "two ranks"],
 )
-def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=reserved))
-    said, settings = str(raised.value), [cure.settings for cure in raised.value.cures]
-    assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
-    assert ("The 2 ranks here share that." in said) is (reserved.ranks == 2)
-    assert {"memory_gib": fits_gib} in settings
+def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, said, fits_gib):
+    error = refused(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=reserved))
+    assert sum_of(error) == said
+    assert {"memory_gib": fits_gib} in settings_of(error)
     larger = replace(reserved, bytes=int(fits_gib * GIB))
     assert pool(40 * GIB, SPARK, GIB, NEED, SizeBounds(reserved=larger)).bytes >= NEED.least
-    assert NARROWER in settings
+    assert NARROWER in settings_of(error)
     # Of a batch that takes 5 GiB not all can come that is missing.
-    assert any("max_num_seqs" in cure.deed for cure in raised.value.cures) is (larger.bytes - reserved.bytes < 5 * GIB)
+    assert (FEWER in [facts(cure.deed) for cure in error.cures]) is (larger.bytes - reserved.bytes < 5 * GIB)
 
 
-@pytest.mark.parametrize(("bits", "weights", "frees"), [(16, 60, "43.1 GiB of 16"), (8, 60, "26.2 GiB of 8"), (8, 4, ""), (4, 60, "")])
+@pytest.mark.parametrize(("bits", "weights", "frees"), [(16, 60, ["43.1 16-bit"]), (8, 60, ["26.2 8-bit"]), (8, 4, []), (4, 60, [])])
 def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, frees):
-    with pytest.raises(CacheDoesNotFit) as raised:
-        pool(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
-    effects = [cure.effect for cure in raised.value.cures if cure.settings == NARROWER]
-    assert effects == ([f"frees up to {frees}-bit weights"] if frees else [])
+    error = refused(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
+    assert [facts(cure.effect) for cure in error.cures if cure.settings == NARROWER] == frees
 
 
 def test_a_start_without_graphs_is_advised_where_it_would_do():
-    assert {"enforce_eager": True} in settings_of(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
+    assert {"enforce_eager": True} in settings_of(refused(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED))
     assert pool(10 * GIB, replace(SPARK, graphs=0), 0, NEED).bytes >= NEED.least
-    assert {"enforce_eager": True} not in settings_of(10 * GIB, SPARK, GIB, NEED)
+    assert {"enforce_eager": True} not in settings_of(refused(10 * GIB, SPARK, GIB, NEED))
 
 
-@pytest.mark.parametrize("learned", [None, SPARK])
-def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
+@pytest.mark.parametrize(("learned", "ahead"), [(None, "1.00"), (SPARK, "2.00 5.00 1.00")])
+def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned, ahead):
     said = too_little(GIB // 4, GIB // 2, GIB, NEED, 33 * GIB, learned)
-    begin = (
-        "At least 0.50 GiB must be free before the KV cache can be sized. One request of 32,768 tokens needs a KV cache of 4.02 GiB and "
-        "0.00 GiB are left: 0.25 GiB are "
-    )
-    known = "free, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. "
-    unknown = "free, less 1.00 GiB of margin; CUDA graphs and the largest batch, which are not known yet, come on top. "
-    assert said.startswith(
-        begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. To make it fit: "
-    )
     # No context is so short, and no batch so small, that more is free before it.
-    assert said.endswith(": set quantize: nvfp4 (frees up to 23.7 GiB of 16-bit weights), or end other programs that use memory.")
+    assert facts(said) == f"0.50 32768 4.02 0.00 0.25 {ahead} 33.0 nvfp4 23.7 16-bit"
+    assert OTHER_PROGRAMS in said
 
 
 def test_no_batch_is_advised_where_none_was_rehearsed():
@@ -286,8 +267,7 @@ def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
     margin = margin_of(reading.size, None)
     assert margin == int(0.03 * reading.total)
     if gib is None:
-        with pytest.raises(CacheDoesNotFit, match=r"7\.13 GiB are free, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
-            pool(reading.room, DEMAND, margin, NEED)
+        assert sum_of(refused(reading.room, DEMAND, margin, NEED)) == "32768 4.02 0.00 7.13 1.00 4.00 3.65"
         return
     made = pool(reading.room, DEMAND, margin, NEED)
     assert made.bytes / GIB == pytest.approx(gib, abs=0.01)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts
+from workers.kv.advice import Cure, advised
 from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.memory import MemoryReading
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
@@ -94,6 +96,12 @@ def told(folder: Path) -> dict[str, Any]:
     return found
 
 
+def learned_in(folder: Path) -> MeasuredProfile:
+    profile = Profiles(str(folder / "profiles")).find(key_of({"model": "m"}))
+    assert profile is not None
+    return profile
+
+
 def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
     first = Machine(40 * GIB)
     sizing, size = start(first, tmp_path)
@@ -104,8 +112,8 @@ def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
     report = told(tmp_path)
     assert (report["phase"], report["slack_bytes"]) == ("ready", int(3.5 * GIB))
     assert report["tokens"] == int((size - BLOCK) / GIB * 8192)
-    kept = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
-    assert kept is not None and (kept.demand, kept.slack, kept.error) == (DEMAND, report["slack_bytes"], 0)
+    profile = learned_in(tmp_path)
+    assert (profile.demand, profile.slack, profile.error) == (DEMAND, report["slack_bytes"], 0)
 
     second = Machine(50 * GIB)
     _, larger = start(second, tmp_path)
@@ -127,8 +135,9 @@ def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, capl
     second = Machine(40 * GIB)
     sizing, size = start(second, tmp_path)
     serve(sizing, second, size, 4 * GIB)  # the graphs took 3 GiB more
-    assert "0.50 GiB are free where 3.50 GiB were expected; the profile is corrected." in caplog.text
+    assert "0.50 3.50 " in facts(caplog.text) and "corrected" in caplog.text
     assert told(tmp_path)["error_bytes"] == -3 * GIB
+    assert learned_in(tmp_path).demand == replace(DEMAND, graphs=4 * GIB)
 
     third = Machine(40 * GIB)
     sizing, smaller = start(third, tmp_path)
@@ -146,8 +155,8 @@ def test_what_others_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, cap
     machine.room += 3 * GIB
     serve(sizing, machine, size, 0)
     assert told(tmp_path)["error_bytes"] == 3 * GIB
-    said = "5.25 GiB are free where 2.25 GiB were expected; others have given it back meanwhile, and what was learned is kept."
-    assert said in caplog.text
+    assert "5.25 2.25 " in facts(caplog.text) and "corrected" not in caplog.text
+    assert learned_in(tmp_path).demand == machine.demand
 
 
 def _sized(machine: Machine, folder: Path) -> tuple[Sizing, Machine, int]:
@@ -175,9 +184,9 @@ def test_a_cache_of_a_given_size(tmp_path, settings, expected):
     [
         ({}, None),
         ({"bytes": 5 * GIB}, None),
-        ({"at_most_bytes": 30 * GIB}, "at most 30.0 GiB are allowed for it"),
-        ({"reserved_bytes": 34 * GIB}, "memory_gib is 34 and the engine holds 3.00 GiB of it"),
-        ({"at_most_bytes": 31 * GIB, "reserved_bytes": 20 * GIB}, "memory_gib is 20 and the engine holds 3.00 GiB of it"),
+        ({"at_most_bytes": 30 * GIB}, "30.0"),
+        ({"reserved_bytes": 34 * GIB}, "memory_gib 34 3.00"),
+        ({"at_most_bytes": 31 * GIB, "reserved_bytes": 20 * GIB}, "memory_gib 20 3.00"),
         ({"at_most_bytes": 100 * GIB, "reserved_bytes": 100 * GIB}, None),
     ],
 )
@@ -189,8 +198,9 @@ def test_the_line_of_the_log_adds_up_and_says_what_limits_it(tmp_path, caplog, s
     because, _, terms = rest.partition(": of ")
     room, *others = (float(number) for number in re.findall(r"([\d.]+) GiB", terms))
     assert float(size) + sum(others) == pytest.approx(room, abs=0.03)
-    assert because == (f" ({why})" if why else "")
-    assert told(tmp_path)["source_why"] == why
+    source_why = told(tmp_path)["source_why"]
+    assert because == (f" ({source_why})" if why else "")
+    assert (source_why and facts(source_why)) == why
 
 
 def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
@@ -210,30 +220,40 @@ def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
 def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, caplog, other):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
     assert start(Machine(40 * GIB), tmp_path, blocks=512, **other)[1] == 2 * GIB
-    why = "--num-gpu-blocks-override asks for 512 blocks" + (", which overrides kv_cache and memory_gib" if other else "")
-    assert told(tmp_path)["source_why"] == why
-    assert f"2.00 GiB for the KV cache by plenty ({why})" in caplog.text
+    why = facts(told(tmp_path)["source_why"])
+    assert why == "--num-gpu-blocks-override 512" + (" kv_cache memory_gib" if other else "")
+    assert f"2.00 {why} 40.00 " in facts(caplog.text)
+    assert told(tmp_path)["source"] == "plenty"
 
 
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        (50 * 256, r"needs 50.0 GiB and 35.5 GiB are left: .* --num-gpu-blocks-override 9088 \(35 of 8,192 tokens\)"),
-        (128, r"is 0\.50 GiB, and one request .* --num-gpu-blocks-override 257, or"),
-        (0, r"is 0\.00 GiB, and one request .* --num-gpu-blocks-override 257\."),
+        (50 * 256, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 --num-gpu-blocks-override 9088 35 8192 nvfp4 21.6 16-bit"),
+        (128, "0.50 8192 1.01 --num-gpu-blocks-override 257 max_model_len 3840"),
+        (0, "0.00 8192 1.01 --num-gpu-blocks-override 257"),
     ],
 )
 def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp_path, blocks, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match="KV cache") as raised:
         start(Machine(40 * GIB), tmp_path, blocks=blocks)
+    assert facts(raised.value) == says
     assert told(tmp_path)["phase"] == "refused"
 
 
-@pytest.mark.parametrize("settings", [{}, {"bytes": 50 * GIB}, {"sequences": 60}])
-def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings):
+@pytest.mark.parametrize(
+    ("settings", "sum_of"),
+    [
+        ({}, "8192 1.01 0.50 5.00 1.00 2.50 1.00 30.0 "),
+        ({"bytes": 50 * GIB}, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
+        ({"sequences": 60}, "60.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
+    ],
+)
+def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings, sum_of):
     machine = Machine(5 * GIB if not settings else 40 * GIB)
-    with pytest.raises(ValueError, match=r"GiB are left: .* less 1\.00 GiB for CUDA graphs, 2\.50 GiB for the largest batch") as raised:
+    with pytest.raises(ValueError, match="KV cache") as raised:
         start(machine, tmp_path, **settings)
+    assert facts(raised.value).startswith(sum_of)
     assert told(tmp_path)["phase"] == "refused"
     assert told(tmp_path)["why"] == str(raised.value)
 
@@ -245,25 +265,29 @@ def test_a_context_that_vllm_makes_what_fits_is_not_refused_for_the_longest(tmp_
     sizing = Sizing(machine, CacheSettings(margin_bytes=GIB, report=str(tmp_path / "report")), lambda: need, dict)
     size = sizing.determine(lambda _limit: STOCK)
     assert size == GIB // 2
-    with pytest.raises(ValueError, match="One request of 8,192 tokens"):
+    with pytest.raises(ValueError, match="KV cache") as raised:
         Sizing(Machine(5 * GIB), CacheSettings(margin_bytes=GIB), lambda: NEED, dict).determine(lambda _limit: STOCK)
+    assert facts(raised.value).startswith("8192 1.01 0.50 5.00 ")
     machine.room -= size + GIB
     sizing.allocated(127 / 126, 8192 * 126 // 256)  # of 128 blocks one is vLLM's own; it took 126
     sizing.ready()
     assert (told(tmp_path)["tokens"], told(tmp_path)["bytes_per_token"]) == (4064, GIB / 8192)
     assert told(tmp_path)["pool_bytes"] == 127 * BLOCK
-    with pytest.raises(ValueError, match=r"One request of 256 tokens needs a KV cache of 0\.04 GiB and 0\.00 GiB are left"):
+    with pytest.raises(ValueError, match="KV cache") as raised:
         Sizing(Machine(int(4.5 * GIB)), CacheSettings(margin_bytes=GIB), lambda: need, dict).determine(lambda _limit: STOCK)
+    assert facts(raised.value).startswith("256 0.04 0.00 4.50 ")
 
 
-@pytest.mark.parametrize("settings", [{"tokens": 4096}, {"bytes": GIB // 2}, {"sequences": 1, "at": 4096}])
-def test_a_size_below_one_request_is_refused_where_there_is_plenty(tmp_path, settings):
+@pytest.mark.parametrize(
+    ("settings", "tokens"), [({"tokens": 4096}, 4096), ({"bytes": GIB // 2}, 3840), ({"sequences": 1, "at": 4096}, 4096)]
+)
+def test_a_size_below_one_request_is_refused_where_there_is_plenty(tmp_path, settings, tokens):
     machine = Machine(40 * GIB)
-    # A GiB is a block short.
-    with pytest.raises(
-        ValueError, match=r"is 0\.50 GiB, and one request of 8,192 tokens needs 1\.00 GiB\. .* \{bytes: 1\.1GiB\}"
-    ) as raised:
+    with pytest.raises(ValueError, match="KV cache") as raised:
         start(machine, tmp_path, **settings)
+    # A GiB is a block short.
+    cures = [Cure({"kv_cache": {"bytes": int(1.1 * GIB)}}), Cure({"max_model_len": tokens})]
+    assert facts(raised.value) == f"0.50 8192 1.01 {facts(advised(cures))}"
     assert machine.did == ["warm"]
     assert told(tmp_path)["why"] == str(raised.value)
 
@@ -281,8 +305,8 @@ def test_a_release_without_a_symbol_sizes_its_cache_itself(tmp_path, caplog):
     assert size == STOCK
     sizing.allocated(3.0)
     sizing.ready()
-    assert "this vLLM has no GPUModelRunner._dummy_run; it sizes its KV cache itself" in caplog.text
-    assert told(tmp_path)["phase"] == "stock"
+    assert "GPUModelRunner._dummy_run" in caplog.text
+    assert (told(tmp_path)["phase"], facts(told(tmp_path)["why"])) == ("stock", "GPUModelRunner._dummy_run")
 
 
 def test_a_model_without_a_cache_is_stocks(tmp_path):
@@ -306,17 +330,14 @@ def test_another_rank_decides(tmp_path):
     assert told(tmp_path)["pool_bytes"] == size - 5 * GIB
 
 
-def test_what_another_rank_decides_is_no_error_of_this_ones_profile(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+def test_what_another_rank_decides_is_no_error_of_this_ones_profile(tmp_path):
     for source in ("rehearsal", "profile"):
         machine = Machine(40 * GIB)
         sizing, size = start(machine, tmp_path)
         assert (size, told(tmp_path)["source"]) == (int(35.5 * GIB), source)
         serve(sizing, machine, size - 5 * GIB, GIB)
         assert abs(told(tmp_path)["error_bytes"]) <= BLOCK
-        kept = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
-        assert kept is not None and kept.demand == DEMAND
-    assert "were expected" not in caplog.text
+        assert learned_in(tmp_path).demand == DEMAND
 
 
 @pytest.mark.parametrize(
@@ -393,7 +414,7 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_pa
             with pytest.raises(Gone):
                 start(machine, tmp_path, leave)
             assert told(tmp_path)["phase"] == "refused"
-            assert "memory ran out in the rehearsal (0.12 GiB were left)" in told(tmp_path)["why"]
+            assert facts(told(tmp_path)["why"]) == "0.12"
         assert machine.did == [f"rehearse {expected}"]
     assert codes == [75, 75]
     assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 0
@@ -401,8 +422,9 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_pa
 
 def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_smaller(tmp_path):
     machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(ValueError, match=r"ran out in the rehearsal of the KV cache \(CUDA out of memory\. .*a smaller max_num_b"):
+    with pytest.raises(ValueError, match=re.escape(machine.ran_out)) as raised:
         start(machine, tmp_path)
+    assert facts(raised.value) == "2.00 max_num_batched_tokens max_num_seqs 4-bit"
     assert told(tmp_path)["phase"] == "refused"
     following = Machine(40 * GIB)
     assert start(following, tmp_path)[1] == int(35.5 * GIB)
@@ -417,7 +439,7 @@ def test_a_device_that_refuses_memory_without_a_rehearsal_has_a_smaller_one_next
     if learned:
         Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(DEMAND, 1.0), {})
     machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(ValueError, match=r"\(CUDA out of memory\. .*the next start tries a smaller batch"):
+    with pytest.raises(ValueError, match=re.escape(machine.ran_out)):
         start(machine, tmp_path, **settings)
     assert (machine.did, told(tmp_path)["phase"]) == (["warm"], "refused")
     following = Machine(40 * GIB)
@@ -456,7 +478,7 @@ def test_a_profile_tells_how_many_used_it_and_how_the_last_one_went(tmp_path):
         machine.batch = 2 * GIB + number * GIB // 16
         sizing, size = start(machine, tmp_path)
         serve(sizing, machine, size, GIB + number * GIB // 16)
-        known = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
+        known = learned_in(tmp_path)
         assert (known.starts, known.error, known.slack) == (number, -number * GIB // 16, told(tmp_path)["slack_bytes"])
         assert known.warm == (2 * GIB + GIB // 16 if number else 0), "the first start from it"
 
@@ -475,10 +497,9 @@ def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, 
 
 def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     machine = Machine(GIB // 4)
-    with pytest.raises(
-        ValueError, match=r"^At least 0\.50 GiB must be free .*: 0\.25 GiB are free, less 1\.00 GiB of margin; .* holds 33\.0 GiB\."
-    ):
+    with pytest.raises(ValueError, match="KV cache") as raised:
         start(machine, tmp_path)
+    assert facts(raised.value) == "0.50 8192 1.01 0.00 0.25 1.00 33.0 nvfp4 23.7 16-bit"
     assert machine.did == []
 
 
@@ -491,7 +512,9 @@ def test_a_rehearsal_of_another_release_is_left_to_it(tmp_path, caplog, error):
 
     machine.rehearse = rehearse  # type: ignore[method-assign]
     assert start(machine, tmp_path)[1] == STOCK
-    assert f"this vLLM's rehearsal is another one ({type(error).__name__}: {error}); it sizes its KV cache itself" in caplog.text
+    assert told(tmp_path)["phase"] == "stock"
+    assert f"{type(error).__name__}: {error}" in told(tmp_path)["why"]
+    assert told(tmp_path)["why"] in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -538,5 +561,6 @@ def test_two_ranks_share_a_reservation(tmp_path):
 
 
 def test_a_reservation_that_the_weights_fill_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"at most 0\.00 GiB were allowed for it\. memory_gib is 35, less 33\.0 GiB .*memory_gib: 37\.6,"):
+    with pytest.raises(ValueError, match="KV cache") as raised:
         start(Machine(90 * GIB), tmp_path, reserved_bytes=35 * GIB)
+    assert facts(raised.value) == "8192 1.01 0.00 memory_gib 35 33.0 1.00 2.50 memory_gib 37.6 nvfp4 21.6 16-bit"

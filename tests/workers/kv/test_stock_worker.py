@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.support.facts import facts
 from tests.workers.kv.test_sizing import NEED, Machine, at_once, told
 from workers.kv.arithmetic import GIB, CacheCosts
 from workers.kv.settings import CacheSettings
@@ -22,16 +23,16 @@ BLOCK = NEED.per_block
 @pytest.mark.parametrize(
     ("settings", "counted", "limit", "says"),
     [
-        ({}, True, None, "sizes its KV cache itself. "),
-        ({"bytes": 5 * GIB}, False, 5 * GIB, "itself, at most 5.00 GiB. "),
-        ({"tokens": 16384}, True, 2 * GIB + BLOCK, "itself, at most 2.00 GiB. "),
-        ({"sequences": 3}, True, 3 * GIB + BLOCK, "itself, at most 3.00 GiB. "),
-        ({"tokens": 16384}, False, None, "itself; `tokens` of kv_cache cannot be kept. "),
-        ({"sequences": 3}, False, None, "itself; `sequences` of kv_cache cannot be kept. "),
-        ({"at_most_bytes": 6 * GIB}, True, 6 * GIB, "itself, at most 6.00 GiB. "),
+        ({}, True, None, ""),
+        ({"bytes": 5 * GIB}, False, 5 * GIB, " 5.00"),
+        ({"tokens": 16384}, True, 2 * GIB + BLOCK, " 2.00"),
+        ({"sequences": 3}, True, 3 * GIB + BLOCK, " 3.00"),
+        ({"tokens": 16384}, False, None, " tokens kv_cache"),
+        ({"sequences": 3}, False, None, " sequences kv_cache"),
+        ({"at_most_bytes": 6 * GIB}, True, 6 * GIB, " 6.00"),
         # 33 GiB are taken by the engine; the smaller of both holds, in either order.
-        ({"at_most_bytes": 6 * GIB, "reserved_bytes": 35 * GIB}, True, 2 * GIB, "itself, at most 2.00 GiB. "),
-        ({"at_most_bytes": GIB, "reserved_bytes": 35 * GIB}, False, GIB, "itself, at most 1.00 GiB. "),
+        ({"at_most_bytes": 6 * GIB, "reserved_bytes": 35 * GIB}, True, 2 * GIB, " 2.00"),
+        ({"at_most_bytes": GIB, "reserved_bytes": 35 * GIB}, False, GIB, " 1.00"),
     ],
 )
 def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatch, settings, counted, limit, says):
@@ -54,8 +55,9 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
     size = Sizing(machine, known, need, lambda: {"model": "m"}).determine(stock)
     assert asked == [limit]
     assert size == 32 * GIB, "the margin is left, whatever vLLM takes"
-    assert says in caplog.text
-    assert told(tmp_path)["phase"] == "stock"
+    lacks = "GPUModelRunner._dummy_run" if counted else "vllm.v1.core.kv_cache_utils.get_kv_cache_groups"
+    assert (told(tmp_path)["phase"], facts(told(tmp_path)["why"])) == ("stock", f"{lacks}{says}")
+    assert f"{lacks}{says}" in facts(caplog.text)
 
 
 @pytest.mark.parametrize(("blocks", "fits"), [(512, True), (50 * 256, False)])
@@ -67,12 +69,11 @@ def test_blocks_that_vllm_was_told_to_take_do_not_over_commit(tmp_path, blocks, 
     sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"})
     if fits:
         assert sizing.determine(lambda _limit: 36 * GIB) == 32 * GIB
-        assert "at most 2.00 GiB (--num-gpu-blocks-override asks for 512 blocks)" in told(tmp_path)["why"]
+        assert facts(told(tmp_path)["why"]) == "GPUModelRunner._dummy_run 2.00 --num-gpu-blocks-override 512"
         return
-    with pytest.raises(
-        ValueError, match=r"asks for 12,800 blocks, which are 50\.00 GiB, and 32\.00 GiB are left .*set --num-gpu-blocks-override 8192, or"
-    ):
+    with pytest.raises(ValueError, match="margin") as raised:
         sizing.determine(lambda _limit: 36 * GIB)
+    assert facts(raised.value) == "--num-gpu-blocks-override 12800 50.00 32.00 --num-gpu-blocks-override 8192"
     assert told(tmp_path)["phase"] == "refused"
 
 
@@ -110,4 +111,4 @@ def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(mon
     assert (size == 4711) is lacks
     worker.initialize_from_config(cache)
     assert Worker.allocated.pop() is cache
-    assert ("3.0 requests of 8,192 tokens" in worker._sizing._sentence) is not lacks
+    assert (" 3.0 8192 " in facts(worker._sizing._sentence)) is not lacks

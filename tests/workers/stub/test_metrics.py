@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.embedded_model import FOLDER_NAME, prepare
+from tests.support.boards import unanswered
 from tests.support.observability import ROOT
 from workers.stub.metrics import page
 
@@ -27,10 +28,12 @@ def labels_of(samples: frozenset[tuple[str, frozenset[str]]]) -> set[str]:
     return {label for _, labels in samples for label in labels}
 
 
-def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def vllms(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the installed vLLM."""
     folder = ROOT / ".sparkd" / "models" / FOLDER_NAME
     if not folder.is_dir():
-        folder = tmp_path / FOLDER_NAME
+        folder = tmp_path_factory.mktemp("model") / FOLDER_NAME
         prepare(folder)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.vllm_metrics", str(folder)],
@@ -42,13 +45,21 @@ def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    real, stub = families_of(done.stdout), families_of(page("m", {}).decode())
+    return done.stdout
+
+
+def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(vllms: str) -> None:
+    real, stub = families_of(vllms), families_of(page("m", {}).decode())
 
     assert len(stub) > 40
     config, samples = stub.pop("vllm:cache_config_info")
     assert config == real["vllm:cache_config_info"][0]
     assert labels_of(samples) <= labels_of(real["vllm:cache_config_info"][1])
     assert stub == {name: real.get(name) for name in stub}
+
+
+def test_no_panel_and_no_rule_asks_for_what_the_installed_vllm_has_not(vllms: str) -> None:
+    assert unanswered(vllms) == {}
 
 
 def test_what_the_stub_counts_stands_in_its_page() -> None:

@@ -1,22 +1,30 @@
-// Owns tables that can be searched and sorted. A row is a component of its own, so a change draws one row.
+// Owns tables that can be searched and sorted. A row is a component of its own, so a change draws one row, and none off the screen.
 
-import { computed, html, useMemo, useSignal } from "../lib.js";
+import { computed, html, useMemo, useRef, useSignal } from "../lib.js";
+import { useVisible } from "../visibility.js";
 
 /**
- * value: what it is sorted and searched by; wide: hidden on a narrow screen; end: figures, to the right.
+ * value: what it is sorted and searched by; cell: its markup, drawn again where a signal changes that it reads; end: figures, to the right.
  * @template Row
  * @typedef {{head: string, cell: (row: Row) => any, value?: (row: Row) => string | number | null | undefined, end?: boolean, name?: boolean, hint?: string}} Column
  */
 
 /** @param {{row: any, columns: Column<any>[]}} props */
 function TableRow({ row, columns }) {
-  return html`<tr>
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  const visible = useVisible(ref);
+  const drawn = useRef(/** @type {{row: any, columns: Column<any>[], markup: any} | null} */ (null));
+  const before = drawn.current;
+  if (!visible.value && before?.row === row && before?.columns === columns) return before.markup;
+  const markup = html`<tr ref=${ref}>
     ${columns.map((column) =>
       column.name
         ? html`<th key=${column.head} scope="row">${column.cell(row)}</th>`
         : html`<td key=${column.head} class=${column.end ? "end" : ""}>${column.cell(row)}</td>`,
     )}
   </tr>`;
+  drawn.current = { row, columns, markup };
+  return markup;
 }
 
 /**

@@ -45,7 +45,7 @@ function columnsFor(again) {
   const forget = async (/** @type {any} */ row) => {
     const used = row.used_by.length ? `${row.used_by.join(", ")} uses it and reads it anew at the next start.` : "No known model uses it.";
     const yes = await confirmed(`Remove ${row.name}?`, `${size(row.size_bytes)} of the ${KINDS[row.kind] ?? row.kind} are deleted. ${used}`, "Remove");
-    if (yes) await act(() => remove(`${ADMIN}/disk/${encodeURIComponent(row.kind)}/${encodeURIComponent(row.id)}`), `${row.name} was removed.`).then(again);
+    if (yes) await act(() => remove(`${ADMIN}/disk/${encodeURIComponent(row.kind)}/${encodeURIComponent(row.id)}?${new URLSearchParams({ node: row.node })}`), `${row.name} was removed.`).then(again);
   };
   return [
     { head: "Name", name: true, value: (row) => row.name, cell: (row) => row.name },

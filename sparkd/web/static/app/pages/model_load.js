@@ -4,7 +4,7 @@ import { modelPath } from "../api.js";
 import { useAnswer, Waiting } from "../components/loaded.js";
 import { Table } from "../components/table.js";
 import { html } from "../lib.js";
-import { models } from "../store.js";
+import { models, now } from "../store.js";
 import { bandwidth, moment, percent, seconds, size } from "../units.js";
 
 const WIDTH = 1000;
@@ -17,7 +17,8 @@ const BAR = 16;
 export function ModelLoad({ name }) {
   // A start's phases change with its states.
   const model = models.of(name).value;
-  const { answer, problem, busy } = useAnswer(modelPath(name, "/start"), `${model?.state} ${model?.generation}`);
+  const starting = ["LOADING", "WARMING", "SIZING"].includes(model?.state ?? "");
+  const { answer, problem, busy } = useAnswer(modelPath(name, "/start"), `${model?.state} ${model?.generation} ${starting ? Math.floor(now.value / 2) : ""}`);
   if (!answer) return html`<${Waiting} problem=${problem} busy=${busy} empty=${true} />`;
   /** @type {Phase[]} */
   const phases = answer.phases ?? [];
@@ -25,7 +26,7 @@ export function ModelLoad({ name }) {
   const whole = Math.max(answer.seconds ?? 0, ...phases.map((phase) => phase.begin_s + (phase.seconds ?? 0)), 0.001);
   return html`<div class="stack">
     <${Waiting} problem=${problem} busy=${busy} empty=${false} />
-    <p>The start of ${moment(answer.began_s)} took <b class="figure">${seconds(answer.seconds)}</b>.${answer.disk_bytes_per_s ? html` The disk reads <span class="figure">${bandwidth(answer.disk_bytes_per_s)}</span>.` : ""}</p>
+    <p>The start of ${moment(answer.began_s)} ${answer.ended ? `ended in ${answer.ended}; it took` : "goes on; so far"} <b class="figure">${seconds(answer.seconds ?? whole)}</b>.${answer.disk_bytes_per_s ? html` The disk reads <span class="figure">${bandwidth(answer.disk_bytes_per_s)}</span>.` : ""}</p>
     <div class="panel"><${Waterfall} phases=${phases} whole=${whole} /></div>
     <${Table} label="Phases of the start" rows=${phases} columns=${columnsFor(answer.disk_bytes_per_s, whole)} rowKey=${(/** @type {Phase} */ phase) => phase.name} />
   </div>`;
@@ -57,6 +58,6 @@ function columnsFor(diskBytesPerS, whole) {
     { head: "Share", end: true, cell: (phase) => percent(phase.seconds == null ? null : phase.seconds / whole) },
     { head: "Bytes", end: true, value: (phase) => phase.bytes, cell: (phase) => size(phase.bytes) },
     { head: "Rate", end: true, value: (phase) => phase.bytes_per_s, cell: (phase) => bandwidth(phase.bytes_per_s) },
-    { head: "Of the disk", end: true, cell: (phase) => percent(phase.bytes_per_s && diskBytesPerS ? phase.bytes_per_s / diskBytesPerS : null) },
+    ...(diskBytesPerS ? [{ head: "Of the disk", end: true, cell: (/** @type {Phase} */ phase) => percent(phase.bytes_per_s ? phase.bytes_per_s / diskBytesPerS : null) }] : []),
   ];
 }

@@ -8,7 +8,7 @@ import { ModelActions } from "../components/model_actions.js";
 import { Progress, Since, State } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { act, sentence } from "../components/toast.js";
-import { html, useMemo, useSignal, useState } from "../lib.js";
+import { html, useComputed, useMemo, useSignal, useState } from "../lib.js";
 import { to } from "../router.js";
 import { models, nodes } from "../store.js";
 import { count, decimal, rate, seconds, size, stage, UNKNOWN } from "../units.js";
@@ -54,8 +54,8 @@ const text = (head, value) => {
 
 /** @type {ModelColumn[]} */
 const PLAIN = [
-  { head: "Model", name: true, value: (name) => [name, ...(seen(name)?.aliases ?? [])].join(" "), cell: (name) => html`<${NameCell} name=${name} />` },
-  { head: "State", value: (name) => seen(name)?.state, cell: (name) => html`<${StateCell} name=${name} />` },
+  { head: "Model", name: true, value: (name) => [name, ...(seen(name)?.aliases ?? [])].join(" "), cell: nameCell },
+  { head: "State", value: (name) => seen(name)?.state, cell: stateCell },
   { head: "For", end: true, cell: (name) => html`<${Since} atS=${seen(name)?.since_s} />` },
   figure("Context", (model) => model.max_model_len, count),
   figure("Memory", (model) => model.memory_gib, (gib) => (gib == null ? UNKNOWN : `${gib} GiB`)),
@@ -85,15 +85,15 @@ const ACTIONS = { head: "", cell: (name) => html`<${ModelActions} name=${name} /
 /** @param {LiveModel | null} model */
 const requestsOf = (model) => (model ? `${model.in_flight}${model.queued ? ` +${model.queued}` : ""}` : UNKNOWN);
 
-/** @param {{name: string}} props */
-function NameCell({ name }) {
+/** @param {string} name */
+function nameCell(name) {
   const model = seen(name);
   return html`<a href=${to("models", name)}>${name}</a>${model?.pin ? html` <span class="word idle">pinned</span>` : ""}${model?.default ? html` <span class="word idle">default</span>` : ""}
     ${model?.aliases.length ? html`<span class="quiet-text"> ${model.aliases.join(", ")}</span>` : ""}`;
 }
 
-/** @param {{name: string}} props */
-function StateCell({ name }) {
+/** @param {string} name */
+function stateCell(name) {
   const model = seen(name);
   if (!model) return null;
   const loading = model.state === "LOADING" || model.state === "WARMING" || model.state === "SIZING";
@@ -125,8 +125,12 @@ export function Models() {
 /** Pull, pin and remove. @param {{name: string}} props */
 export function MoreActions({ name }) {
   const [pulling, setPulling] = useState(false);
-  const model = seen(name);
-  if (!model) return null;
+  const facts = useComputed(() => {
+    const model = seen(name);
+    return model ? JSON.stringify({ pin: model.pin, want: model.want, origin: model.origin }) : "";
+  }).value;
+  if (!facts) return null;
+  const model = JSON.parse(facts);
   const pin = async () => {
     const { configured } = await get(modelPath(name, "/settings"));
     return put(modelPath(name), { spec: { ...configured, pin: !model.pin }, load: model.want === "RUNNING" });

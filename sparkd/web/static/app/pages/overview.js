@@ -5,10 +5,11 @@ import { MemoryBar } from "../components/memory_bar.js";
 import { ModelActions } from "../components/model_actions.js";
 import { Since, State, Word } from "../components/state.js";
 import { Table } from "../components/table.js";
-import { html, signal, useEffect, useRef, useSignal } from "../lib.js";
+import { html, signal, useComputed, useEffect, useRef } from "../lib.js";
 import { to } from "../router.js";
 import { cables, conditions, lastIncident, models, nodes } from "../store.js";
 import { bandwidth, celsius, count, duration, gib, megahertz, moment, percent, rate, size, stage, UNKNOWN, watts } from "../units.js";
+import { useVisible } from "../visibility.js";
 
 export function Overview() {
   return html`<section class="page">
@@ -45,13 +46,7 @@ function Nodes() {
 /** A node that is not on the screen is not drawn again. @param {{address: string}} props */
 function NodeCard({ address }) {
   const ref = useRef(/** @type {HTMLElement | null} */ (null));
-  const visible = useSignal(true);
-  useEffect(() => {
-    if (!ref.current) return;
-    const watch = new IntersectionObserver(([entry]) => (visible.value = entry?.isIntersecting ?? true), { rootMargin: "200px" });
-    watch.observe(ref.current);
-    return () => watch.disconnect();
-  }, []);
+  const visible = useVisible(ref);
   const entry = nodes.of(address);
   const node = visible.value ? entry.value : entry.peek();
   if (!node) return html`<article class="card" ref=${ref}></article>`;
@@ -92,13 +87,16 @@ const psi = (value) => (value == null ? UNKNOWN : `${value.toFixed(1)}%`);
 /** @param {number | null | undefined} bytesPerS */
 const slope = (bytesPerS) => (bytesPerS == null ? UNKNOWN : `${bytesPerS < 0 ? "−" : "+"}${size(Math.abs(bytesPerS))}/s`);
 
+/** @param {string} address */
+const hostOf = (address) => nodes.of(address).value?.host ?? address;
+
 function Cables() {
   return html`<ul class="cables" aria-label="Cables">
     ${cables.value.map((cable) => {
       const problem = cable.problem ?? cable.rails.map((rail) => rail.problem).find(Boolean);
       const verdict = cable.verdict ?? (problem ? "warn" : "ok");
       return html`<li key=${[cable.a, cable.a_cage, cable.b, cable.b_cage].join(" ")} class="cable ${verdict}">
-        <span class="ends">${cable.a} cage ${cable.a_cage} – ${cable.b} cage ${cable.b_cage}</span>
+        <span class="ends">${hostOf(cable.a)} cage ${cable.a_cage} – ${hostOf(cable.b)} cage ${cable.b_cage}</span>
         <${Word} word=${verdict} /> <span class="figure">${count(cable.rails.length)} rails</span>
         <span class="figure">${cable.rate_gb_s == null ? "not measured" : bandwidth(cable.rate_gb_s * 1e9)}</span>
         ${problem && html`<span class="error">${problem}</span>`}
@@ -143,21 +141,34 @@ function Resident() {
   </section>`;
 }
 
+/** @param {LiveModel} model */
+const isWaiting = (model) => model.wait != null || model.turn != null || model.queued > 0 || model.retry_in_s != null || ["PLANNED", "LOADING", "WARMING", "SIZING"].includes(model.state);
+
 function Waiting() {
-  const some = models.all().filter((model) => model.wait || model.turn != null || model.queued > 0 || ["PLANNED", "LOADING", "WARMING", "SIZING"].includes(model.state) || model.retry_in_s != null);
+  // A text, so that the list is drawn again only where its names or their order change.
+  const names = useComputed(() => JSON.stringify(models.all().filter(isWaiting).sort((a, b) => (a.turn ?? Infinity) - (b.turn ?? Infinity)).map((model) => model.name)));
+  /** @type {string[]} */
+  const some = JSON.parse(names.value);
   if (!some.length) return null;
-  some.sort((a, b) => (a.turn ?? Infinity) - (b.turn ?? Infinity));
   return html`<section>
     <h2>Waiting</h2>
-    <ul class="notes">
-      ${some.map((model) => html`<li key=${model.name}>
-        <a href=${to("models", model.name)}>${model.name}</a> <${State} model=${model} />${" "}
-        ${model.message ?? `${stage(model.state, model.progress)}.`}
-        ${model.retry_in_s != null && html` Next try in <span class="figure">${duration(model.retry_in_s)}</span>.`}
-        ${model.queued > 0 && html` <span class="figure">${count(model.queued)}</span> ${model.queued === 1 ? "request waits" : "requests wait"}.`}
-      </li>`)}
-    </ul>
+    <ul class="notes">${some.map((name) => html`<${WaitingModel} key=${name} name=${name} />`)}</ul>
   </section>`;
+}
+
+/** @param {{name: string}} props */
+function WaitingModel({ name }) {
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  const visible = useVisible(ref);
+  const entry = models.of(name);
+  const model = visible.value ? entry.value : entry.peek();
+  if (!model) return null;
+  return html`<li ref=${ref}>
+    <a href=${to("models", name)}>${name}</a> <${State} model=${model} />${" "}
+    ${model.message ?? `${stage(model.state, model.progress)}.`}
+    ${model.retry_in_s != null && html` Next try in <span class="figure">${duration(model.retry_in_s)}</span>.`}
+    ${model.queued > 0 && html` <span class="figure">${count(model.queued)}</span> ${model.queued === 1 ? "request waits" : "requests wait"}.`}
+  </li>`;
 }
 
 /** The last examination of this visit: each one starts programs on every node. @type {Signal<{findings: Finding[], verdict: string} | null>} */
