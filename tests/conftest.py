@@ -10,6 +10,7 @@ them. The others side by side on all cores. Whoever asks for one part does not i
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ ALONE = (
     "e2e/test_metrics_page.py",
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
+    "e2e/test_serving_page.py",
     "e2e/test_tools.py",
     "e2e/test_traces.py",
     "e2e/test_worst_load.py",
@@ -45,6 +47,7 @@ MODELS = (
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
     "sparkd/daemon/test_daemon.py",
+    "web/test_page.py",
     "sparkd/cluster/test_launcher_vllm.py",
     "e2e/test_upgrade.py",
     "sparkd/cluster/test_two_nodes.py",
@@ -73,6 +76,8 @@ PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 # Not run where npm is missing; `make page` says so.
 TYPESCRIPT = ("test_tsc.py",)
 TSC = Path(__file__).parent / "web" / "node_modules" / ".bin" / "tsc"
+# Not run where chromium is missing; `make test` says so (deploy/chromium.sh).
+CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -85,6 +90,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.name in PROMTOOL and find_promtool() is None:
         return True
     if collection_path.name in TYPESCRIPT and not TSC.exists():
+        return True
+    if collection_path.as_posix().endswith(CHROMIUM) and shutil.which("chromium") is None:
         return True
     asked = config.getoption("markexpr")
     return True if collection_path.name.startswith("test_") and asked in PARTS and _part(collection_path) != PARTS[asked] else None

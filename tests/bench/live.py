@@ -196,11 +196,11 @@ def page_ms() -> float:
     return (time.perf_counter() - begin_s) / 20 * 1000
 
 
-def show(figures: list[Figure], *, as_json: bool) -> None:
+def show(figures: list[Figure], *, as_json: bool, title: str = "the page's stream") -> None:
     if as_json:
         sys.stdout.write(json.dumps([figure._asdict() for figure in figures]) + "\n")
         return
-    table = Table(box=box.SIMPLE, title="the page's stream")
+    table = Table(box=box.SIMPLE, title=title)
     for column in ("", "sparkd", "bar", ""):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for figure in figures:

@@ -1,0 +1,216 @@
+"""`python -m tests.bench.page`: how soon the page paints and what it fetches, how soon a change is drawn, how its heap grows, in Chromium.
+
+The page is served by the daemon's parts over made-up nodes (live_target.py), in a process of its own. First paint and transferred bytes: an
+empty cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
+models. Heap: changes that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
+measured after a forced collection, on the overview, is compared with the same after one walk through all pages. Exit code 1: a bar is
+missed; 2: there is no Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from playwright.sync_api import Browser, Page
+
+from tests.bench.arguments import Parser, count
+from tests.bench.live import Figure, Target, show
+from tests.web.browser import chromium, context_of
+
+PAINT_S, MOST_BYTES, DELAY_MS, GROWTH_MB = 1.0, 120_000, 200.0, 5.0
+NO_CHROMIUM = 2
+FEW = {"nodes": 2, "models": 10, "loaded": 4}
+LOADED = "model-0"
+ADDRESSES = ("", "models", f"models/{LOADED}/live", f"models/{LOADED}/load", f"models/{LOADED}/log", "requests", "playground", "events")
+RECORDED_S = 20
+# A frame is drawn before it is asked for the next change.
+_FAST = ("--disable-frame-rate-limit", "--disable-gpu-vsync")
+
+_DRAWN = "() => document.querySelectorAll('article h2').length > 0"
+_FEED = """({ snapshot, changes }) => {
+  const real = window.fetch;
+  const encoder = new TextEncoder();
+  const event = (kind, number, data) => encoder.encode(`event: ${kind}\\nid: fed-${number}\\ndata: ${JSON.stringify(data)}\\n\\n`);
+  window.fed = 0;
+  window.wanted = 0;
+  window.fetch = (path, options) => {
+    if (!String(path).endsWith("/live")) return real(path, options);
+    const feed = {
+      start: (controller) => controller.enqueue(event("snapshot", 0, snapshot)),
+      pull: async (controller) => {
+        while (window.fed >= window.wanted) await new Promise((resolve) => setTimeout(resolve, 20));
+        await new Promise(requestAnimationFrame);
+        window.fed += 1;
+        controller.enqueue(event("change", window.fed, { ...changes[window.fed % changes.length], at_s: snapshot.at_s + window.fed }));
+      },
+    };
+    const body = new ReadableStream(feed, { highWaterMark: 0 });
+    return Promise.resolve(new Response(body, { headers: { "content-type": "text/event-stream" } }));
+  };
+}"""
+_WATCH = """async () => {
+  const { now } = await import(document.querySelector("script[type=module]").src.replace("main.js", "store.js"));
+  window.delays = [];
+  let first = true;
+  now.subscribe((atS) => {
+    if (first) return void (first = false);
+    requestAnimationFrame(() => setTimeout(() => window.delays.push(Date.now() - atS * 1000)));
+  });
+}"""
+
+
+def main() -> int:
+    parser = Parser("tests.bench.page", __doc__, nodes=3, models=4, loaded=2, seconds=3, rounds=1, changes=80)
+    parser.add_argument("--nodes", type=count, default=100)
+    parser.add_argument("--models", type=count, default=200)
+    parser.add_argument("--loaded", type=count, default=20, help="models with an engine, whose figures change each second")
+    parser.add_argument("--seconds", type=count, default=30, help="for which changes are watched, on each of two pages")
+    parser.add_argument("--rounds", type=count, default=5, help="cold loads")
+    parser.add_argument("--changes", type=count, default=28_800, help="that the heap has to bear: 8 h at one a second")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    asked = parser.parse_args()
+    if asked.loaded > asked.models:
+        parser.error("argument --loaded: more than --models")
+    if shutil.which("chromium") is None:
+        sys.stdout.write("chromium is missing (Debian's package chromium).\n")
+        return NO_CHROMIUM
+    figures = [*few(asked), *many(asked)]
+    show(figures, as_json=asked.json, title="the page in Chromium")
+    return 1 if any(figure.missed for figure in figures) and not asked.smallest else 0
+
+
+@contextmanager
+def target(nodes: int, models: int, loaded: int) -> Iterator[str]:
+    """The address of one whose stream has begun."""
+    with tempfile.TemporaryDirectory(prefix="sp") as folder:
+        made = Target(folder, nodes, models, loaded)
+        try:
+            made.order("live")
+            time.sleep(2)
+            yield f"http://127.0.0.1:{made.port}"
+        finally:
+            made.end()
+
+
+def few(asked: Any) -> list[Figure]:
+    with target(**FEW) as url:
+        with chromium() as browser:
+            loads = [cold(browser, url) for _ in range(asked.rounds)]
+        paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
+        snapshot, changes = recorded(url, min(RECORDED_S, asked.seconds))
+        with chromium(*_FAST, "--js-flags=--expose-gc") as browser:
+            before, after, changes_s = heap(browser, url, snapshot, changes, asked.changes)
+    return [
+        Figure("first paint, cold: s", paint_s, 2, PAINT_S),
+        Figure("the overview with its figures: s", drawn_s, 2, PAINT_S),
+        Figure("transferred bytes, cold", nbytes, 0, MOST_BYTES),
+        Figure("heap after each page was seen: MB", before, 2),
+        Figure(f"growth over {asked.changes:,} changes: MB", after - before, 2, GROWTH_MB),
+        Figure("changes a second that were drawn", changes_s, 0),
+    ]
+
+
+def cold(browser: Browser, url: str) -> tuple[float, float, float]:
+    """Seconds to the first paint and to the overview, and the bytes that came over the wire until then."""
+    context = context_of(browser)
+    page = context.new_page()
+    network = context.new_cdp_session(page)
+    network.send("Network.enable")
+    sizes: list[float] = []
+    network.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    # Before any script of the page, so that the moment is the browser's own.
+    page.add_init_script(
+        f"new MutationObserver(() => {{ if (!window.drawnMs && ({_DRAWN})()) requestAnimationFrame(() => setTimeout(() => "
+        "(window.drawnMs ??= performance.now()))); }).observe(document, { childList: true, subtree: true })"
+    )
+    page.goto(f"{url}/ui/")
+    page.wait_for_function("() => window.drawnMs && performance.getEntriesByName('first-contentful-paint').length")
+    paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    drawn_ms = page.evaluate("window.drawnMs")
+    page.wait_for_timeout(500)
+    context.close()
+    return paint_ms / 1000, drawn_ms / 1000, sum(sizes)
+
+
+def recorded(url: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The stream's first document, and the changes of some seconds."""
+    until_s, snapshot, changes = time.monotonic() + seconds, {}, []
+    with httpx.stream("GET", f"{url}/admin/v1/live", timeout=30, trust_env=False) as answer:
+        kind = ""
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                data = json.loads(line.removeprefix("data: "))
+                if kind == "snapshot":
+                    snapshot = data
+                else:
+                    changes.append(data)
+            if changes and time.monotonic() > until_s:
+                return snapshot, changes
+    raise RuntimeError("The target's stream has ended.")
+
+
+def heap(browser: Browser, url: str, snapshot: dict[str, Any], changes: list[dict[str, Any]], number: int) -> tuple[float, float, float]:
+    """Megabytes before and after so many changes, and how many were drawn in a second."""
+    page = context_of(browser).new_page()
+    page.add_init_script(f"({_FEED})({json.dumps({'snapshot': snapshot, 'changes': changes})})")
+    page.goto(f"{url}/ui/")
+    page.wait_for_function(_DRAWN)
+    walk(page, number // 8)
+    before = used_mb(page)
+    begin_s = time.monotonic()
+    walk(page, number)
+    return before, used_mb(page), number / (time.monotonic() - begin_s)
+
+
+def walk(page: Page, changes: int) -> None:
+    """So many changes, spread over all pages; ends on the overview."""
+    for address in ADDRESSES:
+        page.evaluate("(address) => { location.hash = `#/${address}`; }", address)
+        page.evaluate("(more) => { window.wanted += more; }", max(1, changes // len(ADDRESSES)))
+        page.wait_for_function("() => window.fed >= window.wanted", timeout=600_000)
+    page.evaluate("() => { location.hash = '#/'; window.wanted += 5; }")
+    page.wait_for_function("() => window.fed >= window.wanted")
+
+
+def used_mb(page: Page) -> float:
+    session = page.context.new_cdp_session(page)
+    session.send("HeapProfiler.enable")
+    for _ in range(3):
+        session.send("HeapProfiler.collectGarbage")
+        page.wait_for_timeout(200)
+    used = float(session.send("Runtime.getHeapUsage")["usedSize"])
+    session.detach()
+    return used / 1e6
+
+
+def many(asked: Any) -> list[Figure]:
+    figures = []
+    with target(asked.nodes, asked.models, asked.loaded) as url, chromium() as browser:
+        page = context_of(browser).new_page()
+        page.goto(f"{url}/ui/")
+        page.wait_for_function(_DRAWN)
+        page.evaluate(_WATCH)
+        for address, name in (("", "overview"), ("models", "models")):
+            page.evaluate("(address) => { location.hash = `#/${address}`; }", address)
+            page.wait_for_timeout(2000)
+            page.evaluate("() => { window.delays.length = 0; }")
+            page.wait_for_timeout(1000 * asked.seconds)
+            delays = sorted(page.evaluate("window.delays"))
+            figures.append(Figure(f"delay until a change is painted, {name}, p50: ms", statistics.median(delays), 0))
+            figures.append(Figure(f"delay, {name}, longest of {len(delays)}: ms", delays[-1], 0, DELAY_MS))
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

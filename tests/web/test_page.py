@@ -1,0 +1,362 @@
+"""The page in Chromium against a real daemon with the stub engine, as a user walks it. What it must not do is looked at after each test."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playwright.sync_api import BrowserContext, Locator, Page, expect
+
+from sparkd.__main__ import exit_code
+from tests.support.daemon_process import DaemonProcess, until
+from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
+from tests.web.conftest import ADMIN, INFERENCE, settings
+
+# Of the files and of the admin API's answers that the first page needs.
+MOST_TRANSFERRED_BYTES = 120_000
+PATIENCE_MS = 20_000
+PAGES = ("Overview", "Models", "Requests", "Playground", "Plan", "Disk", "Fabric", "Doctor", "Events")
+# name of the picture: address, and what stands there once the page has its content.
+WALK: dict[str, tuple[tuple[str, ...], str]] = {
+    "overview": ((), "text=Findings and incidents"),
+    "models": (("models",), "role=button[name='Load crash']"),
+    "model-live": (("models", "quick", "live"), "figcaption:has-text('KV cache use')"),
+    "model-load": (("models", "quick", "load"), ".waterfall rect"),
+    "model-settings": (("models", "quick", "settings"), "role=table[name='Settings'] >> tbody tr"),
+    "model-layers": (("models", "quick", "layers"), "role=table[name='Layers'] >> tbody tr"),
+    "model-log": (("models", "quick", "log"), ".log div"),
+    "model-failed": (("models", "crash", "load"), ".error"),
+    "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),
+    "playground": (("playground",), "role=button[name='Send']"),
+    "plan": (("plan",), "role=button[name='Plan']"),
+    "disk": (("disk",), "role=table[name='On the disk']"),
+    "fabric": (("fabric",), "role=heading[name='Rates']"),
+    "doctor": (("doctor",), "text=swappiness"),
+    "events": (("events",), "role=table[name='Events'] >> tbody tr"),
+}
+
+PROGRESS = "document.querySelector('progress')?.value"
+COLOUR = "getComputedStyle(document.querySelector('dd.figure')).color"
+
+
+def badge(page: Page) -> Locator:
+    return page.locator(".badge")
+
+
+def row(page: Page, table: str, name: str) -> Locator:
+    head = page.get_by_role("rowheader", name=re.compile(rf"^{name}\b"))
+    return page.get_by_role("table", name=table).get_by_role("row").filter(has=head)
+
+
+def ask(page: Page, text: str, **fields: str) -> None:
+    for label, value in fields.items():
+        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
+    page.get_by_label("Message").fill(text)
+    page.get_by_role("button", name="Send", exact=True).click()
+
+
+def test_a_browser_is_led_to_the_page_and_fetches_little(tab: Tab) -> None:
+    page = tab.page
+    network = page.context.new_cdp_session(page)
+    network.send("Network.enable")
+    sizes: list[float] = []
+    network.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    page.goto(f"{tab.url}/")
+    expect(page).to_have_url(f"{tab.url}/ui/")
+    expect(badge(page)).to_have_text("live")
+    expect(page.get_by_role("article")).to_have_count(1)
+    page.wait_for_function("() => performance.getEntriesByType('resource').length > 20")
+    network.detach()
+    assert len(sizes) > 20
+    assert sum(sizes) < MOST_TRANSFERRED_BYTES
+    expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_text(list(PAGES))
+
+
+def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess) -> None:
+    tab = Tab(context, served.url)
+    page = tab.page
+    tab.open("models")
+    field = page.get_by_label("API key")
+    expect(field).to_be_visible()
+    expect(page.get_by_role("alert").filter(has_text="key")).to_have_count(0)
+    assert tab.serious() == []
+    tab.picture("key")
+    field.fill("a-wrong-key-of-some-length")
+    page.get_by_role("button", name="Open").click()
+    wrong = served.client.get("/admin/v1/status", headers={"authorization": "Bearer a-wrong-key-of-some-length"}).json()
+    expect(page.get_by_role("alert").filter(has_text=wrong["error"]["message"])).to_be_visible()
+
+    field.fill(INFERENCE)
+    page.get_by_role("button", name="Open").click()
+    expect(badge(page)).to_have_text("inference key")
+    expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_text(["Models", "Playground"])
+    expect(page.get_by_role("rowheader", name="quick")).to_be_visible()
+    assert tab.serious() == []
+    tab.picture("models-inference-key")
+    page.get_by_role("link", name="Playground").click()
+    expect(page.get_by_label("Model", exact=True)).to_be_visible()
+    page.evaluate("location.hash = '#/events'")
+    expect(page.get_by_role("heading", name="No such page")).to_be_visible()
+
+    page.evaluate("sessionStorage.clear()")
+    page.reload()
+    page.get_by_label("API key").fill(ADMIN)
+    page.get_by_role("button", name="Open").click()
+    expect(badge(page)).to_have_text("live")
+    expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_count(len(PAGES))
+    assert page.context.cookies() == []
+    assert all(ADMIN not in url for url in page.evaluate("performance.getEntriesByType('resource').map((one) => one.name)"))
+    assert {line.partition(" ")[0] for line in tab.refused} <= {"Failed"}
+    assert (tab.faults, tab.foreign) == ([], [])
+    page.close()
+
+
+def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
+    served.ray_connected()
+    page = tab.page
+    tab.open("models")
+    page.get_by_role("button", name="Load slow").click()
+    bar = page.get_by_role("progressbar", name="Progress of slow")
+    expect(bar).to_be_visible()
+    expect(row(page, "Known models", "slow")).to_contain_text(re.compile(r"loading \d+% as .*, [\d.]+ of 4\.0 GiB, [\d.]+ GB/s"))
+    tab.picture("models-loading")
+    first = page.evaluate(PROGRESS)
+    tab.open()
+    expect(page.get_by_role("region", name="Resident models")).to_contain_text("slow")
+    expect(page.get_by_role("heading", name="Waiting")).to_be_visible()
+    tab.picture("overview-loading")
+    tab.open("models", "slow")
+    expect(page.get_by_role("heading", name="slow")).to_be_visible()
+    until(lambda: (page.evaluate(PROGRESS) or 0) > first, 20, "the progress goes on")
+    expect(page.get_by_text("READY")).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("link", name="Load", exact=True).click()
+    expect(page.locator(".waterfall rect").nth(1)).to_be_visible()
+    expect(row(page, "Phases of the start", "quantize")).to_contain_text(re.compile(r"\d s"))
+    page.get_by_role("button", name="Unload slow").click()
+    expect(page.get_by_text("STOPPED")).to_be_visible(timeout=PATIENCE_MS)
+    assert tab.refused == []
+
+
+def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    tab.open("models", "crash")
+    page.get_by_role("button", name="Load crash").click()
+    expect(page.get_by_text("FAILED", exact=True)).to_be_visible(timeout=PATIENCE_MS)
+    message = served.model("crash")["message"]
+    expect(page.locator("p.error").first).to_contain_text(message[:40])
+    expect(page.locator(".toast.bad")).to_contain_text("load crash failed")
+    page.locator(".toast.bad").get_by_role("button", name="Dismiss").click()
+    expect(page.locator(".toast.bad")).to_have_count(0)
+
+
+def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
+    page = tab.page
+    tab.open("playground")
+    page.get_by_label("Model", exact=True).select_option("quick")
+    ask(page, "What is the capital of France?")
+    answer = page.get_by_role("article", name="assistant")
+    expect(answer).to_contain_text("The capital", timeout=PATIENCE_MS)
+    first = len(answer.inner_text())
+    expect(page.locator(".speed")).to_contain_text("tokens/s")
+    expect(page.locator(".speed .word")).to_have_text("done", timeout=PATIENCE_MS)
+    assert len(answer.inner_text()) > first
+    assert "Paris" in answer.inner_text()
+    tab.picture("playground-answer")
+    page.get_by_label("Compare with").select_option("endless")
+    ask(page, "And now both of you.", Streams_at_once="3")
+    both = page.locator(".sides > section")
+    expect(both.nth(0)).to_contain_text("3 of 3 ended", timeout=PATIENCE_MS)
+    expect(both.nth(1).locator(".stream").first).to_contain_text("Paris", timeout=PATIENCE_MS)
+    expect(both.nth(1)).to_contain_text(re.compile(r"[\d.]+ tokens/s together"))
+    tab.picture("playground-compare")
+    page.get_by_role("button", name="Stop").click()
+    expect(both.nth(1).get_by_text("stopped")).to_have_count(3)
+    page.get_by_label("Compare with").select_option("")
+    page.get_by_label("Streams at once").fill("1")
+    page.get_by_role("button", name="Clear").click()
+
+
+def test_a_request_is_seen_and_cancelled(tab: Tab) -> None:
+    page = tab.page
+    tab.open("playground")
+    page.get_by_label("Model", exact=True).select_option("endless")
+    ask(page, "Do not stop.", Most_tokens="100000")
+    expect(page.get_by_role("article", name="assistant")).to_contain_text("Paris")
+    tab.open("requests")
+    flying = page.get_by_role("table", name="Requests in flight")
+    expect(flying).to_contain_text("streaming")
+    expect(flying).to_contain_text("desk")
+    tab.picture("requests-in-flight")
+    page.get_by_role("button", name=re.compile("^Cancel ")).click()
+    expect(page.get_by_text("No request is in flight.")).to_be_visible()
+    finished = page.get_by_role("table", name="Finished requests")
+    expect(finished.locator("tbody tr").first).to_contain_text("request_cancelled")
+    page.get_by_label("Outcome").select_option("ok")
+    expect(finished).not_to_contain_text("request_cancelled")
+    page.get_by_label("Outcome").select_option("")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as CSV").click()
+    lines = Path(saved.value.path()).read_text().splitlines()
+    assert "capital of France" not in "".join(lines)
+    assert len(lines) > 4
+    tab.open("playground")
+    expect(page.get_by_role("alert").filter(has_text="cancelled")).to_be_visible()
+    page.get_by_role("button", name="Clear").click()
+
+
+def test_a_log_is_followed_paused_and_searched(tab: Tab) -> None:
+    page = tab.page
+    tab.open("models", "quick", "log")
+    log = page.get_by_role("log", name="Log of quick, rank 0")
+    expect(log).to_contain_text("Starting to load model")
+    page.get_by_label("Search the log").fill("loading weights took")
+    expect(log.locator("div:visible")).to_have_count(1)
+    page.get_by_label("Search the log").fill("")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    page.get_by_role("button", name="Resume").click()
+
+
+@pytest.mark.parametrize("name", WALK)
+def test_every_page_in_light_in_dark_and_narrow(name: str, tab: Tab) -> None:
+    page = tab.page
+    address, content = WALK[name]
+    tab.refused.clear()
+    tab.open(*address)
+    expect(page.locator(content).first).to_be_visible(timeout=PATIENCE_MS)
+    tab.picture(f"{name}-light")
+    assert tab.serious() == []
+    page.emulate_media(color_scheme="dark")
+    # Curves are drawn anew in the other colours.
+    page.wait_for_function("matchMedia('(prefers-color-scheme: dark)').matches")
+    tab.picture(f"{name}-dark")
+    assert tab.serious("color-contrast") == []
+    page.set_viewport_size({"width": NARROW, "height": HEIGHT})
+    try:
+        assert tab.too_wide() == []
+        tab.picture(f"{name}-narrow")
+        expect(page.get_by_role("button", name="Menu")).to_be_visible()
+    finally:
+        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        page.emulate_media(color_scheme="light")
+    assert tab.refused == []
+
+
+def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
+    page = tab.page
+    tab.open("plan")
+    page.get_by_label("Model", exact=True).fill("quick")
+    page.get_by_label("Context, tokens").fill("2K")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    answer = page.get_by_role("region", name="Answer")
+    expect(answer.get_by_role("table", name="What fits")).to_be_visible(timeout=PATIENCE_MS)
+    assert tab.serious() == []
+    tab.picture("plan-answer")
+    page.get_by_label("Format").fill("no-such-format")
+    with page.expect_response("**/admin/v1/plan") as answered:
+        page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.locator(".field").get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
+    page.get_by_label("Format").fill("")
+
+
+def at_field(page: Page, label: str) -> Locator:
+    """The sentence at a field, which screen readers read with it."""
+    return page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
+
+
+def test_bad_input_gets_the_command_lines_sentence_at_its_field(
+    tab: Tab, served: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN)
+    page = tab.page
+    tab.open("models")
+    tab.refused.clear()
+    page.get_by_role("button", name="Add model").click()
+    source = page.get_by_label("Hub id, folder or recipe")
+    for wrong in (str(tmp_path), "owner/nmae", "owner/na me"):
+        source.fill(wrong)
+        with page.expect_response("**/admin/v1/plan") as answered:
+            page.get_by_role("button", name="Check whether it fits").click()
+        sentence = answered.value.json()["error"]["message"]
+        expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
+    assert exit_code(["plan", wrong]) == 2
+    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
+    tab.picture("models-add-refused")
+    # The entry of a model whose headers cannot be read may be written all the same.
+    page.get_by_label("Value", exact=True).first.fill(str(served.folder / "checkpoint"))
+    page.get_by_label("Name", exact=True).fill("added")
+    page.get_by_role("button", name="Add key").click()
+    page.get_by_label("Key", exact=True).last.fill("max_modle_len")
+    page.get_by_label("Value", exact=True).last.fill("4096")
+    page.get_by_role("checkbox", name="Load it now").uncheck()
+    page.get_by_role("button", name="Add", exact=True).click()
+    faulty = tmp_path / "sparkd.yaml"
+    faulty.write_text(yaml.safe_dump({"models": {"added": {"model": str(served.folder / "checkpoint"), "max_modle_len": 4096}}}))
+    assert exit_code(["check", str(faulty)]) == 2
+    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
+    refusal = page.locator(".key-row").last.get_by_role("alert")
+    expect(refusal).to_contain_text("max_modle_len")
+    assert refusal.inner_text().removesuffix(".") in said
+    assert tab.serious() == []
+    tab.picture("models-add")
+    page.get_by_role("button", name="Remove key max_modle_len").click()
+    page.get_by_role("button", name="Add", exact=True).click()
+    expect(page.get_by_role("heading", name="added")).to_be_visible()
+    page.get_by_role("button", name="Remove added").click()
+    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
+    expect(page.get_by_text("sparkd knows no model of this name.")).to_be_visible()
+    assert len(tab.refused) == 4
+
+
+@pytest.fixture
+def marked(tab: Tab) -> Iterator[Page]:
+    """The tab's page, which must be the same document afterwards."""
+    tab.open()
+    expect(badge(tab.page)).to_have_text("live")
+    tab.page.evaluate("window.mark = 1")
+    yield tab.page
+    expect(badge(tab.page)).to_have_text("live", timeout=PATIENCE_MS)
+    assert tab.page.evaluate("window.mark") == 1
+
+
+def test_a_stalled_stream_is_told_after_five_seconds(marked: Page, tab: Tab, served: DaemonProcess) -> None:
+    assert served.process
+    fresh = marked.evaluate(COLOUR)
+    served.process.send_signal(signal.SIGSTOP)
+    try:
+        # The first age that is told, which is what a user reads within 6 s of the last change.
+        expect(badge(marked)).to_contain_text(re.compile("not live.*figures are [5-6]s old", re.DOTALL), timeout=PATIENCE_MS)
+        assert marked.evaluate(COLOUR) != fresh
+        tab.picture("overview-stalled")
+        assert tab.serious() == []
+    finally:
+        served.process.send_signal(signal.SIGCONT)
+    expect(badge(marked)).to_have_text("live", timeout=PATIENCE_MS)
+    assert marked.evaluate(COLOUR) == fresh
+
+
+def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, served: DaemonProcess) -> None:
+    before = served.status()["version"]
+    served.kill()
+    expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
+    served.start()
+    expect(badge(marked)).to_have_text("live", timeout=2 * PATIENCE_MS)
+    assert served.status()["version"] == before
+    expect(marked.get_by_role("article")).to_have_count(1)
+    expect(marked.get_by_role("region", name="Resident models")).to_contain_text("quick")
+
+
+def test_without_keys_it_opens_at_once(context: BrowserContext, served: DaemonProcess) -> None:
+    configured: dict[str, Any] = settings(served.folder)
+    del configured["keys"]
+    served.configure(configured)
+    served.client.post("/admin/v1/reload").raise_for_status()
+    tab = Tab(context, served.url)
+    tab.open()
+    expect(badge(tab.page)).to_have_text("live")
+    assert (tab.faults, tab.refused, tab.foreign) == ([], [], [])
