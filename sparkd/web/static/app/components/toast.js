@@ -34,7 +34,7 @@ export const sentence = (error) => (error instanceof Refused ? error.message : `
 export async function act(action, done) {
   try {
     const answer = await action();
-    if (typeof answer?.operation === "string") follow(answer.operation, `${answer.kind} ${answer.model}`);
+    if (typeof answer?.operation === "string") follow(answer.operation, `${answer.kind} ${answer.model}`.trim());
     if (done) say(done);
     return answer;
   } catch (error) {

@@ -9,7 +9,7 @@ import { Progress, Since, State } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { act, sentence } from "../components/toast.js";
 import { html, useComputed, useMemo, useSignal, useState } from "../lib.js";
-import { to } from "../router.js";
+import { go, route, to } from "../router.js";
 import { models, nodes } from "../store.js";
 import { count, decimal, rate, seconds, size, stage, UNKNOWN } from "../units.js";
 
@@ -137,7 +137,7 @@ export function MoreActions({ name }) {
   };
   const forget = async () => {
     const yes = await confirmed(`Remove ${name}?`, "sparkd unloads it and forgets its entry. Its files stay on the disk.", "Remove");
-    if (yes) await act(() => remove(modelPath(name)));
+    if (yes && (await act(() => remove(modelPath(name)))) && route.peek()[1] === name) go("models");
   };
   return html`<span class="row-actions more">
     <button type="button" aria-label="Pull ${name}" onClick=${() => setPulling(true)}>Pull</button>
