@@ -146,7 +146,7 @@ def test_what_others_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, cap
     machine.room += 3 * GIB
     serve(sizing, machine, size, 0)
     assert told(tmp_path)["error_bytes"] == 3 * GIB
-    said = "5.25 GiB are free where 2.25 GiB were expected; others have given it back meanwhile, and what was learned is kept."
+    said = "5.25 GiB are free where 2.25 GiB were expected; other processes have freed memory meanwhile, and the profile stays."
     assert said in caplog.text
 
 
