@@ -957,7 +957,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
             ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
-            ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
+            ("/requests", "get"), ("/requests/{request_id}", "delete"), ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
             ("/models/{name}/start", "get"), ("/models/{name}/settings", "get"), ("/models/{name}/layers", "get"),
         }, "a new route is named here and in docs/api.md"  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]
