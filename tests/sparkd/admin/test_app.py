@@ -957,7 +957,8 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
             ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
-            ("/requests", "get"), ("/requests/{request_id}", "delete"), ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
+            ("/requests", "get"), ("/requests/{request_id}", "delete"),
+            ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
             ("/models/{name}/start", "get"), ("/models/{name}/settings", "get"), ("/models/{name}/layers", "get"),
         }, "a new route is named here and in docs/api.md"  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]
@@ -973,7 +974,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
-        assert len(streams) == 3, "the log, the events and the page's"
+        assert len(streams) == 4, "the log, the events, the page's, and requests as CSV"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]
         assert {scheme["type"] for scheme in raw["components"]["securitySchemes"].values()} == {"http", "apiKey"}
         for reference in _references(raw):
