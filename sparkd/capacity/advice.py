@@ -45,7 +45,7 @@ _BEGIN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class FitRefusal:
     """reason: without a full stop. cures: each alone would suffice. cause: the limit that the model exceeds."""
 
     reason: str
@@ -60,7 +60,7 @@ class Refusal:
         return {"cause": self.cause, "message": self.message}
 
 
-def too_large(need: Requirement, most_gib: int, where: str) -> Refusal | None:
+def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None:
     """The reason why no node can ever hold the model; None if one can. where: `this node`; most_gib: the most that it offers."""
     args, known = need.args, need.account
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
@@ -70,21 +70,21 @@ def too_large(need: Requirement, most_gib: int, where: str) -> Refusal | None:
     if known is not None and args.memory_gib is None and known.surely > room:
         free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
         reason = f"{args.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}"
-        return Refusal(reason, tuple(_cures(need, known, most_gib, room)) or (_SMALLER,))
+        return FitRefusal(reason, tuple(_cures(need, known, most_gib, room)) or (_SMALLER,))
     if known is not None and args.memory_gib is not None and outgrown(known, args.memory_gib) and need.gib <= most_gib:
         larger = [cure for cure in [more_memory(known)] if cure.settings["memory_gib"] <= most_gib]
         cures = (*larger, *_cures(need, known, most_gib, int(args.memory_gib * GIB)))
-        return Refusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}", cures or (_SMALLER,))
+        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}", cures or (_SMALLER,))
     if short := share_too_large(args, need.gib, need.hardware, most_gib, where):
         return short
     if need.gib > most_gib:
         size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}")
         reason = f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB"
-        return Refusal(reason, (_SMALLER, size, Cure(deed="set memory_gib to its real need")))
+        return FitRefusal(reason, (_SMALLER, size, Cure(deed="set memory_gib to its real need")))
     return None
 
 
-def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> Refusal | None:
+def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
     """Why no node can lend the share of its memory that vLLM takes, with the largest possible share.
 
     None if a node can, or if the GiB to reserve do not follow from a share. where, most_gib: as in `too_large`.
@@ -93,10 +93,10 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
     if share is None or gib <= most_gib or gib != ceil(share * (hardware.memory_bytes / GIB)):
         return None
     reason = f"{args.name} asks for {gib} GiB of unified memory ({args.share_words}) and {where} offers {most_gib} GiB"
-    return Refusal(reason, (Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"),))
+    return FitRefusal(reason, (Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"),))
 
 
-def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> Refusal | None:
+def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> FitRefusal | None:
     """The refusal of a plan; None if an option fits, or without options.
 
     If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
@@ -107,7 +107,7 @@ def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -
     option = max(counted, key=_spare) if counted else min(options, key=lambda each: (each.nodes, each.pipeline))
     cause = option.cause or "memory"
     reason = f"{_BEGIN[cause]}{doubt_in_short(option.reason or '')}"
-    return Refusal(reason, tuple(_plan_cures(option, options, inventory, wish)), cause)
+    return FitRefusal(reason, tuple(_plan_cures(option, options, inventory, wish)), cause)
 
 
 def cache_cures(cache: Mapping[str, Any] | None, size: int, layout: KvLayout, tokens: int, room: int | None = None) -> Iterator[Cure]:
@@ -180,7 +180,7 @@ def _cures(need: Requirement, known: Account, most_gib: int, room: int) -> Itera
         yield cure.also(least_cache)
 
 
-def _short_cache(need: Requirement, known: Account, room: int) -> Refusal | None:
+def _short_cache(need: Requirement, known: Account, room: int) -> FitRefusal | None:
     """Why a cache of its size would hold no request. room: bytes for the engine."""
     args, tokens = need.args, known.max_model_len
     wanted = args.cache if known.cache is not None else None
@@ -190,7 +190,7 @@ def _short_cache(need: Requirement, known: Account, room: int) -> Refusal | None
     if size is None or short is None or args.memory_gib is not None or known.upper is not None:
         return None
     cures = tuple(cache_cures(cache, size, known.layout, tokens, room - known.fixed))
-    return Refusal(f"{args.name} does not fit: {short}", cures or (_SMALLER,))
+    return FitRefusal(f"{args.name} does not fit: {short}", cures or (_SMALLER,))
 
 
 def _spare(option: Option) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sparkd.capacity.account import NOTHING, Evidence, account, machine, serving_of
-from sparkd.capacity.advice import Refusal, cache_cures, more_memory, outgrown
+from sparkd.capacity.advice import FitRefusal, cache_cures, more_memory, outgrown
 from sparkd.capacity.candidates import Candidate, candidate_of
 from sparkd.capacity.fit import short_cache
 from sparkd.capacity.headers import Headers, drafting_here, headers_here
@@ -89,7 +89,7 @@ def _memory(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterato
     if needed is not None and outgrown(needed, args.memory_gib):
         where = "" if args.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
         reason = f"{args.memory_gib:g} GiB are too few{where} ({needed.sureness}): {needed.sentence}"
-        yield "memory_gib", Refusal(reason, (more_memory(needed),)).message
+        yield "memory_gib", FitRefusal(reason, (more_memory(needed),)).message
 
 
 def _candidate(args: EngineArgs) -> Candidate | None:
@@ -116,4 +116,4 @@ def _cache(args: EngineArgs, checkpoint: Checkpoint, shape: Shape, hardware: Har
     short = short_cache(size, size_bytes, layout.cost(serving.max_model_len))
     if size_bytes is not None and short is not None:
         cures = tuple(cache_cures(size, size_bytes, layout, serving.max_model_len))
-        yield "extra_args" if "blocks" in size else "kv_cache", Refusal(f"{short} ({sureness})", cures).message
+        yield "extra_args" if "blocks" in size else "kv_cache", FitRefusal(f"{short} ({sureness})", cures).message

@@ -52,7 +52,7 @@ class AnswerPipe(Protocol):
     def stop(self) -> None: ...
 
 
-class Trace(Protocol):
+class OpenTrace(Protocol):
     """The part of sparkd.gateway.traces.RequestTrace that the rest of a request uses. See there."""
 
     asked_s: float | None
@@ -119,7 +119,7 @@ class Exchange:
         self.pipe: AnswerPipe | None = None
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
-        self.trace: Trace | None = None
+        self.trace: OpenTrace | None = None
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

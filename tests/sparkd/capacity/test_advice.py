@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.capacity.account import machine
-from sparkd.capacity.advice import Refusal, refusal, too_large
+from sparkd.capacity.advice import FitRefusal, refusal, too_large
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
@@ -89,7 +89,7 @@ def parsed(folder: Path, keys: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-def refused(spec: ModelConfig, most_gib: int) -> Refusal | None:
+def refused(spec: ModelConfig, most_gib: int) -> FitRefusal | None:
     ways = (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1)
     known = account(spec, NODE, {}, ways=ways)
     return too_large(needing(spec, "cuda", needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, known), known, ways), most_gib, "this node")
