@@ -27,7 +27,7 @@
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
-    - RouteNotServed 404
+    - RouteNotServed 404       - UnknownStored 404
     - UnknownRequest 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
@@ -338,6 +338,15 @@ class NoToolParser(RequestError):
             f"none. {cure} in the model's entry of sparkd.yaml, or send the request without tools.",
             param="tools",
         )
+
+
+class UnknownStored(RequestError):
+    status = 404
+    type = "not_found_error"
+    code = "stored_not_found"
+
+    def __init__(self, kind: str, name: str, node: str) -> None:
+        super().__init__(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
 
 
 class UnknownRecipe(RequestError):

@@ -169,7 +169,8 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests)
     register_live(api, parts.live)
-    register_disk(api, Disk(supervisor, registry, journal, cluster), f"{PREFIX}/operations")
+    disk = Disk(supervisor, registry, journal, cluster)
+    register_disk(api, disk, f"{PREFIX}/operations")
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
@@ -255,7 +256,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
-        ended = (part.cancel(operation_id) for part in (pulls, measures) if part)
+        ended = (part.cancel(operation_id) for part in (pulls, measures, disk) if part)
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")

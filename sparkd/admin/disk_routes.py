@@ -17,15 +17,16 @@ from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import Conflict, SparkdError, StateError
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
 from sparkd.models.source import source_of
-from sparkd.state.nouns import RESIDENT, ModelState, Operation, OperationState, Progress
+from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
 from workers.host.hub_cache import cache_places
 
 GIB = 1 << 30
 REMOVE_TIMEOUT_S = 120.0
 # Of one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
 VERIFY_TIMEOUT_S = 1800.0
+_AT_REST = (ModelState.STOPPED, ModelState.FAILED)
 
 
 class Verifying(BaseModel, extra="forbid"):
@@ -43,10 +44,15 @@ class Disk:
         self._registry = registry
         self._journal = journal
         self._cluster = cluster
+        self._turn = asyncio.Lock()
+        self._verifying: dict[str, asyncio.Task[None]] = {}
 
     async def listing(self) -> dict[str, Any]:
         entries, folders = [], []
-        for node, stored in (await self._cluster.everywhere("stored", *self._where())).items():
+        # One listing at a time: each holds a thread of every agent.
+        async with self._turn:
+            answers = await self._cluster.everywhere("stored", *self._where())
+        for node, stored in answers.items():
             for entry in (stored or {}).get("entries", ()):
                 used_by = [record.name for record in self._users(entry)]
                 shown = {name: value for name, value in entry.items() if name != "source"}
@@ -58,23 +64,35 @@ class Disk:
         return {"entries": entries, "folders": folders}
 
     async def remove(self, kind: str, name: str, node: str | None) -> dict[str, Any]:
-        """Raises Conflict where a model that runs uses it, RankError where there is none."""
+        """Raises Conflict where a model that is not at rest may use it or a pull runs, UnknownStored where the node does not list it."""
         node = node or self._cluster.node_ip
-        for entry in (await self.listing())["entries"]:
-            if (entry["kind"], entry["id"], entry["node"]) == (kind, name, node):
-                for model in entry["used_by"]:
-                    state = self._registry.find(model).state
-                    if state in RESIDENT or state is ModelState.PLANNED:
-                        raise Conflict(f"{entry['name']} is used by {model}, which is {state.value}: unload it first.")
+        if not any((entry["kind"], entry["id"], entry["node"]) == (kind, name, node) for entry in (await self.listing())["entries"]):
+            raise UnknownStored(kind, name, node)
+        if self._journal.operations.runs("pull"):
+            raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
+        for record in self._registry.records.values():
+            if record.state not in _AT_REST and _may_use(record, kind, name):
+                raise Conflict(f"{kind}/{name} was not removed: {record.name}, which is {record.state.value}, may use it. Unload it first.")
         freed = await self._cluster.ask(node, "remove_stored", kind, name, *self._where(), timeout_s=REMOVE_TIMEOUT_S)
         self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
         return {"kind": kind, "id": name, "node": node, "freed_bytes": freed}
 
     def verify(self, kind: str | None, name: str | None) -> Operation:
-        """Begin; the operation's message tells of the faults."""
+        """Begin; the operation's message tells of the faults. Raises Conflict while another runs: each holds a thread of an agent."""
+        if self._verifying:
+            raise Conflict("The nodes' files are being verified already. Wait for that operation, or cancel it.")
         operation = self._journal.operations.open("verify", name or "", "admin")
-        self._boundary.spawn(asyncio.get_running_loop(), "verify", self._verify(operation.id, kind, name))
+        loop = asyncio.get_running_loop()
+        self._verifying[operation.id] = self._boundary.spawn(loop, "verify", self._verify(operation.id, kind, name))
         return operation
+
+    def cancel(self, operation_id: str) -> Operation | None:
+        """End a verification between two files' answers; None for any other operation."""
+        if (task := self._verifying.get(operation_id)) is None:
+            return None
+        task.cancel()
+        self._journal.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
+        return self._journal.operations.find(operation_id)
 
     async def _verify(self, operation_id: str, kind: str | None, name: str | None) -> None:
         state, message = OperationState.FAILED, "sparkd made an error; its log has more."
@@ -82,7 +100,11 @@ class Disk:
             state, message = await self._verified(operation_id, kind, name)
         except SparkdError as error:
             message = error.message
+        except asyncio.CancelledError:
+            state, message = OperationState.CANCELLED, "It was cancelled."
+            raise
         finally:
+            self._verifying.pop(operation_id, None)
             self._journal.operations.close(operation_id, state, message)
 
     async def _verified(self, operation_id: str, kind: str | None, name: str | None) -> tuple[OperationState, str]:
@@ -121,6 +143,14 @@ class Disk:
     def _limit_bytes(self, kind: str) -> int | None:
         limit_gib = self._registry.config.quantized_cache.limit_gib
         return int(limit_gib * GIB) if kind == "quantized" and limit_gib is not None else None
+
+
+def _may_use(record: Record, kind: str, name: str) -> bool:
+    """Whether an entry's files may be open. A hub folder is looked for in all words of the model's entry: its draft and tokenizer count."""
+    if record.spec is None or kind != "hub":
+        return True
+    words = repr(record.spec)
+    return name in words or name.removeprefix("models--").replace("--", "/", 1) in words
 
 
 def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:

@@ -162,7 +162,7 @@ class Daemon:
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
-        self._requests = RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
+        self._requests = _request_log(config)
         self._live_page = Live(
             *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
             path=config.state_dir / "history.bin",
@@ -235,7 +235,8 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin.app import Parts, admin_app
 
-        page_files()  # reads and compresses them here, on a thread
+        if self._registry.config.web:
+            page_files()  # reads and compresses them here, on a thread
         parts = Parts(
             *(self._pulls, self._reloader.now, self._measures), lambda: self._foresight.open, requests=self._requests, live=self._live_page
         )
@@ -411,6 +412,15 @@ class _AdminLater:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._app or await self.build())(scope, receive, send)
+
+
+def _request_log(config: Config) -> RequestLog:
+    """A file that cannot be opened costs the record of finished requests, never the daemon's start."""
+    try:
+        return RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
+    except StateError as error:
+        log.warning("finished requests are not recorded until the next start: %s", error.message)
+        return RequestLog(None)
 
 
 def _limits(config: Config) -> ClientLimits:

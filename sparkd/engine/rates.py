@@ -121,14 +121,15 @@ def sample_of(page: str, at_s: float) -> Sample:
     for name, labels, text in _SAMPLE.findall(f"\n{page}"):
         try:
             value = float(text)
+            bound = _BOUND.search(labels) if name.endswith("_bucket") else None
+            upper = float(bound[1]) if bound is not None else math.inf
         except ValueError:
             continue
         if not math.isfinite(value):
             continue
         if name.endswith("_bucket"):
-            if (bound := _BOUND.search(labels)) is not None:
+            if bound is not None:
                 buckets = sample.buckets.setdefault(name.removesuffix("_bucket"), {})
-                upper = float(bound[1])
                 buckets[upper] = buckets.get(upper, 0.0) + value
         elif name == _ACCEPTED:
             if (position := _POSITION.search(labels)) is not None:

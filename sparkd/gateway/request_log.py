@@ -43,7 +43,7 @@ class RequestLog:
         if exchange not in self._open:
             return
         self._open.remove(exchange)
-        if not self.keeps:
+        if not self.keeps or self._store is None:
             return
         self._number += 1
         self._finished.append(_row(exchange, self._number, "done"))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from sparkd.gateway.responses import RawHeaders
 
+# As much as every party must keep (W3C Trace Context, 3.3.1.5); longer ones are dropped, because queued requests hold them.
+MOST_STATE_BYTES = 512
 _TRACEPARENT, _TRACESTATE = b"traceparent", b"tracestate"
 # A later version may have more behind the flags; version ff is none.
 _SHAPE = re.compile(rb"(?!ff)(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?")
@@ -33,6 +35,8 @@ def parent_of(headers: RawHeaders) -> Parent | None:
     if match is None or (match["version"] == b"00" and match["more"]) or match["trace"] == _NO_TRACE or match["span"] == _NO_SPAN:
         return None
     state = b",".join(value for name, value in headers if name == _TRACESTATE)
+    if len(state) > MOST_STATE_BYTES:
+        state = b""
     return Parent(int(match["trace"], 16), int(match["span"], 16), bool(int(match["flags"], 16) & 1), state.decode("latin-1"))
 
 

@@ -72,7 +72,13 @@ class Sentry:
         """Look once and start the threads. Raises OSError if /proc/meminfo cannot be read."""
         if self.look(time.monotonic()) is None:
             self.reading = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
-        for name, work in (("memory", self._look_forever), ("memory holders", self._hold_forever), ("memory bundles", self._say_forever)):
+        threads = {
+            "memory": self._look_forever,
+            "memory holders": self._hold_forever,
+            "machine": self._measure_forever,
+            "memory bundles": self._say_forever,
+        }
+        for name, work in threads.items():
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def stop(self) -> None:
@@ -218,12 +224,20 @@ class Sentry:
     def _hold_forever(self) -> None:
         while not self._ended.is_set():
             try:
-                # A file system that hangs holds up this thread alone.
-                self.machine = machine.sample(self._proc, self._log_dir)
                 self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
             except Exception:
                 # As above, for instance a process that ends while it is read, or a status file of another release.
                 log.exception("the holders of the memory could not be read")
+            self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
+
+    def _measure_forever(self) -> None:
+        """On a thread of its own: a file system that hangs must not hold up the search for engines that the guard may end."""
+        while not self._ended.is_set():
+            try:
+                self.machine = machine.sample(self._proc, self._log_dir)
+            except Exception:
+                # As above.
+                log.exception("the node's disk and uptime could not be read")
             self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
 
     def _say_forever(self) -> None:

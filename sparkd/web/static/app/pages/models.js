@@ -141,7 +141,7 @@ export function MoreActions({ name }) {
   };
   return html`<span class="row-actions more">
     <button type="button" aria-label="Pull ${name}" onClick=${() => setPulling(true)}>Pull</button>
-    <button type="button" aria-label="${model.pin ? "Unpin" : "Pin"} ${name}" onClick=${() => act(pin, model.pin ? `${name} is not pinned any more.` : `${name} is pinned: it is never evicted for another model.`)}>${model.pin ? "Unpin" : "Pin"}</button>
+    ${model.origin === "api" && html`<button type="button" aria-label="${model.pin ? "Unpin" : "Pin"} ${name}" onClick=${() => act(pin, model.pin ? `${name} is not pinned any more.` : `${name} is pinned: it is never evicted for another model.`)}>${model.pin ? "Unpin" : "Pin"}</button>`}
     ${model.origin === "api" && html`<button type="button" aria-label="Remove ${name}" onClick=${forget}>Remove</button>`}
     ${pulling && html`<${Pull} name=${name} onClose=${() => setPulling(false)} />`}
   </span>`;
