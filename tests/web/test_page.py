@@ -309,7 +309,9 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
     expect(page.get_by_role("heading", name="added")).to_be_visible()
     page.get_by_role("button", name="Remove added").click()
     page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
-    expect(page.get_by_text("sparkd knows no model of this name.")).to_be_visible()
+    expect(page.get_by_role("heading", name="Models")).to_be_visible()
+    expect(row(page, "Known models", "quick")).to_be_visible()
+    expect(row(page, "Known models", "added")).to_have_count(0)
     assert len(tab.refused) == 4
 
 
