@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.state.nouns import OperationState
 from tests.sparkd.admin.test_app import Admin, admin_of
 
 HUB = {"kind": "hub", "id": "models--org--tiny", "name": "org/tiny", "size_bytes": 7, "used_s": 5.0, "source": "org/tiny", "fault": None}
@@ -86,3 +87,22 @@ async def test_verifying_what_is_not_there_fails(tmp_path: Path) -> None:
         Nodes(admin)
         accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub", "id": "x"})
         assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "FAILED"
+
+
+async def test_what_the_node_does_not_list_is_not_removed(tmp_path: Path) -> None:
+    """A node that does not answer lists nothing, and its files may be in use."""
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        for path in ("hub/models--org--other", "hub/models--org--tiny?node=silent", "quantized/..%2Fx", "shell/x"):
+            await admin.refused("DELETE", f"/disk/{path}", 404)
+        assert nodes.asked == []
+
+
+async def test_nothing_is_removed_while_a_pull_runs(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        pull = admin.scene.supervisor.ledger.operations.open("pull", "org/tiny", "admin")
+        await admin.refused("DELETE", "/disk/hub/models--org--tiny", 409)
+        admin.scene.supervisor.ledger.operations.close(pull.id, OperationState.SUCCEEDED, "It is here.")
+        await admin.ask("DELETE", "/disk/hub/models--org--tiny")
+        assert len(nodes.asked) == 1
