@@ -31,11 +31,12 @@ _WAITING = STARTING | {ModelState.STOPPED}
 class Console:
     """A live line for each model on a terminal, one line for each change elsewhere (a journal, a pipe)."""
 
-    def __init__(self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool) -> None:
+    def __init__(self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool, has_page: bool = True) -> None:
         self._base_url = base_url
         self._supervisor = supervisor
         self._asker = asker
         self._needs_key = needs_key
+        self._has_page = has_page
         self._terminal = show.terminal()
         self._said: dict[str, str] = {}
         self._started_at_s = time.monotonic()
@@ -124,6 +125,8 @@ class Console:
 
     def _say_how_to_go_on(self, model: str | None, question: str, *, any_models: bool) -> None:
         self._say(f"\n[bold]Base URL[/]     {self._base_url}/v1")
+        if self._has_page:
+            self._say(f"[bold]Page[/]         {self._base_url}/")
         if model:
             self._say(f"[bold]Model[/]        {escape(model)}\n")
             # Not folded, so that it can be copied as it stands.

@@ -183,7 +183,8 @@ class Daemon:
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
-        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.settings.keys.open)
+        needs_key = not self._edge.settings.keys.open
+        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=needs_key, has_page=config.web)
 
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""

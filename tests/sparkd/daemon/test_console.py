@@ -114,9 +114,10 @@ async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.
         await load(made)
 
         assert made.asker.asked == [("m", QUESTION)]
-        ready, _, asked, answered, after, _, base, model, _, *command, _, ends = await made.rest()
+        ready, _, asked, answered, after, _, base, page, model, _, *command, _, ends = await made.rest()
         assert [lacking(ready, "m", "3.0 s"), lacking(after, "0 s"), lacking(ends, "Ctrl-C")] == [[]] * 3
-        assert [line.split("  ")[-1].strip() for line in (asked, answered, base, model)] == [QUESTION, "Paris.", f"{URL}/v1", "m"]
+        values = [line.split("  ")[-1].strip() for line in (asked, answered, base, page, model)]
+        assert values == [QUESTION, "Paris.", f"{URL}/v1", f"{URL}/", "m"]
         assert command == [
             f"curl {URL}/v1/chat/completions \\",
             "  -H 'Content-Type: application/json' \\",
@@ -144,8 +145,9 @@ async def test_without_a_model_it_says_how_to_bring_one_in(
     async with showing(tmp_path, monkeypatch, capsys) as made:
         await made.begin(QUESTION)
 
-        listens, _, base, models, _, ends = await made.rest()
-        assert [lacking(listens, URL), lacking(base, f"{URL}/v1"), lacking(models, "No model", "m"), lacking(ends, "Ctrl-C")] == [[]] * 4
+        listens, _, base, page, models, _, ends = await made.rest()
+        assert [lacking(listens, URL), lacking(base, f"{URL}/v1"), lacking(page, f"{URL}/")] == [[]] * 3
+        assert [lacking(models, "No model", "m"), lacking(ends, "Ctrl-C")] == [[]] * 2
 
 
 async def test_another_port_is_said_to_who_uses_other_commands(
