@@ -227,7 +227,7 @@ class Sentry:
                 self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
             except Exception:
                 # As above, for instance a process that ends while it is read, or a status file of another release.
-                log.exception("the holders of the memory could not be read")
+                log.exception("who holds the memory could not be found out")
             self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
 
     def _measure_forever(self) -> None:
