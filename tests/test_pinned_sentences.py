@@ -10,7 +10,7 @@ from tests.support.pinned_sentences import pinned, runs_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # Literals of the tests with three words in a row of sparkd's own. Lower it with every test that compares facts instead.
-MOST = 200
+MOST = 172
 PRODUCT = 'def f(name, left_gib):\n    """Of no use here."""\n    raise E(f"The lid of {name} stays shut: {left_gib} GiB are left.")\n'
 
 
