@@ -24,7 +24,7 @@ from workers.host.hub_cache import cache_places
 
 GIB = 1 << 30
 REMOVE_TIMEOUT_S = 120.0
-# Of one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
+# For one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
 VERIFY_TIMEOUT_S = 1800.0
 _AT_REST = (ModelState.STOPPED, ModelState.FAILED)
 
@@ -88,7 +88,8 @@ class Disk:
 
     def cancel(self, operation_id: str) -> Operation | None:
         """End a verification between two files' answers; None for any other operation."""
-        if (task := self._verifying.get(operation_id)) is None:
+        # Removed here too: a task that is cancelled before its first step never reaches its own end.
+        if (task := self._verifying.pop(operation_id, None)) is None:
             return None
         task.cancel()
         self._journal.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled.")

@@ -222,22 +222,26 @@ class Sentry:
                 self._may_act()
 
     def _hold_forever(self) -> None:
-        while not self._ended.is_set():
-            try:
-                self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
-            except Exception:
-                # As above, for instance a process that ends while it is read, or a status file of another release.
-                log.exception("who holds the memory could not be found out")
-            self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
+        # It may fail, for instance where a process ends while it is read, or for a status file of another release.
+        self._repeat(
+            lambda: self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0),
+            "who holds the memory could not be found out",
+        )
 
     def _measure_forever(self) -> None:
         """On a thread of its own: a file system that hangs must not hold up the search for engines that the guard may end."""
+        self._repeat(self._measure, "the node's disk and uptime could not be read")
+
+    def _measure(self) -> None:
+        self.machine = machine.sample(self._proc, self._log_dir)
+
+    def _repeat(self, work: Callable[[], None], failure: str) -> None:
         while not self._ended.is_set():
             try:
-                self.machine = machine.sample(self._proc, self._log_dir)
+                work()
             except Exception:
                 # As above.
-                log.exception("the node's disk and uptime could not be read")
+                log.exception("%s", failure)
             self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
 
     def _say_forever(self) -> None:
