@@ -26,37 +26,21 @@ from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
 from tests.support.facts import lacking
+from tests.support.llama import ATTENTION, CONFIG, ENDS, HIDDEN, INNER, VOCAB, write_llama
 from tests.support.shards import layered, write_sparse
 from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
-UNCHANGED = r"max_model_len [0-9,]+ as\b"  # a length that fits with nothing else changed
-LAYERS, HIDDEN, INNER, VOCAB = 32, 4096, 14_336, 32_000
+LAYERS = 32
 # K and V of 8 heads of 128 in bfloat16, for each layer.
 TOKEN_BYTES = LAYERS * 2 * 8 * 128 * 2
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": INNER,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An 8B model whose data are holes."""
-    layer = {f"self_attn.{name}_proj.weight": (rows, HIDDEN) for name, rows in (("q", HIDDEN), ("k", 1024), ("v", 1024), ("o", HIDDEN))}
-    layer |= {"mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN), "mlp.down_proj.weight": (HIDDEN, INNER)}
-    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
-    return write_sparse(tmp_path_factory.mktemp("llama"), {**ends, **layered(LAYERS, layer)}, CONFIG)
+    return write_llama(tmp_path_factory.mktemp("llama"), LAYERS)
 
 
 def spec_of(folder: Path, **keys: Any) -> ModelConfig:
@@ -156,9 +140,7 @@ def test_shorter_requests_of_layers_that_look_back_a_window_are_counted_as_such(
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> None:
     """As vLLM takes it where nobody names one."""
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
-    layer = {f"self_attn.{name}_proj.weight": (rows, HIDDEN) for name, rows in (("q", HIDDEN), ("k", 1024), ("v", 1024), ("o", HIDDEN))}
-    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
-    folder = write_sparse(tmp_path, {**ends, **layered(1, layer)}, {**CONFIG, "num_hidden_layers": 1, "quantization_config": said})
+    folder = write_sparse(tmp_path, {**ENDS, **layered(1, ATTENTION)}, {**CONFIG, "num_hidden_layers": 1, "quantization_config": said})
     plain, whole = of(folder, max_model_len=8192), of(folder, max_model_len=8192, kv_cache_dtype="bfloat16")
     assert plain.kv.least * 2 == whole.kv.least
     assert of(folder, max_model_len=8192, kv_cache_dtype="fp8").kv.least == plain.kv.least

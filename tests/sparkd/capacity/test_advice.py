@@ -25,34 +25,17 @@ from sparkd.models.shape import shape_of
 from sparkd.schema.kv_cache import kv_cache
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account, misfits, needed_gib, needing
-from tests.support.shards import layered, write_sparse
+from tests.support.llama import write_llama
 from workers.kv.advice import Cure, written
 from workers.quantization.recipe import QuantizationRecipe
 
 NODE_GIB = 121
 NODE = machine("cuda", NODE_GIB * GIB, 0)
-LAYERS, HIDDEN, INNER, VOCAB = 8, 4096, 14_336, 32_000
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": INNER,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layer = {f"self_attn.{name}_proj.weight": (rows, HIDDEN) for name, rows in (("q", HIDDEN), ("k", 1024), ("v", 1024), ("o", HIDDEN))}
-    layer |= {"mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN), "mlp.down_proj.weight": (HIDDEN, INNER)}
-    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
-    return write_sparse(tmp_path_factory.mktemp("llama"), {**ends, **layered(LAYERS, layer)}, CONFIG)
+    return write_llama(tmp_path_factory.mktemp("llama"), 8)
 
 
 CACHES = st.one_of(
