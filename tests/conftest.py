@@ -4,7 +4,7 @@ A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.
 
 The tests run in three parts (Makefile). `alone`, one after another: tests that look at what the machine holds or how long something takes,
 and those that share a daemon with them. `engines`, three files side by side: tests that start daemons, Ray or an engine and mostly wait for
-them. The others side by side on all cores. Whoever asks for one part does not import the other's files.
+them. The others side by side on all cores. A run of one part does not import the files of the others.
 """
 
 from __future__ import annotations

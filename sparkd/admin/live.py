@@ -154,7 +154,7 @@ class LiveStream:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked of the nodes, and when. seq: the last event by then."""
+    """The nodes' answers, and when they came. seq: the last event by then."""
 
     cables: list[Tree]
     last_incident: str | None

@@ -44,7 +44,7 @@ class Beside:
 
 
 def document_of(snapshot: Snapshot, beside: Beside, former: tuple[Snapshot, Tree] | None = None) -> Tree:
-    """The whole document. What is unknown is None. former: an earlier one, whose unchanged models are taken over as they are."""
+    """The whole document. An unknown value is None. former: an earlier one, whose unchanged models are taken over as they are."""
     earlier, shown = (former[0].models, former[1]["models"]) if former else ({}, {})
     engines: dict[str, list[EngineMemory]] = {}
     for engine in snapshot.engines:
@@ -183,7 +183,7 @@ def _gpu(reading: Reading) -> Tree | None:
 def _model(view: ModelView, pin: bool, rates: Tree | None) -> Tree:
     return {
         **_flat(view, _MODEL),
-        # Of a model that waits it is worked out anew each time, and differs by microseconds.
+        # A waiting model's is worked out anew each time, and differs by microseconds.
         "since_s": round(view.since_s, 1),
         "progress": view.progress and _flat(view.progress, _PROGRESS),
         "ranks": [_flat(rank, _RANK) | {"node": rank.node_id} for rank in view.ranks],
@@ -193,7 +193,7 @@ def _model(view: ModelView, pin: bool, rates: Tree | None) -> Tree:
 
 
 def _is_still(body: Tree, pin: bool) -> bool:
-    """Of a model without rates, whose view is the same."""
+    """Whether a body whose view has not changed may stand: it shows no rates, which change each second."""
     return body["rates"] is None and body["pin"] is pin
 
 

@@ -66,7 +66,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
 
 
 def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
-    """Of each environment at once, for all of its models: an answer takes as long as an import of vLLM."""
+    """Asks each environment once for all of its models: an answer takes as long as an import of vLLM."""
     subjects: dict[Path | None, list[tuple[Sequence[str], Mapping[str, str]]]] = {}
     for entry in entries:
         if entry.judged is not None:

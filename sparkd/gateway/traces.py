@@ -1,4 +1,4 @@
-"""What is traced of forwarded requests: ids and times on the loop, sent on a thread of its own. Knows no library of traces.
+"""Owns the traces of forwarded requests: ids and times on the loop, sent on a thread of its own. Knows no library of traces.
 
 Nothing here holds a prompt, an answer, a query string or a key. Without `traces.endpoint` there is no Tracer.
 """

@@ -53,7 +53,7 @@ class RequestRow(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of a stream the rate behind its first token, of any other answer the rate since an engine took it."""
+        """A stream's rate counts from its first token, that of any other answer from when an engine took it."""
         if not self.completion_tokens:
             return None
         if self.streamed:

@@ -70,7 +70,7 @@ class Series:
         self._fd = _opened(path)
         self._since = array("d", os.pread(self._fd, COLUMNS * 8, _SINCE_AT))
         self._columns = self._read_names()
-        # Whoever wrote the file last may still write all of them.
+        # The daemon that wrote the file last may still write all of them.
         seen_s = os.fstat(self._fd).st_mtime
         taken = frozenset(self._columns.values())
         self._written_s = array("d", [seen_s if column in taken else float("-inf") for column in range(COLUMNS)])

@@ -186,7 +186,7 @@ def measured(target: Target, asked: Any) -> list[Figure]:
 
 
 def page_ms() -> float:
-    """Of a page like vLLM's, with the buckets of three histograms."""
+    """Milliseconds for a page like vLLM's, with the buckets of three histograms."""
     page = metrics.page("m", {}).decode()
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
         page += "".join(f'vllm:{name}_bucket{{engine="0",model_name="m",le="{bound}"}} {bound}.0\n' for bound in range(25))

@@ -1,4 +1,4 @@
-"""What is traced of a request: the sample, the headers that an engine gets, the queue that never grows, and a collector that is away."""
+"""The trace of a request: the sample, the headers that an engine gets, the queue that never grows, and a collector that is away."""
 
 from __future__ import annotations
 
