@@ -108,7 +108,7 @@ def port_of(text: str) -> int:
     """Raises SetupError where `text` is no number of a port."""
     if text.isascii() and text.isdigit():
         return int(text)
-    raise SetupError(f"{text!r} is no port: give a number from 0 to 65535, such as 'make serve PORT=4001'.")
+    raise SetupError(f"{text!r} is not a port: give a number from 0 to 65535, such as 'make serve PORT=4001'.")
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:

@@ -37,7 +37,7 @@ SPARKD_ADMIN_KEY. No option takes the key itself, because every user of a machin
 
 TAB completes verbs and options. `make -C deploy install` sets that up for bash, zsh and fish; --install-completion does it for you alone.
 
-Errors go to stderr. With --json an error is one JSON object on the last line: the admin API's error with exit_code beside it.
+Errors go to stderr. With --json an error is one JSON object on the last line: the admin API's error with an added exit_code.
 """
 
 # Module and its function that registers these verbs, in the order in which the help has them.

@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, object]:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"{path}: {reason}; name a readable YAML file.", param="hardware") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'problem', None) or 'it is no YAML'}; a map is expected.", param="hardware") from None

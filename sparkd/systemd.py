@@ -166,7 +166,7 @@ def _listener(fd: int) -> socket.socket:
         os.set_inheritable(fd, False)
         listener = socket.socket(fileno=fd)
     except OSError as error:
-        raise ConfigError(f"LISTEN_FDS promises descriptor {fd}, which is no socket: {error.strerror}. Check the socket unit.") from error
+        raise ConfigError(f"LISTEN_FDS names descriptor {fd}, which is not a socket: {error.strerror}. Check the socket unit.") from error
     if listener.type != socket.SOCK_STREAM or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         listener.detach()
         raise ConfigError(f"Descriptor {fd} is not a listening stream socket. Use ListenStream= and Accept=no in the socket unit.")

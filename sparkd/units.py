@@ -43,7 +43,7 @@ def whole(option: str, least: int, most: int | None = None, *, tokens: bool = Fa
         value = int(text) if _WHOLE.fullmatch(text) else readable(text) if tokens and not _DECIMAL_CAPITAL.search(text) else None
         if value is None:
             letters = ", such as 32768, 32k (32,000) or 32K (32,768)" if tokens else ""
-            raise ConfigError(f"{option} {text}: that is no whole number; give one {_bounds(least, most)}{letters}.")
+            raise ConfigError(f"{option} {text}: not a whole number; give one {_bounds(least, most)}{letters}.")
         return int(_within(option, text, value, least, most))
 
     return read
@@ -59,7 +59,7 @@ def real(option: str, least: float, most: float | None, unit: str) -> Callable[[
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"{option} {text}: that is no number; give {unit} {_bounds(least, most)}.")
+            raise ConfigError(f"{option} {text}: not a number; give {unit} {_bounds(least, most)}.")
         return _within(option, text, value, least, most)
 
     return read

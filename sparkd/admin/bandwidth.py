@@ -132,9 +132,7 @@ class Measures:
         there = self._nodes.in_sight()
         chosen = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
         if unknown := [node for node in chosen if node not in there]:
-            raise BadRequest(
-                f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
-            )
+            raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
         if len(chosen) < 2:
             raise BadRequest(f"A rate is measured between two nodes: name two or more of {', '.join(there)}, or `all`.")
         return chosen

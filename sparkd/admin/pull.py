@@ -113,7 +113,7 @@ class Pulls:
         task = self._running.get(operation_id)
         if task is None:
             return None
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled; what was verified stays.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled. Its verified files stay.")
         task.cancel()
         return self._ledger.operations.find(operation_id)
 
@@ -142,7 +142,7 @@ class Pulls:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running.pop(operation_id, None)
         self._asked.pop(operation_id, None)
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended. Verified files stay.")
 
     def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:
         return lambda message, progress: self._ledger.operations.tell(operation_id, message, progress)
@@ -153,9 +153,7 @@ class Pulls:
             return there
         chosen = [nodes] if isinstance(nodes, str) else list(nodes)
         if unknown := [node for node in chosen if node not in there]:
-            raise BadRequest(
-                f"{', '.join(unknown)[:200]} is no node of this cluster; its nodes are {', '.join(there)}: see `sparkd nodes`."
-            )
+            raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
         return list(dict.fromkeys(chosen))
 
 
@@ -350,10 +348,10 @@ def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
     """A copy's remark on weights on a node that the source lacks."""
     sentences = []
     if removed := state.get("removed"):
-        sentences.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no longer: {_some(removed)}.")
+        sentences.append(f"Removed from {node}, where an earlier pull put it, because {source} no longer has it: {_some(removed)}.")
     if left := state.get("left"):
         cure = "move or remove them there, or an engine may load them too"
-        sentences.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")
+        sentences.append(f"{node} has weights that {source} lacks, and no pull put them there: {_some(left)}; {cure}.")
     return " ".join(sentences)
 
 

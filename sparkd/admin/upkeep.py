@@ -29,7 +29,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     )
     async def read_again() -> dict[str, Any]:
         if reload is None:
-            raise UnknownRoute("This daemon has no configuration of its own.")
+            raise UnknownRoute("This daemon was started without a configuration.")
         return await reload()
 
     # Each reading starts programs on every node.
@@ -43,7 +43,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
         readings = await hosts.get(str(config.engine.runtime or sys.executable))
         return examined(readings, config, snapshot.models.values())
 
-    @api.get("/incidents", **answers(Incidents), summary="What the memory guards of the nodes did, newest first")
+    @api.get("/incidents", **answers(Incidents), summary="Actions of the nodes' memory guards, newest first")
     async def incidents() -> dict[str, Any]:
         by_node = await cluster.everywhere("incidents")
         rows = sorted((row for listed in by_node.values() for row in listed or ()), key=lambda row: str(row["id"]), reverse=True)

@@ -36,11 +36,14 @@ Ways = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
+    """Bytes on one node that a model needs.
 
-    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. layout: how its
-    layers share a cache, for requests of max_model_len tokens. upper: of `fixed`, that a guess may lie too low; None where it is none.
-    sureness: of its numbers, one of sparkd.capacity.vllm_figures.
+    least: for one request of full length; without them the model cannot serve. fixed: `least` without the cache.
+    cache: of the configured KV cache; None if it takes all free memory.
+    sentence: the parts of `least`, for a message.
+    layout: how the layers share a cache, for requests of max_model_len tokens.
+    upper: by how much a guess of `fixed` may be too low; None without a guess.
+    sureness: of the numbers, one of sparkd.capacity.vllm_figures.
     """
 
     least: int
@@ -63,14 +66,18 @@ class Account:
 
     @property
     def total(self) -> int | None:
-        """Bytes of the whole model, None where it takes what is left."""
+        """Bytes of the whole model; None if the cache takes all free memory."""
         return None if self.cache is None else self.fixed + self.cache
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What goes before a formula. profiles: what earlier starts on this machine measured, with the engine's release `vllm`; ask: what vLLM
-    said about a model. draft: the headers of its draft, where that need not be on this machine."""
+    """Numbers that override a formula.
+
+    profiles: measurements of earlier starts on this machine, by the engine's release `vllm`.
+    ask: vLLM's answers about a model.
+    draft: the headers of its draft, which need not be on this machine.
+    """
 
     profiles: tuple[KeptProfile, ...] = ()
     vllm: str | None = None
@@ -94,11 +101,14 @@ NOTHING = Evidence()
 def account(
     candidate: Candidate, hardware: Hardware, evidence: Evidence = NOTHING, ways: Ways = (1, 1), *, guesses: bool = False
 ) -> Account | None:
-    """None where nothing can be said beforehand: sizes that nothing tells, flags of the operator's own that change the account in a way
-    that neither formulas nor vLLM's answer have. ways: over how many ranks, each on a node of its own. guesses: whether such flags leave a
-    guess instead.
+    """The account of a candidate; None if it cannot be computed before a start.
 
-    Raises CheckpointError for layers that vLLM makes up and the files contradict (Consultation.completed)."""
+    It cannot if a size is unknown, or if the user's flags change it beyond the formulas and vLLM's answer.
+    ways: the tensor and pipeline sizes, with each rank on its own node.
+    guesses: whether such flags leave a guess instead of None.
+
+    Raises CheckpointError for layers that vLLM makes up and the files contradict (Consultation.completed).
+    """
     args, headers = candidate.args, candidate.headers
     try:
         consultation = consulted(candidate, hardware, ways, evidence)
@@ -135,15 +145,17 @@ def consulted(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Ev
 def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Account | None = None) -> int:
     """Whole GiB to reserve on a node; Ray's custom resources are whole numbers above one.
 
-    known: by the checkpoint's headers; where a cache has a size, that account goes before the sizes of files.
+    1. memory_gib, if it is set.
+    2. The account by the headers (`known`), if the cache has a size.
+    3. All that the node offers, if a flag changes the memory in a way that sparkd cannot count.
+       A number of blocks without the headers is such a flag. gpu_memory_utilization is not, because vLLM stays within it.
+    4. For a cache of so many bytes: those, the weights on disk and the engine's processes.
+    5. On CUDA: gpu_memory_utilization of the node, and at most what the node offers.
+       The cache then takes all free memory, or only the engine can compute its bytes.
+    6. On a CPU: the weights on disk, the configured KV cache and the engine's processes.
+       A hub id that is not on disk yet counts as its processes alone.
 
-    memory_gib where it is given. All that the node offers where a flag changes what the model takes in a way that is not counted, as is a
-    number of blocks without the headers; but for gpu_memory_utilization, which vLLM keeps within. A cache of so many bytes: that, the
-    weights on disk and the engine's processes. Else on CUDA gpu_memory_utilization of the node, and so much, but no more than the node
-    offers, for a cache of all that is left or of a size that only the engine can tell in bytes. On the CPU: weights on disk, the KV cache
-    that is configured, and the engine's processes; a hub id that is not on disk yet counts as its processes alone.
-
-    hardware: the node; offered_gib: what it lends.
+    hardware: the node; offered_gib: the GiB that it lends.
     """
     if args.memory_gib is not None:
         return ceil(args.memory_gib)
@@ -240,7 +252,7 @@ def _sentence(needed: Footprint, serving: Serving, least: int, cache_words: str 
     rest = sum(needed.parts[name] for name in ("peak", "graphs", "context"))
     parts = (needed.parts["weights"], least - needed.fixed, rest, needed.parts["processes"])
     total, (weights, cache, batch, processes) = _adding_up(parts)
-    what = f"as asked for ({cache_words})" if cache_words else f"for one request of {serving.max_model_len:,} tokens"
+    what = f"as its entry sets it ({cache_words})" if cache_words else f"for one request of {serving.max_model_len:,} tokens"
     held = " and what CUDA holds" if serving.platform == "cuda" else ""
     return (
         f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {batch} for the largest batch{held}, processes {processes}"

@@ -1,5 +1,7 @@
-"""Owns why a load, a check and a plan refuse a model, and what would fit instead. Each number satisfies every limit of the node and the
-entry; workers.kv.advice has the words, which are those of the engine too."""
+"""Owns why a load, a check and a plan refuse a model, and what would fit instead.
+
+Each number satisfies every limit of the node and the entry. The wording is in workers.kv.advice, which engines use too.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _BEGIN = {
 
 @dataclass(frozen=True, slots=True)
 class FitRefusal:
-    """reason: without a full stop. cures: each alone would do. cause: what stands in the way."""
+    """reason: without a full stop. cures: each alone would suffice. cause: the limit that the model exceeds."""
 
     reason: str
     cures: tuple[Cure, ...]
@@ -59,7 +61,7 @@ class FitRefusal:
 
 
 def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None:
-    """Why no node can ever hold it; None where one can. where: `this node`, most_gib: what it offers."""
+    """The reason why no node can ever hold the model; None if one can. where: `this node`; most_gib: the most that it offers."""
     args, known = need.args, need.account
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
     room = int((most_gib - kept) * GIB)
@@ -78,13 +80,15 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
     if need.gib > most_gib:
         size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}")
         reason = f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB"
-        return FitRefusal(reason, (_SMALLER, size, Cure(deed="set memory_gib to what it really needs")))
+        return FitRefusal(reason, (_SMALLER, size, Cure(deed="set memory_gib to its real need")))
     return None
 
 
 def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
-    """Why no node can lend the share of its memory that vLLM is to take, with the largest that one can; None where one can, or the gib to
-    reserve do not follow from a share. where, most_gib: as in `too_large`."""
+    """Why no node can lend the share of its memory that vLLM takes, with the largest possible share.
+
+    None if a node can, or if the GiB to reserve do not follow from a share. where, most_gib: as in `too_large`.
+    """
     share = args.share if args.memory_gib is None else None
     if share is None or gib <= most_gib or gib != ceil(share * (hardware.memory_bytes / GIB)):
         return None
@@ -93,10 +97,9 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
 
 
 def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> FitRefusal | None:
-    """The refusal of a plan; None where an option fits, or there is none.
+    """The refusal of a plan; None if an option fits, or without options.
 
-    Memory is the cause only where a way could be counted: then it is told of the way that lacks least. Else it is that of the way over the
-    fewest nodes.
+    If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
     """
     if not options or any(option.fits for option in options):
         return None
@@ -205,7 +208,7 @@ def _plan_cures(option: Option, options: Sequence[Option], inventory: Inventory,
         case "length":
             yield Cure({"max_model_len": inventory.shape.max_len}, "--ctx")
         case "links":
-            yield Cure(deed="run `sparkd fabric` for what is wrong with the cables")
+            yield Cure(deed="run `sparkd fabric` to check the cables")
             yield Cure(deed="plan for one node")
         case "vllm":
             whole = option.nodes == 1

@@ -1,5 +1,6 @@
-"""Owns what is `auto` in a model's entry once it is known how much it may take: its format, and its longest context. Never says whether the
-model is let in (sparkd.capacity.account), and reserves nothing.
+"""Owns the choice of format and context for `auto` in a model's entry, given the memory that the model may take.
+
+Never decides whether the model is let in (sparkd.capacity.account), and reserves nothing.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from workers.kv.settings import CPU_KV_CACHE_GIB
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that a model may take on each of its nodes. engine: in all; cache: of its cache, None for as much as is left."""
+    """Bytes that a model may take on each of its nodes. engine: in all; cache: of its cache, None without a limit of its own."""
 
     engine: int
     cache: int | None = None
 
     def holds(self, known: Account) -> bool:
-        """Whether a request of full length has its place, in the cache that was asked for too."""
+        """Whether a request of full length fits, also into the configured cache."""
         caches = [size for size in (self.cache, known.cache) if size is not None]
         return known.least <= self.engine and all(known.kv.least <= size for size in caches)
 
 
 def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
-    """free_bytes: what the other models leave of what a node lends. memory_gib is the engine's own limit; kv_margin_gib stays free beside
-    the engine; of a gpu_memory_utilization vLLM takes all but what its processes hold on the host."""
+    """The memory that the entry's limits leave of free_bytes, the memory of a node that other models leave.
+
+    memory_gib limits the engine; kv_margin_gib stays free in addition to it. gpu_memory_utilization limits all but the processes' memory on
+    the host.
+    """
     own = free_bytes if args.memory_gib is None else int(args.memory_gib * GIB)
     if args.share is not None:
         beside = PROCESS_BYTES[hardware.platform] if hardware.unified else 0
@@ -47,7 +51,7 @@ def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
 
 
 def cache_limit(args: EngineArgs, platform: str) -> int | None:
-    """Bytes that a cache of no given size may take at most: of a CPU's memory, so much as sparkd.schema.kv_cache.sizing_of allows it."""
+    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.schema.kv_cache.sizing_of."""
     if platform != "cpu" or args.cache is not None or args.vllm_sizes:
         return None
     return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB
@@ -56,13 +60,16 @@ def cache_limit(args: EngineArgs, platform: str) -> int | None:
 def resolved(
     candidates: Sequence[Candidate], hardware: Hardware, free_bytes: int, ways: Ways = (1, 1), evidence: Evidence = NOTHING
 ) -> Candidate:
-    """With `quantize: auto` and `max_model_len: auto` decided: the first candidate in which a request of the asked length fits into
-    free_bytes and the entry's own limits, and the longest context that fits, at most the model's own. Where nothing fits, as small as can
-    be: what refuses it says so. candidates: at least one (sparkd.capacity.candidates). evidence: as in sparkd.capacity.account.account,
-    which counts here too.
+    """Decide `quantize: auto` and `max_model_len: auto`.
 
-    Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures. Raises
-    CheckpointError as sparkd.capacity.account.account.
+    The choice is the first candidate in which a request of the configured length fits into free_bytes and the entry's limits.
+    Its length is the longest that fits, at most the model's own. If nothing fits, the choice is the smallest, whose refusal gives the
+    reason.
+    candidates: at least one (sparkd.capacity.candidates).
+    evidence: as in sparkd.capacity.account.account.
+
+    If flags leave an account a guess, the guess decides the format, and vLLM decides a length of `auto` by measuring.
+    Raises CheckpointError as sparkd.capacity.account.account.
     """
     plain, asked = candidates[0], candidates[0].args.max_model_len
     if asked != AUTO and len(candidates) == 1:

@@ -101,7 +101,7 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer
         which = "one of vLLM's own or of NVIDIA's, for ARM64 on a Spark" if gpu else "one of vLLM's own for CPUs (vllm/vllm-openai-cpu)"
         raise ConfigError(f"--docker needs an image: give --image NAME, {which}.", param="image")
     if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
-        raise ConfigError(f"--image {image!r} is no image's name.", param="image")
+        raise ConfigError(f"--image {image!r} is not the name of an image.", param="image")
     # A neighbour that is quantized already may have won over the model that was asked about.
     first = serves if serves is not None else _serves(image)
     name, model = str(choice["name"]), str(choice["model"])

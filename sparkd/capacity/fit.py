@@ -39,14 +39,21 @@ Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format",
 
 @dataclass(frozen=True, slots=True)
 class FitRequest:
-    """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
+    """One question: which formats and splits of a model fit.
 
-    unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
-    FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
-    cache: of a given size (sparkd.capacity.kv_cache.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that
-    the engine may take, and the setting that limits it. fewest: fewer nodes before speed. beyond: a length may be more than the model's
-    own. learned: the measurements of an earlier start, None without one. exact: vLLM's numbers for a format and a split. counted: the
-    question states `requests`.
+    max_model_len: tokens; None for as many as fit, at least `context`.
+    requests: the number that runs at once at that length; counted: whether the question states it.
+    nodes: the number of nodes.
+    unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
+    quantize: a recipe; None for any of FORMATS.
+    drafting: the speculation that the inventory and `serving` include.
+    ways: the allowed (tensor, pipeline); None for all.
+    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. cache_limit: its most bytes.
+    limit: most bytes of the engine, and the setting that limits it.
+    fewest: whether fewer nodes count more than speed.
+    beyond: whether a length may exceed the model's own.
+    learned: the measurements of an earlier start; None without one.
+    exact: vLLM's numbers for a format and a split.
     """
 
     max_model_len: int | None = None
@@ -72,10 +79,12 @@ class FitRequest:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """format: a spelling. tensor, pipeline: sizes. footprint: None where it is not legal. reason, cause: None where it fits, else one
-    sentence, and which kind of thing it is about.
+    """One format and split of the model.
 
-    longest: tokens that `requests` requests may have each, 0 where there is no room.
+    format: its spelling. tensor, pipeline: parallel sizes.
+    footprint: None if the split is not legal.
+    reason, cause: None if it fits, otherwise one sentence and its kind.
+    longest: tokens that each of `requests` requests may have; 0 if it does not fit.
     """
 
     format: str
@@ -104,8 +113,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """options: those that fit first; of them those that sparkd runs itself, then those with DEFAULT_CONTEXT where no length was asked for,
-    then best quality, speed, fewer nodes. notes: what the user should know."""
+    """The options, best first, and notes for the user.
+
+    Options that fit come first, then those that sparkd runs on its own, then those with DEFAULT_CONTEXT if the question has no length, then
+    by quality, speed and fewer nodes.
+    """
 
     options: tuple[Option, ...]
     notes: tuple[str, ...]
@@ -138,10 +150,10 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
 
 
 def rank(option: Option, inventory: Inventory, wish: FitRequest, *, prequantized: bool = False) -> Rank:
-    """The best is the least. A pipeline is slower: sparkd takes it where no tensor parallelism fits.
+    """The sort key of an option; the best has the least. A pipeline is slower, so it ranks behind all tensor parallelism that fits.
 
-    prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with: it comes behind the model as it is
-    stored, and before what would be quantized here.
+    prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with. It ranks behind the stored model, and
+    before a format that is quantized here.
     """
     enough = 0 if wish.max_model_len or wish.fewest else min(inventory.shape.max_len, DEFAULT_CONTEXT)
     speed = (option.footprint.decode_tokens_s or 0.0) if option.footprint is not None else 0.0
@@ -175,7 +187,7 @@ def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
         wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
     )
     if not inventory.shape.mixers and not any(exact.decides for exact in answers):
-        reason = f"it says no {inventory.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
+        reason = f"it has no {inventory.shape.gaps[0]}, and no vLLM has computed the size of this model's KV cache"
         cure = "Set memory_gib in its entry; vLLM then sizes the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
 
@@ -219,7 +231,7 @@ def _option(
         if reason := unfit(model, tensor, serving.platform):
             return Option(name, tensor, pipeline, serving, None, reason, cause="format")
         if exact.layout is None and not inventory.shape.mixers:
-            return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known", cause="uncounted")
+            return Option(name, tensor, pipeline, serving, None, "the size of its KV cache is unknown", cause="uncounted")
 
         def at(tokens: int) -> Footprint:
             there = replace(serving, max_model_len=tokens)
@@ -283,13 +295,13 @@ def _short(needed: Footprint, hardware: Hardware, longest: int, wish: FitRequest
         parts = [f"{gib(needed.parts['weights'])} of weights", f"{gib(needed.load_peak_bytes - needed.parts['weights'])} for the loader"]
         parts += [f"{gib(needed.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if needed.parts[name] >= GIB // 10]
         parts += [f"{gib(needed.system_bytes)} system"] if needed.system_bytes else []
-        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the {there} that are there, before any KV cache"
+        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the available {there}, before any KV cache"
     parts = [f"{gib(size)} {_CALLED[name]}" for name, size in needed.parts.items() if size >= GIB // 10]
     shorter = f"; {longest:,} tokens of context would fit" if longest else ""
     if wish.limit is not None and needed.total > wish.limit[0]:
         return f"{' + '.join(parts)} are {gib(needed.total - wish.limit[0])} more than {wish.limit[1]}{shorter}"
     parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
-    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the {there} that are there{shorter}"
+    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
 
 
 _CALLED = {

@@ -51,11 +51,11 @@ class MeasuredPeaks:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of one account, beside the model and the machine.
+    """The settings of one account, apart from the model and the machine.
 
-    requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default. learned: measured peaks,
-    which replace the formulas; so does exact, vLLM's own answer. cache: of a given size (sparkd.capacity.kv_cache.sized), None for one that
-    holds `requests`. limit_bytes: see Footprint.
+    requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default.
+    learned: measured peaks, which replace the formulas; so does exact, vLLM's own answer.
+    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. limit_bytes: see Footprint.
     """
 
     requests: float = 1
@@ -69,10 +69,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The account of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left
-    beside it and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where
-    the rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there. sureness: of weights
-    and cache, one of sparkd.capacity.vllm_figures. upper_weight_bytes, upper_cache_bytes: by how much a guess of them may lie too low.
+    """The account of one rank and its node.
+
+    total: bytes for `requests` requests of max_model_len tokens. free_bytes: left of them and the margin, negative if it does not fit.
+    *_s: seconds; decode_tokens_s: an upper bound for one request. Each is None if the machine's rates are unknown.
+    limit_bytes: most bytes of the whole engine; None for all of the node.
+    sureness: of weights and cache, one of sparkd.capacity.vllm_figures.
+    upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
     """
 
     parts: Mapping[str, int]
@@ -107,7 +110,7 @@ class Footprint:
 
     @property
     def withheld_bytes(self) -> int:
-        """The bytes that are there and that limit_bytes keeps from the engine."""
+        """Available bytes that limit_bytes keeps from the engine."""
         return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total - self.upper_bytes - self.free_bytes
 
     @property
@@ -116,7 +119,7 @@ class Footprint:
 
     @property
     def load_free_bytes(self) -> int:
-        """Left beside the weights, the loader and the processes while the weights come."""
+        """Bytes left during the load, after the weights, the loader and the processes."""
         held = self.parts["weights"] + self.parts["processes"] + self.parts["context"]
         return self.memory_bytes - self.system_bytes - held - (self.load_peak_bytes - self.parts["weights"])
 

@@ -1,8 +1,8 @@
-"""Owns what the KV cache of a model costs in bytes: of a token, of a request, of a block. Never measures; the engine's report goes before.
+"""Owns the bytes of a model's KV cache: for a token, a request and a block. Never measures; an engine's report overrides it.
 
-It follows vLLM's way of making one pool of blocks out of layers of several kinds (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups, and
-vllm/platforms/interface.py, _align_hybrid_block_size, of 0.26 to 0.33): layers of one kind form groups of equal size, all groups have pages
-of one size, and a request takes blocks for every group.
+It follows how vLLM makes one pool of blocks from layers of several kinds (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups, and
+vllm/platforms/interface.py, _align_hybrid_block_size, of 0.26 to 0.33). Layers of one kind form groups of equal size, all groups have
+pages of one size, and a request takes blocks for every group.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ BATCHES_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts of an engine's configuration that bear on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
+    """The settings of an engine that change its memory. Counts are tokens or requests; kv_dtype `auto` is the model's own.
 
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
-    prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more.
-    state_checkpoints: blocks that a Mamba-2 layer keeps besides for a long prompt: 1 since vLLM 0.32 at the latest, 0 in 0.18.
-    unknown: what the engine's flags and variables change in a way that no formula has (sparkd.vllm.unaccounted_args.changed_by).
+    prediction, EAGLE).
+    batches_in_flight: without a pipeline; each further stage adds one.
+    state_checkpoints: extra blocks that a Mamba-2 layer keeps for a long prompt: 1 since vLLM 0.32 at the latest, 0 in 0.18.
+    unknown: the changes of flags and variables that no formula has (sparkd.vllm.unaccounted_args.changed_by).
     """
 
     max_model_len: int
@@ -72,7 +73,7 @@ class KvCost:
 
     @property
     def least(self) -> int:
-        """Bytes below which vLLM serves not one such request: it keeps a block for itself."""
+        """Least bytes of a cache that serves one such request: vLLM keeps one block for itself."""
         return self.per_request + self.block_bytes if self.blocks else 0
 
     def requests(self, pool_bytes: int) -> float:

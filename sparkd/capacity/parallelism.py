@@ -67,7 +67,7 @@ def _torn_blocks(model: FormattedModel) -> Iterator[str]:
     for one in model.groups:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:
-            yield f"{lengths[1]} columns of {one.part.tensor.name} are no whole blocks of {BLOCK}: fp8 would fit"
+            yield f"{lengths[1]} columns of {one.part.tensor.name} are not a multiple of {BLOCK}, the block of fp8-block: fp8 would fit"
 
 
 def uneven_groups(model: FormattedModel) -> Iterator[str]:
@@ -78,7 +78,7 @@ def uneven_groups(model: FormattedModel) -> Iterator[str]:
         columns = sides(one.part.tensor, model.inventory.shape)[1]
         if columns % one.form.group:
             fits = fitting(one.form.group, columns)
-            yield f"{columns} columns of {one.part.tensor.name} are no whole groups of {one.form.group}: {fits} would fit"
+            yield f"{columns} columns of {one.part.tensor.name} are not a multiple of the group size {one.form.group}: {fits} would fit"
 
 
 def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _units(part: WeightPart, unit: int | None, shape: Shape, ranks: int) -> Iter
     """unit: rows or columns that belong together."""
     (across, called), ways = _across(part, shape), part.ways(ranks)
     if unit and part.split != "vocabulary" and across % ways == 0 and across // ways % unit:
-        yield f"{across} {called} of {part.tensor.name} over {ranks} ranks are no whole groups of {unit}"
+        yield f"{across} {called} of {part.tensor.name} do not divide by {ranks} ranks into whole groups of {unit}"
 
 
 def _unit(part: WeightPart, form: Format) -> int | None:

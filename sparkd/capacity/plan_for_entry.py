@@ -169,7 +169,7 @@ def answer(
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
     if written != spec.tensor_parallel:
-        notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
+        notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     answered = is_answered([option for option, _ in options])
     if spec.runs_vllm(entry.config.engine) and checkpoint.config_file == CONFIG and not answered:
         notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
@@ -178,7 +178,7 @@ def answer(
         notes.append(_guessed(spec, args, serving, consultation.doubt()))
     notes += unread(headers.model, [option for option, _ in options], None if serving.unknown else consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
-        notes.append(f"Not counted here, and measured by each start: what {' and '.join(flags)} in extra_args costs.")
+        notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
     choice = FitResult(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], decided(spec, best[1]), hardware)
     plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
@@ -288,7 +288,7 @@ def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardw
 
 def _beside(name: str, quantization: SourceQuantization) -> str:
     how = f"{name} is on this machine: the same model, quantized already ({quantization.method})"
-    return f"{how}. Where the model does not fit as it is stored, and this is the only node, it is served before one is quantized here."
+    return f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize one here."
 
 
 def _is_beside(option: Option, chosen: Option) -> bool:
@@ -310,10 +310,10 @@ def _guessed(spec: ModelConfig, args: EngineArgs, serving: Serving, doubt: str |
     what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
     cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:
-        cure = f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
+        cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
     elif OTHER in serving.unknown:
         cure = "a start measures it"
-    return f"The numbers are a guess, because no formula has what this changes: {what}; {cure}."
+    return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
 
 
 def _refuse_flags(spec: ModelConfig, entry: PlannedEntry) -> Translation:

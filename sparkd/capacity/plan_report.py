@@ -167,7 +167,7 @@ def to_json(
 def _offered(offer: Offer, model: str, chosen: str) -> str:
     how = f"{offer.model} is on this machine: the same model, quantized already ({offer.method})"
     if offer.model == chosen:
-        return f"{how}. It goes before quantizing {model} here."
+        return f"{how}. sparkd serves it rather than quantize {model} here."
     return f"{how}; name it in `model:` to have it served."
 
 

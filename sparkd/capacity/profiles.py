@@ -1,5 +1,6 @@
-"""Owns which earlier start of an engine tells what this one will take: the name of all in an entry that changes an engine's memory, and the
-profile that bears it. Never measures: workers/kv does, and keeps that name beside what it found.
+"""Owns which earlier start of an engine predicts the next one: the digest of all settings that change an engine's memory, and its profile.
+
+Never measures: workers/kv does, and keeps that digest with its profile.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
 
 
 def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
-    """A digest of an entry in which nothing is `auto` any more. flags: of sparkd.schema.engine_flags.flags_of; quantize: its key's value.
-    env: the engine's; vllm: its version, None where nobody knows."""
+    """A digest of an entry without any `auto`.
+
+    flags: of sparkd.schema.engine_flags.flags_of. quantize: the value of its key. env: the engine's.
+    vllm: its version; None if it is unknown.
+    """
     heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}
     parts = [list(_counted(flags)), quantize, sorted(heard.items()), vllm, platform]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
@@ -33,10 +37,10 @@ def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm:
 def peaks_of(
     profiles: Sequence[KeptProfile], engine: str, checkpoint: str | None, ways: tuple[int, int], hardware: str = "node"
 ) -> MeasuredPeaks | None:
-    """The last measurements of such an engine's rank 0, over so many ranks; None where none of them has run on this node.
+    """The last measurements of this engine's rank 0 at this split; None if it never ran on this node.
 
-    profiles: the newest first. checkpoint: the name of the files of its weights (workers.kv.profiles.checkpoint_of). ways: tensor and
-    pipeline size. hardware: a name of sparkd.hardware, or `node`.
+    profiles: the newest first. checkpoint: the digest of its weight files (workers.kv.profiles.checkpoint_of).
+    ways: tensor and pipeline size. hardware: a name of sparkd.hardware, or `node`.
     """
     device = _DEVICES.get(hardware)
     if device is None or checkpoint is None:

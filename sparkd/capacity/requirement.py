@@ -1,6 +1,6 @@
-"""Owns what one model needs on a node before it is placed: its engine's platform and entry point, what was `auto` in it, GiB to reserve.
+"""Owns the need of one model on a node before it is placed: platform, entry point, the choices for `auto`, and GiB to reserve.
 
-`subject_of` reads: the entry, the headers, what the runtime has and what is known from before. `need_of` counts with that. Never reserves
+`subject_of` reads the entry, the headers, the runtime's abilities and earlier measurements. `need_of` computes from them. Never reserves
 anything. Everything here blocks.
 """
 
@@ -37,8 +37,11 @@ from workers.kv.profiles import profiles_in
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model whose need is asked for. headers: None where they are not on this machine. candidates: see
-    sparkd.capacity.candidates; none without headers. hardware: the node. vllm: the version of its runtime's, where it is known."""
+    """A model and everything that its need follows from.
+
+    headers: None if they are not on this machine. candidates: see sparkd.capacity.candidates; none without headers.
+    hardware: the node's. vllm: the version of the runtime's vLLM, if it is known.
+    """
 
     spec: ModelConfig
     args: EngineArgs
@@ -52,9 +55,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """spec, args: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing.
-    vllm: its version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what
-    its engine will have, None of an engine that is no vLLM. nodes: those that have its runtime, None for any."""
+    """The need of one model on each of its nodes.
+
+    spec, args: without `auto`. gib: whole GiB to reserve.
+    account: from the checkpoint's headers; None if they do not suffice.
+    vllm: its version, if it is known. said: the model's flags in the words of that version.
+    ways: the tensor and pipeline sizes of this need.
+    parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
+    nodes: the nodes that have its runtime; None for any.
+    """
 
     spec: ModelConfig
     args: EngineArgs
@@ -76,14 +85,15 @@ class Requirement:
 
 class Node(Protocol):
     def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """The abilities of a Python environment: `platform`, and `entrypoint` and `vllm` (its version) or None; `packages`, a digest of
-        them; `mem_total_bytes` of its node, where that is not this one."""
+        """The abilities of a Python environment: `platform`; `entrypoint` and `vllm` (its version), or None; `packages`, a digest of
+        them; and `mem_total_bytes` of its node, if that is another one.
+        """
 
 
 def requirement_of(
     spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
 ) -> Requirement:
-    """As `need_of`, of an entry, with its parsers chosen. beside: see `subject_of`, which says what is raised."""
+    """The need of an entry (need_of), with its parsers chosen. beside: as in `subject_of`, which raises the same errors."""
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
     spec, parsers = decided(spec, need.args), None
     if spec.runs_vllm(config.engine):
@@ -92,10 +102,10 @@ def requirement_of(
 
 
 def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = False) -> Subject:
-    """Everything that a need follows from. beside: whether `quantize: auto` may take what this machine has of the model quantized already.
+    """Read everything that a need follows from. beside: whether `quantize: auto` may use a quantized copy that is on this machine.
 
-    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model, ConfigError for a number of
-    the entry that vLLM would not read either.
+    Raises RankError if the runtime is missing, and ModelUnusable if the folder is missing or holds no model.
+    Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
     engine = config.engine
     if absent := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
@@ -119,9 +129,12 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
 
 
 def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
-    """free_gib: the most that a node has beside the other models; offered_gib: what it lends. ways: over how many ranks, each on a node of
-    its own. The requirement's args have what was decided for `auto`. Reads nothing, but may ask vLLM's kept answers. Raises
-    CheckpointError as sparkd.capacity.account.account."""
+    """The need of a subject, with a choice for each `auto`. Reads no file, but may use vLLM's kept answers.
+
+    free_gib: the most that a node has free of other models; offered_gib: the GiB that it lends.
+    ways: the tensor and pipeline sizes, with each rank on its own node.
+    Raises CheckpointError as sparkd.capacity.account.account.
+    """
     args, headers, here, known = subject.args, subject.headers, subject.hardware, None
     if subject.candidates:
         chosen = resolved(subject.candidates, here, int(free_gib * GIB), ways, subject.evidence)
@@ -131,8 +144,10 @@ def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = 
 
 
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
-    """The measurements of earlier starts, and the answers of the vLLM of the model's runtime when it was asked: nothing is asked here.
-    found: what that runtime has, on this node or another."""
+    """Measurements of earlier starts, and kept answers of the runtime's vLLM. Never asks vLLM.
+
+    found: the abilities of the runtime, on this node or another.
+    """
     vllm, profiles = found.get("vllm"), profiles_in(str(config.profiles_path))
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
@@ -142,13 +157,13 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
-    """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
+    """The reason why vLLM would not split the model over `ways`; None if it would, or without headers here. Raises RankError."""
     subject = subject_of(spec, config, node)
     return illegal(subject.candidates[0], subject.hardware, ways, subject.evidence) if subject.candidates else None
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
-    """Raises ModelUnusable, ContextTooLong and LoadRefused for what would end an engine's start and can be read off the checkpoint here."""
+    """Raise ModelUnusable, ContextTooLong or LoadRefused if the checkpoint here shows that an engine's start would fail."""
     if not spec.runs_vllm(config.engine):
         return
     args = engine_args(spec, spec.environment(config.engine))
@@ -162,8 +177,10 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
 
 
 def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> Translation:
-    """The model's flags and variables as its release of vLLM knows them; refused too is what its parser here is known not to take. ask:
-    that parser is asked where it never was, which takes as long as vLLM's import."""
+    """The model's flags and variables in the words of its vLLM's release. Flags that its parser here refuses count as refused.
+
+    ask: whether to run that parser if it never ran, which takes as long as vLLM's import.
+    """
     env = without_cpu_space(spec, spec.environment(config.engine))
     said = translated(spec.vllm_flags(), env, release_of(vllm))
     if said.refused or not _is_ours(spec, config, vllm):

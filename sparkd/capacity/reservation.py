@@ -13,10 +13,15 @@ from workers.host.meminfo import mem_total_bytes
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
-    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks,
-    in their order; memory_gib is what it takes on each. tensor, pipeline: parallel sizes, together one rank on each node. said: its flags
-    as its vLLM knows them. parsers: of its tool calls and reasoning, None of an engine that is no vLLM.
+    """The place of one model.
+
+    slug: its name as a file name. platform: `cuda` or `cpu`.
+    entrypoint: the module that is its engine. vllm: its version, if it is known.
+    spec: the model with a choice for each `auto`; None without a choice.
+    peers: the nodes of its other ranks, in their order; memory_gib: reserved on each node.
+    tensor, pipeline: parallel sizes, together one rank on each node.
+    said: its flags in the words of its vLLM.
+    parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     """
 
     node_id: str

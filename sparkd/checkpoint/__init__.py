@@ -291,6 +291,6 @@ def _weight_files(folder: str, names: Iterable[str]) -> list[str]:
     others = sorted({os.path.splitext(name)[1] for name in names} & _OTHER_KINDS)
     only = ", ".join(f"*{end}" for end in others)
     if not others:
-        raise CheckpointIncomplete("there are no weights in it", file=folder, cure="Download the model's safetensors files")
+        raise CheckpointIncomplete("it holds no weights", file=folder, cure="Download the model's safetensors files")
     cure = "Download the model's safetensors files, or convert it to them"
     raise CheckpointUncounted(f"there is no *.safetensors file in it, only {only}", file=folder, cure=cure)

@@ -101,10 +101,10 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
         raise CheckpointError("it is a Git LFS pointer, not the file itself", file=path, cure="Run `git lfs pull` in its folder")
     length = int.from_bytes(prefix, "little")
     if length > size_bytes - PREFIX_BYTES:
-        problem = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
-        raise CheckpointError(f"{problem}: it is cut off or no safetensors file", file=path, cure=AGAIN)
+        problem = f"its first bytes give the header {length} bytes, and the file has {size_bytes}"
+        raise CheckpointError(f"{problem}: it is cut off, or not a safetensors file", file=path, cure=AGAIN)
     if length > MAX_HEADER_BYTES:
-        problem = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that are read"
+        problem = f"its first bytes give the header {length} bytes, more than the limit of {MAX_HEADER_BYTES}"
         raise CheckpointError(problem, file=path, cure="Store the model in more than one file")
     return length
 
@@ -130,7 +130,7 @@ def open_regular(path: str) -> io.FileIO:
     try:
         # A FIFO or a device must neither block the start nor be read.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError("it is no regular file", file=path, cure="Put the checkpoint's own files there")
+            raise CheckpointError("it is not a regular file", file=path, cure="Put the checkpoint's own files there")
         return io.FileIO(path)
     except FileNotFoundError:
         linked = os.path.islink(path)

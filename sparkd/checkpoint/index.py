@@ -107,7 +107,7 @@ def _parsed(raw: bytes, path: str) -> dict[str, bytes]:
     names_of: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_file_name(file):
-            problem = f"its weight_map names {shown(file)}, which is no file of this folder"
+            problem = f"its weight_map names {shown(file)}, which is not the name of a file in this folder"
             raise CheckpointError(problem, file=path, tensor=shown(name), cure=AGAIN)
         if not name.isprintable() or not name:
             problem = "its weight_map names a tensor whose name is empty or has control characters"

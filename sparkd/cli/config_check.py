@@ -203,7 +203,7 @@ def _machine(valid: Config, tree: Table) -> Iterator[ConfigProblem]:
         message = f"cluster.token_file: {valid.cluster.token_file} is a folder, and a file is expected."
         yield place_of(tree, ("cluster", "token_file")).problem(message)
     if not _MODULE.fullmatch(entrypoint := valid.engine.entrypoint):
-        yield place_of(tree, ("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is no module of Python. {_NAME_ONE}")
+        yield place_of(tree, ("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is not a Python module. {_NAME_ONE}")
     if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
         message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user cannot read it."
         yield place_of(tree, ("recipes_dir",)).problem(message, "warning")
@@ -223,7 +223,7 @@ def _not_run(runtime: Path | None) -> tuple[str, str] | None:
         return None
     if not os.path.exists(runtime):
         return "warning", f"{runtime} does not exist on this node, or this user cannot read it."
-    return "error", f"{runtime} is no program that can be run. Name the Python interpreter of the environment."
+    return "error", f"{runtime} is not an executable program. Name the Python interpreter of the environment."
 
 
 class _Entry:
@@ -265,12 +265,12 @@ class _Entry:
         if runtime := _not_run(self._model.runtime):
             yield self._at("runtime", runtime[1], runtime[0])
         elif self._model.runtime is not None and self._vllm and full_version_in(self._model.runtime) is None:
-            yield self._at("runtime", f"no vLLM is found in the environment of {self._model.runtime}.", "warning")
+            yield self._at("runtime", f"the environment of {self._model.runtime} has no vLLM.", "warning")
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
-            yield self._at("entrypoint", f"{entrypoint!r} is no module of Python. {_NAME_ONE}")
+            yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
         elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self.runtime):
-            where = "beside sparkd" if self.runtime is None else f"in the environment of {self.runtime}"
+            where = "in sparkd's environment" if self.runtime is None else f"in the environment of {self.runtime}"
             yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
         yield from self._of_numbers()
 

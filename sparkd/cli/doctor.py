@@ -33,7 +33,7 @@ def doctor(
     cluster. Checks this node alone if no daemon answers, and with --root, --disk or --fix. Exits with 1 if a check fails.
     """
     if root is not None and not (root / "proc").is_dir():
-        raise ConfigError(f"--root {root}: there is no folder proc in it, so it cannot stand for a node's /.")
+        raise ConfigError(f"--root {root}: it has no folder proc, so it is not the root of a node.")
     raw: dict[str, Any] = {}
     alone = root is not None or fix or disk
     report = None if alone else session.of_cluster("/doctor")
@@ -79,7 +79,7 @@ def _mend(session: Session, report: dict[str, Any], raw: dict[str, Any], root: P
 
     fixes = fixes_of(report["findings"], raw)
     if not fixes and not session.json:
-        session.out.print("--fix can change nothing here; `sparkd doctor` lists the fixes to make by hand.")
+        session.out.print("--fix can change nothing here; `sparkd doctor` lists the fixes for you to make.")
     if fixes and root == HERE and not may_change():
         raise ConfigError("--fix changes settings of the system: run it as root, sudo sparkd doctor --fix.")
     mended = []

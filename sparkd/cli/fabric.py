@@ -94,7 +94,7 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
 
     for root in roots:
         if not (root / "sys").is_dir():
-            raise ConfigError(f"--root {root}: there is no folder sys in it, so it cannot stand for a node's /.")
+            raise ConfigError(f"--root {root}: it has no folder sys, so it is not the root of a node.")
     return report({str(root): sample(root) for root in roots})
 
 

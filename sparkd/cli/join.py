@@ -77,7 +77,7 @@ def join(
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
     if daemon := as_owner(loaded.state_dir, lambda: _daemon(loaded)):
         raise Conflict(
-            f"This node runs a daemon of its own (process {daemon}): `sparkd unload --all`, then end it, as a service by `systemctl "
+            f"This node runs its own daemon (process {daemon}). Run `sparkd unload --all`, then end it; a service by `systemctl "
             "disable --now sparkd.socket sparkd.service`."
         )
     before = _joined(loaded)
@@ -216,7 +216,7 @@ def _token(token: str | None, token_file: Path | None) -> str:
         )
     token = text.strip()
     if not (16 <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError("That is no token: `sparkd token` on the head prints one line of 64 hexadecimal digits.")
+        raise ConfigError("The input is not a token: `sparkd token` on the head prints one, a line of 64 hexadecimal digits.")
     return token
 
 

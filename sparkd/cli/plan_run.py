@@ -243,7 +243,7 @@ def _of_daemon(client: Client, question: PlanRequest, name: str, hardware: str |
     """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes."""
     if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
-        raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which knows no such file: {cure}.")
+        raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which cannot read that: {cure}.")
     options = {key: value for key, value in asdict(question).items() if value is not None}
     plan = client.post("/plan", {**options, "model": name, "hardware": hardware or "node"}, DAEMON_S)
     named = {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
@@ -264,7 +264,7 @@ def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
         return None, error.message
     except (KeyError, TypeError):
         cure = "update the older of the two, or name the machine by --hardware"
-        return None, f"sparkd at {client.base_url} is of another version: {cure}."
+        return None, f"sparkd at {client.base_url} runs another version: {cure}."
 
 
 def _on_nodes(plan: dict[str, Any], client: Client) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
     if not entries:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
         freed = f" Leftovers of killed loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
-        raise ConfigError(f"Nothing of {model} is in {config.quantized_path}. `sparkd ls --cached` lists what is there{hint}.{freed}")
+        raise ConfigError(f"{config.quantized_path} has no weights of {model}. `sparkd ls --cached` lists them{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for entry in entries:

@@ -108,7 +108,7 @@ def update(
         for row in rows:
             _say_update(row)
         if not rows:
-            _say("There is no registry. `sparkd recipes add-registry URL` adds one.")
+            _say("No registry is configured. `sparkd recipes add-registry URL` adds one.")
     if any(row["error"] for row in rows):
         raise typer.Exit(SparkdError.exit_code)
 

@@ -124,7 +124,7 @@ def source_of(text: str) -> RegistryAddress:
         return _addressed(text, scheme)
     if _SCP.fullmatch(text):
         return RegistryAddress(text, "ssh")
-    raise ConfigError(f"{text[:100]} is no folder, and no https or ssh address: write it whole, such as https://HOST/OWNER/NAME.")
+    raise ConfigError(f"{text[:100]} is neither a folder nor an https or ssh address: write it in full, such as https://HOST/OWNER/NAME.")
 
 
 def _addressed(text: str, scheme: str) -> RegistryAddress:

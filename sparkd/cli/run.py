@@ -41,7 +41,7 @@ def run(
     """
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):
-        raise ConfigError(f"{extra[0]!r} is no flag of vLLM. Put flags after `--`; ask a question with -p.")
+        raise ConfigError(f"{extra[0]!r} is not a flag of vLLM. Put flags after `--`; ask a question with -p.")
     if model.endswith((".yaml", ".yml")):
         from sparkd.recipes.file import refuse_as_model
 

@@ -45,7 +45,7 @@ def find_head(text: str) -> Head:
         host, port = split_address(f"{text}:{PORT}" if bare else text)
     except ValueError:
         how = f"give host or host:port, such as 192.168.100.10 or spark-1:{PORT}; a port is at most 65535"
-        raise ConfigError(f"{text!r} is no address of a head: {how}.") from None
+        raise ConfigError(f"{text!r} is not a head's address: {how}.") from None
     if ":" in host:
         raise ConfigError(
             f"{host} is an IPv6 address: the nodes of a cluster talk to each other by IPv4, as RoCE does here; give the head's IPv4 "
@@ -128,7 +128,7 @@ def _why_not(error: OSError, port: int) -> str:
         return f"nothing came back within {REACH_TIMEOUT_S:.0f} s. Check the cable (`sparkd fabric`) and the head's firewall."
     if error.errno == errno.ECONNREFUSED:
         return (
-            f"nothing listens there. The head needs cluster.node_ip and cluster.port ({port}): `sparkd token` there says what is missing."
+            f"nothing listens there. The head needs cluster.node_ip and cluster.port ({port}): `sparkd token` there names the missing one."
         )
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return f"there is no route to it ({error.strerror}). Check the addresses of both ends of the cable: `sparkd fabric`."

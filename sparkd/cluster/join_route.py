@@ -28,16 +28,16 @@ def way_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = N
     if choice is not None:
         _checked(choice)
     if fabric is None:
-        return Way(choice or routed, f"{choice or routed} is " + ("what was asked for." if choice else "what the kernel's route says."), ())
+        return Way(choice or routed, f"{choice or routed} comes from " + ("--node-ip." if choice else "the kernel's route."), ())
     own = fabric.holding(IPv4Address(choice or routed))
     if own is None:
         if choice:
             had = ", ".join(f"{address.ip} ({each.name})" for each in fabric.interfaces if each.linked for address in each.addresses)
             raise ConfigError(f"--node-ip {choice}: this node has no such address; it has {had or 'none'}.")
-        return Way(routed, f"{routed} is what the kernel's route says; no interface of this node is known to have it.", ())
+        return Way(routed, f"{routed} comes from the kernel's route; sparkd knows no interface of this node with it.", ())
     near = next((address.network for address in own.addresses if IPv4Address(head) in address.network), None)
     via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
-    reason = f"{choice or routed} is {_named(own, fabric)}, {via}{', as asked for' if choice else ''}."
+    reason = f"{choice or routed} is {_named(own, fabric)}, {via}{', set by --node-ip' if choice else ''}."
     return Way(choice or routed, reason, tuple(_doubts(head, own, fabric)))
 
 

@@ -213,7 +213,7 @@ def _foreign(node: str, process: Mapping[str, Any]) -> str:
     name = f"Process {process['pid']} on {node} ({process['name']})"
     return (
         f"{name} is {kind}, was not started by sparkd and holds {process['bytes'] / GIB:.1f} GiB. sparkd leaves it running. If this model "
-        "does not fit beside it, end that process, or let sparkd serve its model too."
+        "does not fit in the rest, end that process, or let sparkd serve its model too."
     )
 
 

@@ -156,7 +156,7 @@ def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, f
         if isinstance(error, CodeDiffers):
             return Condition(CodeDiffers.__name__, error.message, node)
         cure = "Check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there."
-        return Condition("NodeUnmet", f"{node} has joined Ray and its agent cannot be reached. {error.message} {cure}", node)
+        return Condition("NodeUnmet", f"{node} has joined Ray, but its agent cannot be reached. {error.message} {cure}", node)
     for node, ahead in ahead_s.items():
         if abs(ahead) > CLOCK_S:
             how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"

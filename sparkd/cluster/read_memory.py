@@ -20,5 +20,5 @@ def reading(node_id: str, sample: Mapping[str, Any], node_now_s: float) -> Readi
     if not isinstance(sample, Mapping) or not isinstance(sample.get("at_s"), int | float):
         raise ValueError("it has no time")
     if sample.get("level", LEVELS[0]) not in LEVELS:
-        raise ValueError(f"it has a level of memory that is not known here: {str(sample['level'])[:40]}")
+        raise ValueError(f"its memory level is unknown to this release: {str(sample['level'])[:40]}")
     return noun_of(Reading, {**sample, "node_id": node_id, "age_s": max(0.0, node_now_s - sample["at_s"])})

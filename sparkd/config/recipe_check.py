@@ -200,7 +200,7 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SparkdError(f"{runtime} cannot be asked for its parser: {type(error).__name__}. Give the Python that has vLLM.") from None
+        raise SparkdError(f"{runtime} could not print its parser: {type(error).__name__}. Give the Python that has vLLM.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
@@ -209,7 +209,7 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
         answers = [(each, [RefusedArg.of(raw) for raw in refused]) for each, refused in zip(resolved, output["refused"], strict=True)]
         version = str(output["vllm"])
     except (ValueError, TypeError, KeyError):
-        raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None
+        raise SparkdError(f"{runtime} gave an unreadable answer about its parser. Give the Python that has vLLM.") from None
     ways: dict[tuple[str | None, str], list[RecipeUse]] = {}
     for each, refusals in answers:
         for refusal in refusals:

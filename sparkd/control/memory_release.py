@@ -140,7 +140,7 @@ class Release:
         self._stays.pop(where, None)
         if removed := [file for file in files if file["removed"]]:
             size = sum(file["bytes"] for file in removed)
-            message = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node} and no process holds."
+            message = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node}; no process holds them."
             self._ledger.say("release", handle.model, message, node=node, removed_bytes=size)
         if stays := [file for file in files if not file["removed"]]:
             self._stays[where] = f"{_named(stays)}, {_size(sum(file['bytes'] for file in stays))}"

@@ -201,7 +201,7 @@ def _stray(facts: ModelFacts) -> Destroy | None:
             reason = "its configuration changed"
         elif all(fact.alive for fact in ranks):
             whole = facts.rank_id is not None or len(ranks) == ranks[0].handle.world
-            reason = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
+            reason = "it is not the present rank of its model" if whole else "the other ranks of its start have ended"
         else:
             reason = "it died while no daemon watched it"
         return Destroy(start, facts.name, reason)

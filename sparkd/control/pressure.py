@@ -61,7 +61,7 @@ class Pressure:
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
             node = next(node for node in victim.attempt.nodes if node in pressed)
             reason = short[node].level_why or self.told[node]
-            self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {reason}")
+            self._ledger.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
             self._wishes.want(victim.name, Want.STOPPED, "guard")
 
     def _tell(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:

@@ -126,7 +126,7 @@ def _victims(
     names = {facts.name for facts in may_go} | passing
     if staying := sorted(set(rivals) - names):
         pinned = "that is pinned" if len(staying) == 1 else "those are pinned"
-        sentence = f"{asker.name} cannot run beside {' and '.join(staying)} (groups.exclude), and {pinned}. Unload the pinned model first."
+        sentence = f"{asker.name} cannot run with {' and '.join(staying)} (groups.exclude), and {pinned}. Unload the pinned model first."
         return Wait(EXCLUDED, sentence, tuple(staying))
     if asker.lack is None:
         return _whole(chosen, models, ties)

@@ -226,7 +226,7 @@ class Supervisor:
             else:
                 self._gate.release.left(fact.handle, left)
         for node in sorted(observation.unseen):
-            log.error("what runs on %s was not stopped: that node does not answer", node)
+            log.error("the ranks on %s were not stopped: that node does not answer", node)
         for record in self.registry.records.values():
             if record.upstream:
                 await record.upstream.close()
@@ -265,7 +265,7 @@ class Supervisor:
             self._endings.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
-            self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
+            self.ledger.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
         with around("welcome"):
             self._welcome(observation)
         with around("look"):

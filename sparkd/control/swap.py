@@ -111,7 +111,7 @@ class Swap:
             owed = evicted.owed and record.desired.want is Want.STOPPED and record.desired.by == "swap"
             record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
             if has_ended and owed:
-                message = f"It is loaded again: {evicted.to}, for which it was evicted, was not loaded."
+                message = f"sparkd loads it again: {evicted.to}, for which it was evicted, was not loaded."
                 self._ledger.say("swap", record.name, message, to=evicted.to)
                 self._wishes.want(record.name, Want.RUNNING, evicted.by)
 

@@ -67,14 +67,14 @@ class Reloader:
             try:
                 config = await asyncio.to_thread(self._read)
             except SparkdError as error:
-                log.error("the new configuration was refused, the old one stays: %s", error.message)
+                log.error("the new configuration was refused and the old one stays: %s", error.message)
                 self._refused(error.message)
                 self._systemd.ready("the last reload failed, the old configuration stays")
                 raise
             changed = [name for name in Config.model_fields if name != "models" and getattr(config, name) != getattr(self._config, name)]
             later = [name for name in _AT_START if _waits(name, config, self._started_with)]
             for name in later:
-                log.warning("%s differs from what this daemon was started with: it takes effect at the next start", name)
+                log.warning("%s was changed since this daemon started: it takes effect at the next start", name)
             self._config = config
             try:
                 models = self._take(config)

@@ -59,7 +59,7 @@ def _less_swap(host: Host) -> str:
     steps = f"first unload every model, then `sudo swapoff {others}`, then take {others} out of /etc/fstab"
     if best:
         return f"Keep {best}, {gib(sizes[best])}: {steps}."
-    return f"Put a smaller area in place of what is there: {steps}, then `sudo rm -f /swap.img && {MAKE_SWAP}`, with a line in /etc/fstab."
+    return f"Replace it with a smaller area: {steps}, then `sudo rm -f /swap.img && {MAKE_SWAP}`, with a line in /etc/fstab."
 
 
 def _settings(host: Host) -> Iterator[Finding]:

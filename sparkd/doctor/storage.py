@@ -51,7 +51,7 @@ def _devices(host: Host) -> Iterator[Finding]:
     if cards and not (host.raw.get("verbs") and host.has("dev/infiniband/rdma_cm")):
         inside = host.has(".dockerenv")
         cure = "Start the container with --device=/dev/infiniband." if inside else "`sudo modprobe ib_uverbs rdma_ucm`."
-        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices, and no device file to open them by", cure)
+        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices, and no device file for them", cure)
     elif unusable := host.raw.get("unusable"):
         cure = "`sudo chmod 666 /dev/infiniband/*`, or a udev rule: NCCL falls back to sockets without them."
         yield host.find("infiniband", FAIL, "/dev/infiniband", f"{' '.join(unusable[:NAMES])} closed to {host.raw.get('user')}", cure)
@@ -73,7 +73,7 @@ def _hub(host: Host) -> Iterator[Finding]:
             cure = f"Download it again (it resumes), or remove the parts: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
             yield host.find("hub-cache", WARN, path, f"{gib(hub['incomplete_bytes'])} of interrupted downloads", cure)
         if hub["nameless"]:
-            cure = "Download it once with a network, or set `revision` to its commit: without refs/main it is not found offline."
+            cure = "Download it once with a network, or set `revision` to its commit: without refs/main vLLM cannot load it offline."
             yield host.find("hub-cache", FAIL if hub["offline"] else WARN, path, f"{_named(hub['nameless'])} without refs/main", cure)
         if not (hub["foreign"] or hub["nameless"]):
             login = "logged in" if hub["token"] else "not logged in, so gated models are refused"
@@ -115,7 +115,7 @@ def _rate(host: Host) -> Iterator[Finding]:
     per_s = rate["bytes"] / max(rate["seconds"], 1e-6)
     evidence = f"{per_s / 1e9:.2f} GB/s over {gib(rate['bytes'])}{'' if rate['direct'] else ', through the page cache'}"
     slow = per_s < SLOW_BYTES_PER_S and rate["bytes"] > GIB // 4
-    cure = "A Spark's own disk gives 2 to 6 GB/s: check whether the models are on another disk, and what else reads." if slow else ""
+    cure = "A Spark's own disk gives 2 to 6 GB/s: check the path, and for other programs that read there." if slow else ""
     yield host.find("disk-rate", WARN if slow else OK, str(rate["path"]), evidence, cure)
 
 

@@ -148,7 +148,7 @@ def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = 
     if rails:
         cure = "Look at MTU, speed and both twins in `sparkd fabric`; a card that came up wrong (13 Gb/s) needs all power cut for a minute."
     else:
-        cure = "Look at the link's MTU and speed in `sparkd fabric`, and at what else uses it."
+        cure = "Look at the link's MTU and speed in `sparkd fabric`, and at its other traffic."
     return Finding("rate", WARN if measured_gb_s >= 0.5 * low else FAIL, node, "NCCL", evidence, cure)
 
 

@@ -106,7 +106,7 @@ def _counted(moved_bytes: Mapping[str, int], node: str) -> Finding:
 
 
 def _blind(node: str) -> Finding:
-    cure = "See why in `sparkd fabric` and the daemon's log; until then it is unknown whether RDMA should have been used."
+    cure = "`sparkd fabric` and the daemon's log say why; without them sparkd cannot tell whether RDMA should have been used."
     return Finding("network", WARN, node, "NCCL", "network Socket, and the network of its node cannot be read", cure)
 
 

@@ -221,7 +221,7 @@ def ask(
     """
     version = runtime.version
     if version is None:
-        raise EngineError(f"There is no vLLM beside {runtime.place}: set engine.runtime to the Python that has it.")
+        raise EngineError(f"The environment of {runtime.place} has no vLLM: set engine.runtime to the Python that has it.")
     cancel = cancel or threading.Event()
     hashes = _Keys(runtime, version)
     keys = [hashes.of(question) for question in questions]
@@ -233,7 +233,7 @@ def ask(
             try:
                 answers[numbers[place]] = _answer(raw)
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise EngineError(f"The vLLM of {runtime.place} gave an answer about a model that cannot be read.") from None
+                raise EngineError(f"The vLLM of {runtime.place} gave an unreadable answer about a model.") from None
             _keep(keys[numbers[place]], raw, runtime)
     return answers
 
@@ -493,7 +493,7 @@ def _layer(raw: Mapping[str, Any]) -> LayerCache:
 def _whole(value: Any) -> int:
     """Raises TypeError for what is no size."""
     if not isinstance(value, int) or value < 0:
-        raise TypeError(f"{type(value).__name__} is no size")
+        raise TypeError(f"{type(value).__name__} is not a size")
     return value
 
 

@@ -71,7 +71,7 @@ class Hub:
         self._revision = revision or constants.DEFAULT_REVISION
         self.endpoint = (environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).hostname:
-            raise ConfigError("HF_ENDPOINT is no address: give one that begins with https://, or unset it.")
+            raise ConfigError("HF_ENDPOINT is not an address: give one that begins with https://, or unset it.")
         offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
         if offline.upper() in _TRUE or constants.HF_HUB_OFFLINE:
             problem = "this machine's hub cache lacks some of its files, and HF_HUB_OFFLINE keeps sparkd from asking the hub"
@@ -92,7 +92,7 @@ class Hub:
         value = loads(raw, self.hub_id, cure=_NETWORK)
         commit, siblings = (value.get("sha"), value.get("siblings")) if isinstance(value, dict) else (None, None)
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
-            raise self.refusal(f"what {self._host} answers is no listing of a repository", "Check HF_ENDPOINT")
+            raise self.refusal(f"the answer of {self._host} is not the listing of a repository", "Check HF_ENDPOINT")
         files = [file for file in siblings if isinstance(file, dict) and isinstance(file.get("rfilename"), str)]
         return RepositoryListing(
             commit, {file["rfilename"]: _size(file.get("size")) for file in files if nested or "/" not in file["rfilename"]}
@@ -146,7 +146,7 @@ class Hub:
             if response.status_code == 206:
                 match = _RANGE.fullmatch(content_range)
                 if match is None or int(match[1]) != start or not start <= int(match[2]) < end:
-                    raise self.refusal(f"of {name}, {self._host} answers with another range than it was asked for", "Check HF_ENDPOINT")
+                    raise self.refusal(f"{self._host} answers with another range of {name} than was requested", "Check HF_ENDPOINT")
                 at, upto, size = start, int(match[2]) + 1, _size(match[3])
             taken = bytearray()
             for piece in self._pieces(response, decoded=False):

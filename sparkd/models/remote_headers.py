@@ -34,7 +34,7 @@ from sparkd.models.source import snapshot_of, source_of
 # The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
 FIRST_BYTES = 100_000
-_CURE = "It is so on the hub: choose a repository or a revision that has config.json and whole *.safetensors files"
+_CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
 
 # (headers that were read, headers to read)
 Progress = Callable[[int, int], None]
@@ -127,7 +127,7 @@ class _Repository:
         listed = self._listing.sizes[file]
         size_bytes = listed if size is None else size
         if size_bytes is None:
-            raise CheckpointError("the hub does not tell how large it is", file=self.path(file))
+            raise CheckpointError("the hub does not give its size", file=self.path(file))
         if listed is not None and listed != size_bytes:
             raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
@@ -135,5 +135,5 @@ class _Repository:
             more, again = self._hub.part(self._listing.commit, file, len(raw), end)
             raw += more
             if again not in (None, size_bytes) or len(raw) < end:
-                raise CheckpointError(f"it was {size_bytes} bytes long, and is another one now", file=self.path(file))
+                raise CheckpointError(f"it was {size_bytes} bytes long and has changed since", file=self.path(file))
         return file, raw[PREFIX_BYTES:end], size_bytes

@@ -52,9 +52,9 @@ class Profile:
 # a 30B model (2). Speculation costs throughput where many are served (14.1).
 PROFILES: Mapping[ProfileName, Profile] = {
     "single-user": Profile(
-        "one person: the cache holds two requests of full length, the rest stays free", {"max_num_seqs": 2, "kv_cache": {"sequences": 2}}
+        "one person: the cache holds two requests of full length, more memory is free", {"max_num_seqs": 2, "kv_cache": {"sequences": 2}}
     ),
-    "balanced": Profile("a few people: four requests at a time, the cache takes what is left", {"max_num_seqs": 4, "kv_cache": "auto"}),
+    "balanced": Profile("a few people: four requests at a time, the cache takes all free memory", {"max_num_seqs": 4, "kv_cache": "auto"}),
     "throughput": Profile("many requests: sixteen at a time, no speculation", {"max_num_seqs": 16, "kv_cache": "auto"}, "off"),
 }  # fmt: skip
 

@@ -209,7 +209,7 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
     for reason in parsers:
         yield f"{reason} If {whose} it, use an image that has it."
     for flag in dict.fromkeys(refusal.flag for refusal in refusals if refusal.kind == "unknown"):
-        yield f"--{flag} is no flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
+        yield f"--{flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
 
 
 def is_fork(image: Any) -> bool:
@@ -276,7 +276,7 @@ def _filled(command: Command, unknown: set[str]) -> None:
 
 def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, release: Release, notes: list[str]) -> dict[str, Any]:
     env = {**_environment(table.get("env"), notes), **command.env}
-    placed = {name: "sparkd places the ranks of a model, and tells each where it is" for name in env if name in _RANKS}
+    placed = {name: "sparkd places the ranks of a model, and gives each its number" for name in env if name in _RANKS}
     for name, reason in {**placed, **dict(owned_env(env))}.items():
         notes.append(f"{name} is left out: {reason}.")
         del env[name]

@@ -94,7 +94,7 @@ class RecipeLibrary:
         """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError, and StateError for a damaged registry."""
         name, _, registry = recipe.partition(VARIANT)
         if self._registries is None:
-            raise ConfigError(f"{recipe[:64]!r} is no recipe here: registries belong to a configuration.")
+            raise ConfigError(f"{recipe[:64]!r} is not a recipe here: only a configuration has registries.")
         holder = self._registries.get(registry)
         return holder, *holder.text(name)
 
@@ -111,7 +111,7 @@ class RecipeLibrary:
         if path is None:
             near = nearest(name, self.names())
             hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
-            return None, [ConfigProblem(None, None, f"{name[:64]!r} is no recipe{self.no_registry(variant)}: {hint}.")]
+            return None, [ConfigProblem(None, None, f"{name[:64]!r} is not a recipe{self.no_registry(variant)}: {hint}.")]
         if path not in self._read:
             from sparkd.recipes.file import read_recipe
 

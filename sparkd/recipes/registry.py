@@ -79,7 +79,7 @@ class Registry:
         near = nearest(name, list(self.recipes))
         hint = f"did you mean {near}@{self.name}? " if near else ""
         raise ConfigError(
-            f"{name[:64]!r} is no recipe of the registry {self.name}: {hint}`sparkd recipes ls --registry {self.name}` lists them."
+            f"{name[:64]!r} is not a recipe of the registry {self.name}: {hint}`sparkd recipes ls --registry {self.name}` lists them."
         )
 
     @property
@@ -149,7 +149,7 @@ class Registries:
     def get(self, name: str) -> Registry:
         """Raises ConfigError for a name that none has, StateError for a file that cannot be used."""
         if name not in self:
-            raise ConfigError(f"{name[:64]!r} is no registry; {self.known(name)}. `sparkd recipes add-registry URL` adds one.")
+            raise ConfigError(f"{name[:64]!r} is not a registry; {self.known(name)}. `sparkd recipes add-registry URL` adds one.")
         if name not in self._read:
             path = self._path(name)
             try:
@@ -198,7 +198,7 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
     if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
         raise ConfigError(f"{path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}", file=file.name)
     if "${env." in text:
-        raise ConfigError(f"a value out of this machine's environment is refused {_WHERE}: {cure}", file=file.name)
+        raise ConfigError(f"a value from this machine's environment is refused {_WHERE}: {cure}", file=file.name)
     for table in file.every_settings():
         for key, value in table.items():
             if key not in KEYS and key != _TRUST and value not in (None, False):

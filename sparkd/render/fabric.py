@@ -14,7 +14,7 @@ from rich.text import Text
 from sparkd.render.page import all_printable
 from sparkd.render.ragged_table import Ragged
 
-# A Spark's two sockets, for whoever stands behind it.
+# A Spark's two sockets, as seen from behind it.
 PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _WRAP = 110

@@ -157,8 +157,8 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
         return ""
     runtime = printable(vllm["runtime"])
     if vllm["version"] is None:
-        return f"No vLLM was asked: there is none beside {runtime}."
-    return f"vLLM {printable(vllm['version'])} beside {runtime} {'answered' if vllm['answered'] else 'gave no answer'}."
+        return f"vLLM was not consulted: the environment of {runtime} has none."
+    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {'answered' if vllm['answered'] else 'gave no answer'}."
 
 
 def _format(option: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     for row in entries:
         cells = (row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
         table.add_row(*(escape(printable(cell)) for cell in cells))
-    console.print(table if entries else "There is no registry. `sparkd recipes add-registry URL` adds one.", markup=False)
+    console.print(table if entries else "No registry is configured. `sparkd recipes add-registry URL` adds one.", markup=False)
 
 
 def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> None:

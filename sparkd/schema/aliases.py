@@ -25,12 +25,12 @@ MODEL: Mapping[str, str] = {
 }
 
 _FIXED_READY = "A model is ready here when it has answered a real completion. Remove the key."
-_EVICTION = "sparkd decides by memory what may run together. Remove the key."
+_EVICTION = "sparkd decides by memory which models run together. Remove the key."
 _COMMAND = "sparkd builds the engine's command itself. Give 'model:' and, for vLLM's flags, 'extra_args:' as a list."
-_MACRO = "There are no macros. Use ${env.NAME}, or a YAML anchor (&name, *name)."
+_MACRO = "sparkd has no macros. Use ${env.NAME}, or a YAML anchor (&name, *name)."
 _LOGS = "sparkd logs to its standard output, engines to files below the state folder. Remove the key."
 _METRICS = "Figures are served at /metrics and not stored. Remove the key."
-_ROUTING = "There is no routing between models. Give one model the name as an alias."
+_ROUTING = "sparkd does not route between models. Give one model the name as an alias."
 _NODES = "Nodes join by Ray: see 'cluster:'."
 _SHELL = "sparkd runs no container and no shell command. Remove the key."
 

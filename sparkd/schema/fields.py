@@ -72,7 +72,7 @@ def absolute_from(path: Path, base: Path | None) -> Path:
     try:
         expanded = path.expanduser()
     except RuntimeError as error:
-        raise ValueError("the home folder that '~' stands for is not known; write the whole path") from error
+        raise ValueError("the home folder for '~' is unknown; write the full path") from error
     return Path(os.path.normpath((base or Path.cwd()) / expanded))
 
 
@@ -80,7 +80,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host, IPv6 without brackets, and port. Raises ValueError."""
     match = _HOST_PORT.fullmatch(address)
     if match is not None and int(match["port"]) > 65535:
-        raise ValueError(f"there is no port {match['port']}: choose one from 0 to 65535, such as 4000 (0: any that is free)")
+        raise ValueError(f"{match['port']} is not a port: choose one from 0 to 65535, such as 4000 (0: any free port)")
     if match is None:
         raise ValueError("host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [::1]:4000")
     host = match["six"] or match["host"]

@@ -328,7 +328,7 @@ class _Builder:
                 self._wrong(node, f"The environment variable {name} is not set. Set it, or replace ${{env.{name}}} by a value.")
             elif closed and _ENV_NAME.match(name) and ":" in name:
                 known = name.partition(":")[0]
-                self._wrong(node, f"${{env.{known}:...}} is not supported: there are no defaults. Write ${{env.{known}}} and set {known}.")
+                self._wrong(node, f"${{env.{known}:...}} is not supported: sparkd has no defaults. Write ${{env.{known}}} and set {known}.")
             else:
                 self._wrong(node, "'${env.' must be followed by the name of an environment variable and '}'.")
             return ""

@@ -58,8 +58,8 @@ class MemoryBook:
         where = "one node" if lack.nodes == 1 else f"each of {lack.nodes} nodes"
         left = ", ".join(f"{node} {gib:.0f} of {self.offered[node]:.0f}" for node, gib in free.items())
         return (
-            f"{model} asks for {lack.gib} GiB of unified memory on {where}, and other models hold the rest; free GiB: {left}. "
-            f"{unload}, give kv_cache a size, or set memory_gib to what it really needs. {self.told_shut}"
+            f"{model} asks for {lack.gib} GiB of unified memory on {where}, but other models hold too much of it; free GiB: {left}. "
+            f"{unload}, give kv_cache a size, or set memory_gib to its real need. {self.told_shut}"
         ).rstrip()
 
     def returning(self, model: str, lack: Lack) -> str | None:

@@ -39,7 +39,7 @@ _OWNED: Mapping[str, str] = {
     "model": "the model is the 'model:' key. Set it there",
     "served-model-name": "the engine must answer to the names that the gateway routes. Set 'aliases:' or 'served_model_name:' on the model",
     "config": "it would read more flags from an unchecked file. Write them out instead",
-    "help": "the engine would print its help and end. Run the engine's own --help by hand",
+    "help": "the engine would print its help and end. Run the engine's --help in a shell",
     "headless": _RANKS,
     "nnodes": _RANKS,
     "node-rank": _RANKS,
@@ -74,7 +74,7 @@ _OWNED_ENV: Mapping[str, str] = {
     "VLLM_USE_RUST_FRONTEND": "sparkd starts the Python front end, whose socket and log it knows",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "sparkd restarts an engine when its process ends, so it has to end",
     "VLLM_SERVER_DEV_MODE": "it opens routes without a key that run any method in the engine",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets the engine unpickle what it is sent",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets the engine unpickle data from requests",
     "VLLM_RPC_BASE_PATH": "sparkd keeps the sockets between an engine's processes in its runtime folder",
     "PYTHONHOME": "it would break the interpreter of 'runtime:'",
 }
@@ -103,10 +103,10 @@ def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple
         if arg == "--":
             yield index, "'--' would turn the arguments after it into model names: remove it."
         elif index == 0 and not arg.startswith("-"):
-            yield index, "The first argument is not a flag, so vLLM would take it for the model: set that by 'model:'."
+            yield index, "The first argument is not a flag, so vLLM would read it as the model: set the model by 'model:'."
         elif arg.startswith("-O") and arg[2:].removeprefix("=").startswith("-"):
             # vLLM splits `-O--uds` in two, and a dotted flag before it swallows the first half: found by fuzzing its parser.
-            yield index, "'-O' takes a level, 0 to 3: remove what follows it."
+            yield index, "'-O' takes a level, 0 to 3: remove the text after it."
         elif name := _owned_name(arg):
             yield index, f"{_flag(arg)} is not allowed in {place}: {_reason(name)}."
 

@@ -193,7 +193,7 @@ class _Work:
                 self.notes.append(FlagNote(DRAFT_EXPERTS, reason, f"{DRAFT_EXPERTS} is left out"))
             if PER_BATCH in config and self.release < PER_BATCH_SINCE:
                 del config[PER_BATCH]
-                self.notes.append(f"{PER_BATCH} is left out: {self.name} does not have it, so speculation never ends by itself.")
+                self.notes.append(f"{PER_BATCH} is left out: {self.name} does not have it, so it never switches speculation off.")
             if config.get("method") == "dflash" and self.release < DFLASH_SINCE:
                 self.refused.append(f"speculative decoding with DFlash: {self.name} does not have it. Use vLLM 0.21 or newer.")
             made = json.dumps(config)
@@ -205,7 +205,7 @@ class _Work:
         pattern = row.becomes.get(value, row.becomes.get(ANY))
         if pattern is None or (any("{}" in part for part in pattern) and not _WORD.fullmatch(value)):
             whose = "no release of vLLM knows it" if row.gone == NEVER else f"{self.name} does not know it any more"
-            self.refused.append(FlagNote(row.name, f"{whose}, and nothing else means what it is set to. {row.cure or 'Remove it'}.", shown))
+            self.refused.append(FlagNote(row.name, f"{whose}, and no other flag replaces its value. {row.cure or 'Remove it'}.", shown))
             return
         said: list[str] = []
         flags = [part.replace("{}", value) for part in pattern]

@@ -228,17 +228,17 @@ def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[st
     if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
         return
     if all(flag_name(flag) == BYTES for flag in flags):
-        told = f"{flags[0]} in extra_args has vLLM size the cache: on a GPU all that a node lends is reserved for it, on a CPU that size"
+        told = f"{flags[0]} in extra_args sets the cache in vLLM: on a GPU sparkd reserves all that a node lends, on a CPU that size"
         yield f"{told}, its weights and processes. Better use kv_cache (bytes) of the entry, or set memory_gib."
         return
     named = {flag.strip("-").replace("-", "_") for flag in flags}
     better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
-    cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to what it really needs"
-    written = f"{' and '.join(flags)} in extra_args may change what it takes"
+    cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"
+    written = f"{' and '.join(flags)} in extra_args may change its memory"
     if OTHER in changed_by(flags):
-        yield f"{written}, which is not counted: all that a node lends is reserved for it. Better {cure}."
+        yield f"{written}, which sparkd cannot count: it reserves all that a node lends. Better {cure}."
     else:
-        yield f"{written}: until vLLM was asked about the model, all that a node lends is reserved for it. For a load before that {cure}."
+        yield f"{written}: until vLLM has computed that, sparkd reserves all that a node lends. For a load before that {cure}."
 
 
 def in_blocks(env: Mapping[str, str]) -> bool:

@@ -103,7 +103,7 @@ def judged(
     try:
         plan = _plan(files, answer, _stored(answer) if tensors is None else tensors, asked=asked)
     except CheckpointError as error:
-        return UNKNOWN if not asked and "vLLM has told" in error.message else REFUSED, error.message
+        return UNKNOWN if not asked and "vLLM has computed" in error.message else REFUSED, error.message
     except ConfigError as error:
         return REFUSED, error.message
     option = plan["options"][0]

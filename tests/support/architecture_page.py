@@ -1,6 +1,6 @@
 """Keeps docs/architecture.md true: the line numbers of its links, and the picture of the packages, drawn from their imports.
 
-    python -m tests.support.architecture_page
+python -m tests.support.architecture_page
 """
 
 from __future__ import annotations

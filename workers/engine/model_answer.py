@@ -111,7 +111,7 @@ def _import(platform: str, out: TextIO) -> dict[str, Any]:
 
         kind, _, number = platform.partition(":")
         if kind != "cuda":
-            raise ValueError(f"nothing stands in for the platform {platform}: `own` and `cuda:MAJOR.MINOR` are known")
+            raise ValueError(f"unknown platform {platform}: use `own` or `cuda:MAJOR.MINOR`")
         major, minor = number.split(".")
         stands_in = stand_in((int(major), int(minor)))
     import torch

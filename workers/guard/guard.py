@@ -225,7 +225,7 @@ class Sentry:
         # It may fail, for instance where a process ends while it is read, or for a status file of another release.
         self._repeat(
             lambda: self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0),
-            "who holds the memory could not be found out",
+            "the holders of the memory could not be read",
         )
 
     def _measure_forever(self) -> None:

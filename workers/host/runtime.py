@@ -65,7 +65,7 @@ def probe(runtime: str) -> Runtime:
         raise RankError(f"The runtime {runtime} cannot be run: {error}. Set engine.runtime to the Python that has vLLM.") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RankError(f"The runtime {runtime} cannot be asked what it holds: {last}. Set engine.runtime to the Python that has vLLM.")
+        raise RankError(f"The packages of the runtime {runtime} cannot be listed: {last}. Set engine.runtime to the Python that has vLLM.")
     answer = json.loads(done.stdout)
     if tuple(answer["python"]) < OLDEST_PYTHON:
         has, least = (".".join(map(str, version)) for version in (answer["python"], OLDEST_PYTHON))

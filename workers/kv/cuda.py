@@ -202,7 +202,7 @@ class SparkWorker(SizedWorker, Worker):
         try:
             size = _MUCH - int(reserve(_MUCH, getattr(self.model_config, "multimodal_config", None), servers))
         except (AttributeError, TypeError) as error:
-            logger.warning("sparkd: this vLLM's reserve_mm_ipc_gpu_memory is another one (%s): nothing is left for it.", error)
+            logger.warning("sparkd: this vLLM's reserve_mm_ipc_gpu_memory has another signature (%s): no memory is kept for it.", error)
             return 0
         if size:
             logger.info("sparkd: %.2f GiB of the device are left to what decodes images and videos.", size / 2**30)

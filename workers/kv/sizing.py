@@ -179,7 +179,7 @@ class Sizing:
             demand = replace(demand, graphs=max(0, demand.graphs - error))
             what_now = "the profile is corrected" if self._learned is not None else "the next start knows"
             if demand == self._pool.demand:  # more is free than all that was learned, so others gave it
-                what_now = "others have given it back meanwhile, and what was learned is kept"
+                what_now = "other processes have freed memory meanwhile, and the profile stays"
             expected = self._pool.expected_slack
             logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, what_now)
         starts = 0 if self._learned is None else self._learned.starts + 1
@@ -252,7 +252,7 @@ class Sizing:
             return size
         rank, reason = doubts[0]
         who = "" if self._ranks == 1 else f"rank {rank}: "
-        logger.info("sparkd: what was learned before is not believed (%s%s) The rehearsal is done again.", who, reason)
+        logger.info("sparkd: the profile of earlier starts no longer holds (%s%s) The rehearsal is done again.", who, reason)
         self._learned = None
         return self._sized(need, Course("rehearsal", why=f"{who}{reason}"))
 
@@ -329,7 +329,7 @@ class Sizing:
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
         if by_blocks and need is not None and requested is not None and requested > left:  # it would be allocated whatever is returned here
-            sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
+            sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left without the margin."
             fewer = [Cure({"kv_cache": {"blocks": left // need.per_block}})] if left >= need.floor else []
             sentence += f" {advised([*fewer, Cure(deed=OTHER_PROGRAMS)])}."
             self._report.tell("refused", why=sentence)

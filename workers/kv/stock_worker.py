@@ -64,7 +64,7 @@ def _own(vllm_config: Any, why: str) -> type:
         own: type = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError, Missing) as error:
         raise RuntimeError(
-            f"The engine cannot start: {why}, and vLLM's own worker was not found either ({error}). Leave out --worker-cls; in sparkd.yaml "
+            f"The engine cannot start: {why}, and vLLM's own worker is missing too ({error}). Leave out --worker-cls; in sparkd.yaml "
             "kv_cache: {utilization: 0.8} does."
         ) from error
     return own

@@ -104,7 +104,7 @@ def refused_together(errors: Sequence[ConfigError]) -> ConfigError:
 def _parsed(text: Any, where: str) -> tuple[str, int | None]:
     """(name, group size as spelled)."""
     if not isinstance(text, str):
-        raise refused(where, f"{text!r} is no format; {_known()}")
+        raise refused(where, f"{text!r} is not a format; {_known()}")
     plain = text.strip().lower().replace("_", "-")
     if plain.partition("-")[0] == "nf4":
         raise refused(where, "nf4 is not built yet; nvfp4 is as precise and runs on vLLM's own kernels, int4-g64 is as small")
@@ -121,7 +121,7 @@ def _parsed(text: Any, where: str) -> tuple[str, int | None]:
 def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, where: str) -> Format:
     name, spelled = parsed
     if own is not None and (type(own) is not int or (spelled is not None and own != spelled)):
-        problem = f"{own!r} is no whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
+        problem = f"{own!r} is not a whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
         raise refused(where, f"group_size {problem}; give it once: 32, 64 or 128")
     size = own if own is not None else spelled
     if name != "int4":

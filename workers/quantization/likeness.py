@@ -41,7 +41,7 @@ class Likeness:
             return
         beside = self._columns.setdefault((parent, siblings[0]), tensor)
         if beside.shape[1] != tensor.shape[1]:
-            problem = f"its {tensor.shape[1]} columns are not those of {beside.name}, {beside.shape[1]}, which vLLM runs with it as one"
+            problem = f"it has {tensor.shape[1]} columns and {beside.name} has {beside.shape[1]}, though vLLM runs the two as one matrix"
             raise _unlike(tensor, problem)
 
     def done(self) -> None:

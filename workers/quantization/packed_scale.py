@@ -46,7 +46,7 @@ def scale_of(packed: TensorRef, module: str, tensors: Mapping[str, TensorRef]) -
     scale = next((tensors[name] for suffix in _WEIGHTS if (name := f"{module}{suffix}") in tensors), None)
     if scale is None:
         raise CheckpointError(
-            f"packed experts in FP8 have no scale beside them: {module}_scale_inv, _weight_scale or _scale is expected",
+            f"packed experts in FP8 have no scale: {module}_scale_inv, _weight_scale or _scale is expected",
             file=packed.path,
             tensor=packed.name,
             cure=_CURE,

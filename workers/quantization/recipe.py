@@ -71,7 +71,7 @@ class QuantizationRecipe:
         if value is None or value == "" or value == {}:
             return QuantizationRecipe(BF16, variables.rules_of(environment), variables.notes_of(environment))
         unused = variables.set_in(environment)
-        notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()
+        notes = (f"{', '.join(unused)}: not used, because `quantize` decides.",) if unused else ()
         if not isinstance(value, Mapping):
             return QuantizationRecipe(Format.parse(value), notes=notes)
         return _from_mapping(value, notes)
@@ -171,7 +171,7 @@ class _Deciding:
     def _too_costly(self, number: int | None) -> CheckpointError:
         if number is None:
             problem = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
-            return CheckpointError(problem, cure="Let fewer rules stand for several names each")
+            return CheckpointError(problem, cure="Write fewer rules with patterns")
         rule = self._rules[number]
         problem = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
         return CheckpointError(problem, cure="Write it with fewer repetitions and alternatives")
@@ -221,7 +221,7 @@ def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
     for count, rule in enumerate(rules, 1):
         size += rule.expression.size
         if count > MAX_RULES:
-            raise refused("quantize", f"there are more than {MAX_RULES} rules; let patterns stand for several names")
+            raise refused("quantize", f"it has more than {MAX_RULES} rules; write one pattern for several names")
         if size > MAX_RULE_CHARACTERS:
             raise refused(
                 rule.source,
@@ -254,7 +254,7 @@ def _rules_of(entry: Any, where: str, group_size: int | None) -> Iterator[Format
     chosen = Format.parse(wanted, where=where, group_size=group_size)
     priority = entry.get("priority", 0)
     if type(priority) is not int or abs(priority) > 1_000_000:
-        raise refused(f"{where}.priority", f"{priority!r} is no whole number; the larger holds, and 0 is usual")
+        raise refused(f"{where}.priority", f"{priority!r} is not a whole number; the rule with the largest wins, and 0 is the default")
     yield from (FormatRule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
 
 
@@ -269,7 +269,7 @@ def _patterns(value: Any, where: str) -> list[str]:
         raise refused(where, "a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern.strip():
-            raise refused(where, f"{pattern!r} is no pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
+            raise refused(where, f"{pattern!r} is not a pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
     return [pattern.strip() for pattern in patterns]
 
 

@@ -138,7 +138,7 @@ def _comparison(ranks: Sequence[Mapping[str, Any]], deciding: Mapping[str, Any])
         return None
     name, room, least = deciding["rank"], deciding["room_bytes"] / GIB, min(others) / GIB
     if least < room:
-        return f"rank {name} has {room:.2f} GiB left and needs the most beside its cache"
+        return f"rank {name} has {room:.2f} GiB left and needs the most apart from its cache"
     return f"rank {name} has the least left ({room:.2f} GiB, the others {least:.2f} GiB or more)"
 
 

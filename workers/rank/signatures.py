@@ -74,9 +74,9 @@ SIGNATURES = (
     _sign(
         "StartMemoryShort", ROOT, rf"Free memory on device {_WORD}(?::\d+)? \(({_GIB})/({_GIB}) GiB\) on startup is less than desired GPU "
         rf"memory utilization \(({_GIB}), ({_GIB}) GiB\)",
-        "vLLM found {0} of {1} GiB free when it started and was told to take {3} GiB (gpu_memory_utilization {2}).",
+        "{0} of {1} GiB were free when vLLM started, and its settings take {3} GiB (gpu_memory_utilization {2}).",
         "Unload another model, drop the page cache (`sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'`), or leave "
-        "gpu_memory_utilization out, so that sparkd sizes the KV cache from what is left.",
+        "gpu_memory_utilization out, so that sparkd sizes the KV cache from the free memory.",
     ),
     _sign(
         "KvCacheDoesNotFit", ROOT,
@@ -93,7 +93,7 @@ SIGNATURES = (
     _sign(
         "MemoryMovedWhileProfiling", ROOT, r"Error in memory profiling\. Initial free memory",
         "Memory came back from another process while vLLM measured its own: on a Spark both have one memory.",
-        "Wait until what was stopped before has ended, then load again.",
+        "Wait until engines that were stopped have ended, then load again.",
     ),
     _sign(
         "DriverOutOfMemory", ROOT, r"NV_ERR_NO_MEMORY|NVRM: Out of memory",
@@ -160,7 +160,7 @@ SIGNATURES = (
     ),
     _sign(
         "WorldTooLarge", ROOT, r"World size \((\d{1,4})\) is larger than the number of available GPUs \((\d{1,4})\)",
-        "The engine wants {0} GPUs and its node has {1}.", "Leave tensor_parallel out, or set it to the number of nodes.",
+        "The engine needs {0} GPUs and its node has {1}.", "Leave tensor_parallel out, or set it to the number of nodes.",
     ),
     _sign(
         "HeadsDoNotDivide", ROOT, r"Total number of attention heads \((\d{1,5})\) must be divisible by tensor parallel size \((\d{1,4})\)",
@@ -193,12 +193,12 @@ SIGNATURES = (
     _sign(
         "FlagRefused", ROOT,
         rf"error: argument (?:-\w{{1,3}}, ?|-\w{{1,3}}/)?(--{_WORD})[^:]{{0,200}}: (?:invalid|expected|ignored explicit|not allowed)",
-        "vLLM does not take the value that {0} was given.",
-        "Correct it in extra_args, or in what stood after `--`: `vllm serve --help=all` says what it takes.",
+        "vLLM does not take the value of {0}.",
+        "Correct it in extra_args or after `--`: `vllm serve --help=all` lists its values.",
     ),
     _sign(
         "SettingsRefused", CAUSE, r"ValidationError: \d{1,4} validation errors? for (\w{1,64})",
-        "vLLM's {0} does not take the settings that it was given.", "The lines below that one in its log say which: `sparkd logs MODEL`.",
+        "vLLM's {0} does not take its settings.", "The lines below that one in its log say which: `sparkd logs MODEL`.",
     ),
     _sign(
         "BlockSizeRefused", ROOT, r"No common block size for (\d{1,6})",
@@ -209,12 +209,12 @@ SIGNATURES = (
         "QuantizationMismatch", ROOT,
         rf"Quantization method specified in the model config \(({_WORD})\) does not match .{{0,100}}\(({_WORD})\)",
         "The checkpoint is {0} and `quantization` says {1}.",
-        "Leave quantization out: vLLM finds the format by itself, except for ModelOpt's checkpoints (nvidia/...), which want modelopt.",
+        "Leave quantization out: vLLM reads the format from the checkpoint, except for ModelOpt's (nvidia/...), which need modelopt.",
     ),
     _sign(
         "QuantizationUnknown", ROOT, rf"Unknown quantization method:? ({_WORD})?",
         "This release of vLLM does not know that quantization.",
-        "ModelOpt's checkpoints (nvidia/...) want quantization: modelopt; leave it out for compressed-tensors.",
+        "ModelOpt's checkpoints (nvidia/...) need quantization: modelopt; leave it out for compressed-tensors.",
     ),
     _sign(
         "WeightsDoNotMatch", ROOT,
@@ -256,7 +256,7 @@ SIGNATURES = (
     ),
     _sign(
         "RemoteCode", ROOT, r"contains custom code which must be executed",
-        "The model comes with Python code of its own.", "Read that code, then set trust_remote_code: true.",
+        "The model brings its own Python code.", "Read that code, then set trust_remote_code: true.",
     ),
     _sign(
         "CodeUntrusted", ROOT, rf"Code of (\S{{1,200}}) {trusted_code.REFUSED}",
@@ -277,7 +277,7 @@ SIGNATURES = (
     _sign(
         "NoWeights", ROOT, r"Cannot find any model weights with|is not a local folder and is not a valid model identifier|Invalid "
         r"repository ID or local directory",
-        "There are no weights under that name or in that folder.",
+        "That repository or folder holds no weights.",
         "Check `model`: a folder begins with '/', './' or '~', a hub id is owner/name.",
     ),
     _sign(
@@ -298,7 +298,7 @@ SIGNATURES = (
     ),
     _sign(
         "PortTaken", CAUSE, r"Address already in use|EADDRINUSE",
-        "A port that the engine wanted is taken, often by the remains of an earlier one.", "It is tried again with another port.",
+        "A port that the engine needs is taken, often by the remains of an earlier one.", "It is tried again with another port.",
     ),
     # Driver and device.
     _sign(
@@ -320,7 +320,7 @@ SIGNATURES = (
     _sign(
         "GpuFault", ROOT, r"an illegal memory access was encountered|unspecified launch failure|CUDA error: device-side assert|NVRM: Xid",
         "A kernel on the GPU failed.",
-        "Where it comes back, try --attention-backend, --moe-backend marlin or enforce_eager: true, and clear ~/.cache/vllm and ~/.triton.",
+        "If it fails again, try --attention-backend, --moe-backend marlin or enforce_eager: true, and clear ~/.cache/vllm and ~/.triton.",
     ),
     # Serving.
     _sign(

@@ -105,7 +105,7 @@ class RankSpec:
                 raise RankError(f"An argument of the rank {self.rank_id} holds a NUL character: remove it.")
         for name in self.env:
             if not _VARIABLE.fullmatch(name):
-                raise RankError(f"{name!r} in env of the rank {self.rank_id} is no variable's name: use letters, digits and '_'.")
+                raise RankError(f"{name!r} in env of the rank {self.rank_id} is not the name of a variable: use letters, digits and '_'.")
         if self.socket_path and len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES:
             size = f"is longer than {SOCKET_PATH_BYTES} bytes (unix(7))"
             raise RankError(f"The socket {self.socket_path} {size}: set runtime_dir to a shorter folder.")
@@ -116,5 +116,7 @@ class RankSpec:
 def checked_rank_id(rank_id: object) -> str:
     """The id, fit to be part of a file name; RankError otherwise."""
     if not isinstance(rank_id, str) or not RANK_ID.fullmatch(rank_id):
-        raise RankError(f"{str(rank_id)[:128]!r} is no rank id: use 1 to 128 letters, digits, '.', '_' and '-', a letter or digit first.")
+        raise RankError(
+            f"{str(rank_id)[:128]!r} is not a rank id: use 1 to 128 letters, digits, '.', '_' and '-', a letter or digit first."
+        )
     return rank_id

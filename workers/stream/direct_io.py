@@ -44,7 +44,7 @@ class SourceFile:
         self._fd: int | None = None
         self._readers_left = 0
         if direct is False:
-            self._go_buffered("it was asked for")
+            self._go_buffered("buffered reads were chosen")
             return
         memory, offset = _direct_alignment(path) or (ALIGNMENT, ALIGNMENT)
         if not offset:
@@ -135,7 +135,7 @@ class SourceFile:
     def _go_buffered(self, reason: str) -> None:
         if self._must_be_direct:
             raise CheckpointError(
-                f"O_DIRECT was asked for, but {reason}",
+                f"O_DIRECT is required, but {reason}",
                 file=self.path,
                 cure="Put the checkpoint on a local ext4 or xfs, or allow buffered reads",
             )

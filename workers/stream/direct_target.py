@@ -25,7 +25,7 @@ class TargetFile:
 
     def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
         self.path = path
-        self.fallback_reason: str | None = None if direct else "it was asked for"
+        self.fallback_reason: str | None = None if direct else "buffered reads were chosen"
         self._direct_fd: int | None = None
         self._direct = direct
         self._unwritten = 0

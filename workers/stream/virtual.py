@@ -341,7 +341,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
         used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
     elif ref.dtype == "F8_E4M3":
         raise CheckpointError(
-            "an FP8 weight has no scale beside it",
+            "an FP8 weight has no scale",
             file=ref.path,
             tensor=ref.name,
             cure=f"{module}.weight_scale_inv or .weight_scale is expected",

@@ -130,7 +130,7 @@ class TransferSink:
                 self._count(task, buffer)
                 return
         cure = "check the cable, its plugs and the memory"
-        raise RankError(f"{part.file.name} comes damaged over the network, {ATTEMPTS} times in a row: {cure}.")
+        raise RankError(f"{part.file.name} arrived damaged {ATTEMPTS} times in a row over the network: {cure}.")
 
     def _count(self, task: Task, buffer: Buffer) -> None:
         part, index, how = task

@@ -149,7 +149,7 @@ def test_the_number_that_breaks_it_is_told() -> None:
     assert none.best is None
     for one in none.options:
         # The numbers are the whole sum: what the weights need while they come, beside a cache of nothing.
-        told = re.fullmatch(r"(.*) are (.*) GiB more than the 5\.0 GiB that are there, before any KV cache", one.reason or "")
+        told = re.fullmatch(r"(.*) are (.*) GiB more than the available 5\.0 GiB, before any KV cache", one.reason or "")
         assert told is not None and told[1].endswith("0.3 GiB CUDA context + 3.0 GiB processes + 4.0 GiB system"), one.reason
         assert sum(float(part.split()[0]) for part in told[1].split(" + ")) - 5 == pytest.approx(float(told[2]), abs=0.3)
 

@@ -53,7 +53,7 @@ TABLE = {
     "then it starts again": (replace(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
     "a stale rank is fenced": (team(S.READY, UP, SIZED, STALE), [Destroy("r0", "m", "it is not the present rank of its model")]),
     "whole, it is adopted": (replace(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
-    "a part of it is not": (replace(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start are gone")]),
+    "a part of it is not": (replace(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start have ended")]),
     "a part waits for the node that is out of sight": (replace(RUNNING, ranks=(UP,), unseen=True), []),
     "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while no daemon watched it")]),
     "a short silence is waited for": (team(S.READY, UP, unseen=True, dark_s=5.0), []),

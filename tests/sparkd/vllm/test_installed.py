@@ -60,7 +60,7 @@ SAID = (
     "--swap-space is left out: it had no effect any more.",
     "VLLM_USE_FLASHINFER_MOE_FP4 is left out: vLLM 0.32 does not read it; --moe-backend marlin says it now.",
     "VLLM_ATTENTION_BACKEND is left out: vLLM 0.32 does not read it; --attention-backend flashinfer says it now.",
-    "--cuda-graph-sizes: vLLM 0.32 does not know it any more, and nothing else means what it is set to. "
+    "--cuda-graph-sizes: vLLM 0.32 does not know it any more, and no other flag replaces its value. "
     "Its name is --cudagraph-capture-sizes now.",
 )
 

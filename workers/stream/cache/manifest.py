@@ -124,7 +124,7 @@ class CacheManifest:
         except OSError as error:
             raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-            raise CheckpointError("it is no manifest of a quantized cache", file=path, cure=cure) from None
+            raise CheckpointError("it is not the manifest of a quantized cache", file=path, cure=cure) from None
 
 
 def cache_key(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:

@@ -162,7 +162,7 @@ class CacheWriter:
             return
         slot = self._writer.slots.get(name)
         if slot is None or start_byte < 0 or start_byte + view.numel() > slot.nbytes:
-            self._refuse(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which were not laid out")
+            self._refuse(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which the cache's layout does not have")
             return
         self._writer.put(slot, start_byte, view)
 
@@ -176,7 +176,7 @@ class CacheWriter:
         slot = None if self._writer is None else self._writer.slots.get(name)
         code = CODES.get(tensor.dtype)
         if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
-            self._refuse(f"{name} came as {code} of shape {list(tensor.shape)}, which is not what was laid out")
+            self._refuse(f"{name} came as {code} of shape {list(tensor.shape)}, which the cache's layout does not have")
             return None
         return slot
 
@@ -269,7 +269,7 @@ class CacheWriter:
             self._notes[DAMAGED] = sorted(self.damaged)
             first, more = min(self.damaged), len(self.damaged) - 1
             others = f" and {more} more tensors hold" if more > 1 else " and another tensor hold" if more else " holds"
-            logger.warning("sparkd: %s%s NaN or Inf; this model does not take that, and one that does is refused.", first, others)
+            logger.warning("sparkd: %s%s NaN or Inf; this model does not take them, and a model that takes them is refused.", first, others)
         manifest = CacheManifest(
             self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes
         )

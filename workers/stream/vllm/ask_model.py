@@ -44,7 +44,7 @@ def ask(
     except (KeyError, AttributeError) as error:
         ref = source_of(virtual, next(reversed(trace.taken), ""))
         raise CheckpointError(
-            f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes of it ({type(error).__name__}: {error})",
+            f"this vLLM's {type(model).__name__} has no parameter for its quantized form ({type(error).__name__}: {error})",
             file=None if ref is None else ref.path,
             tensor=None if ref is None else ref.name,
             cure="Keep that layer as it is: add its name to `keep`",

@@ -29,7 +29,7 @@ from workers.stream.trace import PhantomTensor, Trace
 _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
-_ALLOWED = "; where the model can do without, `allow_missing_weights: true` on it"
+_ALLOWED = "; if the model runs without them, `allow_missing_weights: true` on it"
 # The parameters that our formats hand over, and those of vLLM's own methods, AWQ's and GPTQ's at the end. A module with a method may have
 # more, of which a checkpoint that was quantized elsewhere may lack some: scales of activations and of the KV cache (of experts that no
 # calibration reached), zero points.

@@ -290,7 +290,7 @@ def test_fp8_that_keeps_its_precision_and_has_no_scale_is_not_handed_over_as_it_
     del stored[name.replace(".weight", ".weight_scale_inv")]
     checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
     formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: an FP8 weight has no scale beside it"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: an FP8 weight has no scale"):
         VirtualCheckpoint(checkpoint, formats)
 
 
