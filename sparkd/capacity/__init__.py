@@ -1,1 +1,1 @@
-"""Whether a model fits, and what it takes: weights, KV cache, activations, and the plan that says so."""
+"""Whether a model fits, and its memory: weights, KV cache, activations, and the plan that shows them."""

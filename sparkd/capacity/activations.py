@@ -1,8 +1,7 @@
-"""Owns the bytes of the largest step: what the widest block of a layer holds at once, and what torch keeps beside it. Never measures, and a
-measured peak goes before it.
+"""Owns the bytes of the largest step: a layer's widest block, and torch's reserve. Never measures; a measured peak overrides it.
 
-Read from vLLM 0.26 (vllm/model_executor/models and layers): a layer holds its input, its residual and the normed row until its block
-is done.
+Read from vLLM 0.26 (vllm/model_executor/models and layers): a layer holds its input, its residual and the normed row until its block is
+done.
 """
 
 from __future__ import annotations

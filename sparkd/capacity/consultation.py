@@ -1,5 +1,6 @@
-"""Owns the questions to vLLM about one model: which question stands for a format and a split, their order, and the numbers that the answers
-put into a plan. Never starts anything by itself: the caller says where the answers come from.
+"""Owns the questions to vLLM about one model: the question for a format and a split, their order, and the numbers of the answers.
+
+Never starts anything: the caller provides the source of the answers.
 """
 
 from __future__ import annotations

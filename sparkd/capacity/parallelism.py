@@ -67,7 +67,7 @@ def _torn_blocks(model: FormattedModel) -> Iterator[str]:
     for one in model.groups:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:
-            yield f"{lengths[1]} columns of {one.part.tensor.name} are not a multiple of {BLOCK}, the block of fp8-block: fp8 would fit"
+            yield f"{lengths[1]} columns of {one.part.tensor.name} do not divide into blocks of {BLOCK}: fp8 would fit"
 
 
 def uneven_groups(model: FormattedModel) -> Iterator[str]:
@@ -78,7 +78,7 @@ def uneven_groups(model: FormattedModel) -> Iterator[str]:
         columns = sides(one.part.tensor, model.inventory.shape)[1]
         if columns % one.form.group:
             fits = fitting(one.form.group, columns)
-            yield f"{columns} columns of {one.part.tensor.name} are not a multiple of the group size {one.form.group}: {fits} would fit"
+            yield f"{columns} columns of {one.part.tensor.name} do not divide into groups of {one.form.group}: {fits} would fit"
 
 
 def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:

@@ -35,9 +35,11 @@ def answer(
     site: Site | None = None,
     ask: Ask = nobody,
 ) -> dict[str, Any]:
-    """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
-    format would do. unlinked: see sparkd.capacity.fit.FitRequest. read: the headers of a draft. site: of the machine that would
-    start what has no entry. ask: vLLM, about the model. Blocks.
+    """The plan as plain JSON. Blocks.
+
+    others: (folder or hub id, headers) -> the same for quantized copies of the model; called if any format is allowed.
+    unlinked: see sparkd.capacity.fit.FitRequest. read: reads the headers of a draft.
+    site: settings of the machine that would start a model without an entry. ask: asks vLLM about the model.
 
     Raises ConfigError and CheckpointError.
     """
@@ -101,7 +103,7 @@ def answer(
 
 
 def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) -> Iterator[tuple[str, Inventory]]:
-    """But for those that lack the layers that were asked for."""
+    """Leave out copies that lack the requested draft layers."""
     for name, found in there:
         shape = shape_of(found.config)
         with suppress(ConfigError):

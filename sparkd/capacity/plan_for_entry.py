@@ -1,5 +1,6 @@
-"""Owns the plan of a configured model: the choice that the daemon would make of its entry, and the very ranks that it would start. Never
-starts one, and never shows what an entry keeps secret.
+"""Owns the plan of a configured model: the daemon's choices for its entry, and the ranks that it would start.
+
+Never starts one, and never shows a secret of an entry.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def _advice(args: EngineArgs, hardware: Hardware) -> str:
 
 
 def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
-    """The entry with what is asked for in its place."""
+    """The entry with the question's options in place of its own."""
     short = question.nodes is not None and isinstance(spec.tensor_parallel, int) and question.nodes < spec.tensor_parallel
     requested: dict[str, Any] = {
         "tensor_parallel": AUTO if short else None,
@@ -292,7 +293,7 @@ def _beside(name: str, quantization: SourceQuantization) -> str:
 
 
 def _is_beside(option: Option, chosen: Option) -> bool:
-    """Whether another format is no better choice than that of the daemon's."""
+    """Whether the option has another format that is no better than the chosen one."""
     return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
 
 

@@ -1,7 +1,7 @@
-"""Owns planning for the node that the daemon runs on: which machine it is, and where a model lies that it knows. Never loads one.
+"""Owns planning for the daemon's own node: its hardware, and the places of configured models. Never loads one.
 
-A plan is made in a process of its own. It reads files and asks a hub, either of which may hang for good, and a thread cannot be ended; it
-computes for seconds, and a thread would keep Python's lock from the gateway for that time.
+Each plan is made in its own process. It reads files and asks a hub, which may hang for good, and a thread cannot be ended. It also computes
+for seconds, and a thread would keep Python's lock from the gateway for that time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns a plan as data: what the command line draws and the admin API answers. Never reads a checkpoint, never starts anything."""
+"""Owns a plan as data: the command line draws it and the admin API returns it. Never reads a checkpoint, never starts anything."""
 
 from __future__ import annotations
 

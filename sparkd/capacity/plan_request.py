@@ -17,11 +17,14 @@ Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
+    """The options of one plan.
 
-    quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of
-    sparkd.capacity.speculative.METHODS. For a configured model, whatever is not None goes before its entry; for any other, None is one
-    node, one request, a cache of `auto` and CUDA graphs.
+    model: a configured name, a folder or a hub id.
+    max_model_len: None for the longest that fits. requests: of that length at once.
+    quantize: a format or a recipe; None for the configured one, and for all formats without an entry.
+    speculative: one of sparkd.capacity.speculative.METHODS.
+    For a configured model each option that is not None overrides its entry. For another model, None is one node, one request, a cache of
+    `auto` and CUDA graphs.
     """
 
     model: str

@@ -36,9 +36,12 @@ _NATIVE = ("auto", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """tokens: proposed at a time. layers: that keep a cache beside the model's own. ahead: the checkpoint's own layers for it are loaded.
-    draft: a checkpoint of its own. counted: whether the formulas have its method; else layers and draft are a guess, and vLLM's answer
-    knows. args, env, settings: what a model's entry becomes with it; recipe: that it was found in.
+    """One method of speculation for a model.
+
+    tokens: proposed at a time. layers: those that keep a cache in addition to the model's own.
+    ahead: whether the checkpoint's own layers for it are loaded. draft: a separate checkpoint.
+    counted: whether the formulas cover its method; otherwise layers and draft are a guess, and vLLM's answer is exact.
+    args, env, settings: the model's entry with it. recipe: the recipe that has it.
     """
 
     method: str
@@ -71,8 +74,10 @@ class Drafting:
 
 
 def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
-    """What `--speculative METHOD` means for a model without an entry of its own; None for `off`. A draft that the checkpoint does not hold
-    is that of the recipe for this model. wish: `max_num_seqs`, `quantize`, `kv_cache_dtype` as asked. read: headers of a draft.
+    """The meaning of `--speculative METHOD` for a model without an entry; None for `off`.
+
+    A draft that the checkpoint lacks is that of the recipe for this model.
+    wish: the requested `max_num_seqs`, `quantize` and `kv_cache_dtype`. read: reads the headers of a draft.
 
     Raises ConfigError and CheckpointError.
     """

@@ -30,7 +30,7 @@ class Exact:
 
     @property
     def decides(self) -> bool:
-        """Whether it has numbers or a refusal, which stand in place of the formulas' own refusals."""
+        """Whether it has numbers or a refusal, which replace the formulas' own."""
         return self.layout is not None or self.weight_bytes is not None or self.refusal is not None
 
     @property

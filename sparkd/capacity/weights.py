@@ -1,7 +1,8 @@
-"""Owns what the weights of a checkpoint take on each rank, in any format and at any tensor-parallel size. Never reads a weight.
+"""Owns the bytes of a checkpoint's weights on each rank, in any format and at any tensor-parallel size. Never reads a weight.
 
-How vLLM splits a layer follows from its class (vllm/model_executor/layers/linear.py): column-parallel ones by rows, row-parallel ones by
-columns, vocabularies by rows after padding, experts along their inner width, everything else is on every rank whole.
+How vLLM splits a layer follows from its class (vllm/model_executor/layers/linear.py). Column-parallel layers are split by rows,
+row-parallel ones by columns, vocabularies by rows after padding, and experts along their inner width. Everything else is whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -87,10 +88,11 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes on one rank: by tensor_class. active_bytes: of them, that one token reads, in all stages of a pipeline together.
+    """Bytes on one rank, by tensor_class.
 
-    disk_bytes: what a quantized copy of the model takes on disk. changed: whether the recipe quantizes anything. notes: what it could not
-    do, one sentence each.
+    active_bytes: those that one token reads, in all stages of a pipeline together.
+    disk_bytes: of a quantized copy of the model. changed: whether the recipe quantizes anything.
+    notes: parts of the recipe that had no effect, one sentence each.
     """
 
     by_kind: Mapping[str, int]

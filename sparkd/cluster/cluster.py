@@ -1,4 +1,4 @@
-"""The nodes, through Ray: membership, agents and what they see. Never decides what should run, never talks to an engine's users."""
+"""The nodes, through Ray: membership, agents and their readings. Never decides which models run, never talks to an engine's users."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ log = logging.getLogger("sparkd.supervisor")
 COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
-# A model that only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
-# One that has served does so again: a single request may have needed what its build lacks.
+# sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
+# A model that has served is retried as usual: a single request may have needed a part that its build lacks.
 LASTING_S = 3600.0
 FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (CommitUnknown, DoesNotFit, ModelUnusable, RankError)}
 
@@ -240,7 +240,7 @@ class Actions:
             return {}
 
     def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
-        """before: the nodes' readings before its first chat, where there was one. served: of one that served before it was adopted."""
+        """Make the model READY. before: the nodes' readings before its first chat, if any. served: earlier times of an adopted model."""
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
@@ -303,7 +303,7 @@ class Actions:
         self._wake.set()
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
-        """lasts: that waiting does not heal it, where the reason alone does not say so. client_message: what a client may read of it."""
+        """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
         backoff = Backoff(**self._roster.config.backoff.model_dump())
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:

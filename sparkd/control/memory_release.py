@@ -1,7 +1,7 @@
-"""The release gate: after an engine ended, a load begins once what it needs is free, and what stays away or behind is said. Never kills.
+"""The release gate: after an engine ended, a load begins only when its memory is free. Reports memory and files that stay. Never kills.
 
-On a Spark memory comes back up to a minute after the process is gone, an engine that crashes may leave 33 GB in the driver, and a start
-into that is an out-of-memory that one made oneself. A port that is free, or a `systemctl stop` that has returned, says nothing of it.
+On a Spark memory returns up to a minute after the process has ended, and an engine that crashes may leave 33 GB in the driver. A start in
+that time runs out of memory. A free port, or a `systemctl stop` that has returned, does not show that the memory is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkd.state.nouns import RankFact, RankHandle, Reading
 from workers.guard.policy import MemoryLimits
 
 GIB = 1 << 30
-# Below this an engine's end cannot be told from what else happens on a machine.
+# A smaller change may come from any other program on the machine, not from an engine's end.
 LEAST_BYTES = GIB
 LIMIT_S = 90.0
 # A Spark restarts within minutes. sparkd stops telling of a node that stays away for longer: it may have been retired.
@@ -36,9 +36,12 @@ NAMED = 3
 
 @dataclass(slots=True)
 class Pending:
-    """One rank that ended. last: what it held just before. beside: the ranks that lived when it ended, on any node. cure: what was said
-    of it once the limit had passed; restart: that it is one. away: its node was out of sight by then, and has been since away_since_s;
-    gone: for so long that it may never be back."""
+    """One rank that ended.
+
+    last: its memory just before. beside: the ranks that lived when it ended, on any node.
+    cure: the advice once the limit had passed; restart: whether it is to restart the node.
+    away: whether its node was unreachable by then, and has been since away_since_s; gone: whether for so long that it may never return.
+    """
 
     model: str
     node: str
@@ -53,7 +56,7 @@ class Pending:
 
     @property
     def told(self) -> str:
-        """A clause for who would load a model there, and need not know of another one."""
+        """A clause for users that want to load another model there."""
         if self.away:
             return f"{self.node} is unreachable"
         if self.restart:
@@ -62,11 +65,11 @@ class Pending:
 
     @property
     def returns(self) -> bool:
-        """Whether its memory is on its way, as far as anybody can tell."""
+        """Whether its memory still seems to be on its way."""
         return not (self.cure or self.away)
 
     def kept(self, reading: Reading) -> int | None:
-        """Bytes of it that the driver still has: CUDA's memory is in no line of /proc/meminfo. None where that cannot be told."""
+        """Bytes of it that the driver still has: CUDA's memory is in no line of /proc/meminfo. None if a reading lacks."""
         before, device = self.last.look.unaccounted, self.last.device
         if before is None or reading.unaccounted_bytes is None or not device:
             return None
@@ -196,7 +199,7 @@ class Release:
                 lately.popleft()
 
     def _waits(self, pending: Pending, reading: Reading | None, look: NodeSample | None, now_s: float, alive: Sequence[RankFact]) -> bool:
-        """alive: ranks of all nodes. The memory of one that has no weight yet would look like memory that stays away."""
+        """alive: ranks of all nodes. The memory of a rank without weights yet would look like memory that does not return."""
         waited_s = now_s - pending.memory.since_s
         pending.away = reading is None and waited_s >= LIMIT_S
         pending.away_since_s = None if reading is not None else now_s if pending.away_since_s is None else pending.away_since_s

@@ -1,8 +1,8 @@
-"""Owns whose turn it is among the models that wait to be started, and which others go for its sake. Pure: never waits, starts or ends one.
+"""Owns the order in which waiting models start, and which others are evicted for the first. Pure: never waits, starts or ends one.
 
-A model that is claimed (a request waits for it, or an operator asked by hand) goes before others, in the order of the claims; the others
-wait even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays:
-sparkd.control.residency.
+A model is claimed if a request waits for it or an operator requested it. Claimed models start before others, in the order of their claims.
+The others wait even if there is room, so that small ones do not keep a large one out for ever. sparkd.control.residency decides for how
+long a model stays.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Turn:
 def turn(
     models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE
 ) -> Turn:
-    """The facts of this moment; the same facts always give the same answer. bar: why nothing can be placed now, whoever is first; budget:
-    what evictions may cost."""
+    """The decision for the present facts; equal facts give an equal decision.
+
+    bar: why no model can be placed now. budget: the allowed cost of evictions.
+    """
     waiting = [facts for facts in models.values() if _waits(facts, now_s)]
     waiting.sort(key=lambda facts: (not facts.claims, facts.asked_since_s, facts.name))
     waits: dict[str, Wait] = {}
@@ -118,7 +120,7 @@ def _victims(
     now_s: float,
     budget: Budget,
 ) -> list[ModelFacts] | Wait:
-    """The fewest that have to go, those first that nobody would miss; a reason where the end of all that may go would not do."""
+    """The fewest models to evict, unused ones first; a Wait if evicting every evictable model would not suffice."""
     spared = {asker.name, *ties.companions_of(asker.name)}
     may_go = [facts for name, facts in models.items() if name not in spared and facts.state in _THERE and not _pinned(facts, models, ties)]
     passing = {name for name in _present(models, book) if name in models and models[name].state not in _THERE and not models[name].pinned}
@@ -180,7 +182,7 @@ def _until_s(victims: Collection[ModelFacts], budget: Budget) -> float:
 
 
 def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[list[str], Wait]:
-    """The models that go now, and the reason with the end of a sentence. All go together, or nobody yet."""
+    """The models that are evicted now, and the reason for the waiting one. They are evicted together, or none yet."""
     models = tuple(facts.name for facts in victims)
     names, stay_s = " and ".join(models), _until_s(victims, budget) - now_s
     if not victims:

@@ -1,4 +1,4 @@
-"""Sizes vLLM's KV cache after a rehearsal, from what is really left: worker classes for vLLM's --worker-cls. Never sizes by utilization."""
+"""Sizes vLLM's KV cache after a rehearsal, from the free memory: worker classes for vLLM's --worker-cls. Never by utilization."""
 
 from __future__ import annotations
 

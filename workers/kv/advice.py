@@ -1,7 +1,7 @@
-"""Owns what is advised where a model or its cache does not fit: settings of its entry, how they are written, the largest number that fits.
+"""Owns the advice for a model or cache that does not fit: keys of its entry, their spelling, and the largest number that fits.
 
-Whoever advises knows its own limits, tries each cure against all of them, and names no cure that would be refused again: the engine with
-what it measured (workers.kv.arithmetic), a load, a check and a plan with the account of the model (sparkd.capacity.advice).
+A caller knows its own limits and tries each cure against all of them, so that no cure is refused again. The engine uses its measurements
+(workers.kv.arithmetic); a load, a check and a plan use the account of the model (sparkd.capacity.advice).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cure:
 
 
 def advised(cures: Iterable[Cure]) -> str:
-    """The sentence, without a full stop; empty where there is no cure."""
+    """The sentence, without a full stop; empty without cures."""
     words = ", or ".join(map(str, cures))
     return f"To make it fit: {words}" if words else ""
 

@@ -1,6 +1,6 @@
 """Owns the agreement of one engine's ranks before any of them rehearses, since dummy runs hold collectives. Never measures, never runs one.
 
-Each rank has profiles and memory of its own, perhaps on another node: one that rehearses alone would wait for the others for ever.
+Each rank has its own profiles and memory, perhaps on another node. A rank that rehearsed alone would wait for the others for ever.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ Gather = Callable[[V], Sequence[V]]
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One rank's finding. engine: a key of what must be the same on all, empty where the rank has no cache and goes with the others.
-    plenty: nothing has to be rehearsed for its sake. setbacks: rehearsals in a row that ran out of memory there. refusal: why it cannot
-    begin, a sentence for the user; missing: why it cannot rehearse.
+    """The state of one rank before the rehearsal.
+
+    engine: a key of all that must be equal on every rank; empty if the rank has no cache and follows the others.
+    plenty: whether this rank needs no rehearsal. setbacks: its last rehearsals in a row that ran out of memory.
+    refusal: why it cannot begin, a sentence for the user. missing: why it cannot rehearse.
     """
 
     rank: int
@@ -35,9 +37,13 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The way that all ranks take. source: profile, plenty or rehearsal. setbacks: after how many. reason: the finding of some ranks that
-    decided (setbacks, unlearned, settings or scarce), empty where all found the same. why: it as a sentence with the ranks, None then.
-    refusal, missing: of the rank that has one."""
+    """The way that all ranks take.
+
+    source: profile, plenty or rehearsal. setbacks: failed rehearsals before it.
+    reason: the state of some ranks that decided (setbacks, unlearned, settings or scarce); empty if all ranks agree.
+    why: `reason` as a sentence that names the ranks; None if all agree.
+    refusal, missing: of the rank that has one.
+    """
 
     source: str
     setbacks: int = 0
@@ -48,7 +54,10 @@ class Course:
 
 
 def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
-    """own: the rank that asks; what another one found is told with its name. Pure, and the same for all but for those names."""
+    """The course of all ranks, from their votes. Pure, and equal on all ranks except for the names in its messages.
+
+    own: this rank; messages name every other rank.
+    """
     deciding = [vote for vote in votes if vote.refusal] or [vote for vote in votes if vote.missing]
     if deciding:
         first = next((vote for vote in deciding if vote.rank == own), deciding[0])

@@ -25,11 +25,14 @@ _BATCH = ("max_num_batched_tokens", "max_num_seqs")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes that the engine takes besides its weights and the cache.
+    """Bytes that the engine takes in addition to its weights and the cache.
 
-    graphs: CUDA graphs that are not in memory yet. peak: what the largest batch needs for a moment. reusable: of that, already reserved
-    by the allocator and free. weights: for the message alone, they are in memory already; and so are prefill and decoding, of which peak is
-    the larger: what the longest prefill needs for a moment, and every sequence that decodes; 0 where nobody knows them apart.
+    graphs: CUDA graphs that are not in memory yet. peak: a passing need of the largest batch.
+    reusable: the part of `peak` that the allocator has already reserved and that is free.
+    weights: for the message alone, because they are in memory already.
+    prefill, decoding: passing needs of the longest prefill and of decoding every sequence, for the message alone. `peak` is the larger;
+    both
+    are 0 if they are not known separately.
     """
 
     graphs: int = 0
@@ -40,12 +43,12 @@ class Demand:
     decoding: int = 0
 
     def with_peaks(self, prefill: int, decoding: int, *, apart: bool = True) -> Demand:
-        """apart: whether the two are known apart."""
+        """apart: whether the two are known separately."""
         return replace(self, peak=max(prefill, decoding), prefill=prefill if apart else 0, decoding=decoding if apart else 0)
 
     @property
     def ahead(self) -> int:
-        """The bytes that must stay free for it beside the cache."""
+        """The bytes that must stay free for it in addition to the cache."""
         return self.graphs + int(max(0, self.peak - self.reusable) * PEAK_FACTOR)
 
     def figures(self) -> dict[str, int]:
@@ -55,12 +58,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class CacheCosts:
-    """The costs of the model's cache. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
-    one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
-    nobody knows. of: bytes of a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window;
-    None: it is one. weight_bits: of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
-    lookahead: tokens that a request has slots for beyond its own, for what is drafted. shrinks: vLLM makes max_model_len what fits, which
-    it does for --max-model-len -1. chunked: a prompt may be longer than a batch.
+    """The costs of the model's cache.
+
+    per_request: bytes of one request of max_model_len tokens. least: least bytes of a cache that serves one such request.
+    batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 if unknown.
+    of: bytes of a shorter request, which is not proportional if layers keep a state or a window; None if it is proportional.
+    weight_bits: of most weights: 16, 8, or 4 for the narrowest and for unknown ones; for the message alone.
+    lookahead: extra slots of a request, for drafted tokens.
+    shrinks: whether vLLM lowers max_model_len until it fits, as for --max-model-len -1.
+    chunked: whether a prompt may be longer than a batch.
     """
 
     per_request: int
@@ -95,7 +101,7 @@ class CacheCosts:
         return self.request(self.shortest) + self.per_block if self.shrinks else self.least
 
     def shortened(self, max_model_len: int) -> CacheCosts:
-        """Where vLLM has made the context shorter."""
+        """The costs after vLLM has shortened the context."""
         if max_model_len >= self.max_model_len:
             return self
         per_request = self.request(max_model_len)

@@ -1,4 +1,4 @@
-"""Owns the wish for a cache, in bytes of the memory that there is: its size, its limits, the margin. Never measures, never rehearses."""
+"""Owns the requested size of a KV cache in bytes, its limits and the margin. Never measures, never rehearses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CacheRequest:
         return None
 
     def why(self) -> str | None:
-        """The limit that decides in place of the wish; None for nothing."""
+        """The setting that overrides the others, in words; None without one."""
         settings = self._settings
         if settings.blocks is None:
             return None
@@ -43,22 +43,22 @@ class CacheRequest:
         return f"{BLOCKS_FLAG} asks for {settings.blocks:,} blocks{', which overrides kv_cache and memory_gib' if others else ''}"
 
     def at_most(self) -> int | None:
-        """A limit on what `auto` takes; None for none."""
+        """Most bytes for `auto`; None without a limit."""
         return self._settings.at_most_bytes
 
     def reserved(self, reading: MemoryReading) -> Reserved | None:
-        """Another one, by what the engine really holds now."""
+        """The limit by reserved_bytes and the engine's present memory; None without a limit."""
         whole = self._settings.reserved_bytes
         return None if whole is None else Reserved(whole, self._taken(), reading.ranks_here)
 
     def limit(self, reading: MemoryReading) -> int | None:
-        """Both, where nobody knows what the engine is going to need beside its cache."""
+        """The smaller of both limits, while the engine's further demand is unknown."""
         reserve = self.reserved(reading)
         limits = [limit for limit in (self.at_most(), None if reserve is None else max(0, reserve.left(Demand()))) if limit is not None]
         return min(limits, default=None)
 
     def is_plenty(self, need: CacheCosts, reading: MemoryReading) -> bool:
-        """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
+        """Whether the requested cache leaves enough for any batch, so that the rehearsal can be skipped."""
         size, within = self.asked(need), None
         if size is None:
             reserve = self.reserved(reading)
@@ -69,7 +69,7 @@ class CacheRequest:
         return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
     def margin(self, reading: MemoryReading) -> int:
-        """This rank's part of what is to stay free on the machine."""
+        """This rank's part of the memory that stays free on the machine."""
         requested = self._settings.margin_bytes
         return margin_of(reading.size, None if requested is None else requested // reading.ranks_here)
 

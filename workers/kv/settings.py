@@ -24,13 +24,15 @@ CPU_KV_CACHE_GIB = 2
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """One of bytes, tokens and sequences, or none of them: all that is left (`auto`).
+    """The settings of the KV cache. At most one of bytes, tokens and sequences is set; without it the cache takes all free memory.
 
-    sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes.
-    reserved_bytes: what the whole engine may take on this node, its processes and weights included. margin_bytes: left free beside the
-    cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that says what came out;
-    None: neither. engine: by what name whoever starts this engine looks for its profile. blocks: vLLM's --num-gpu-blocks-override, which
-    goes before every size and limit of ours as it does before vLLM's own; not of SPARKD_KV.
+    sequences: the number of requests of `at` tokens each (None: of max_model_len).
+    at_most_bytes: limits `auto`.
+    reserved_bytes: limits the whole engine on this node, with its processes and weights.
+    margin_bytes: stays free in addition to the cache; None for the default of arithmetic.py.
+    profiles: folder of the profiles of earlier starts; report: file for the result of the sizing. None for neither.
+    engine: the digest by which the starter of this engine looks up its profile.
+    blocks: vLLM's --num-gpu-blocks-override, which is not part of SPARKD_KV. It overrides every size and limit here and in vLLM.
     """
 
     bytes: int | None = None
@@ -47,7 +49,7 @@ class CacheSettings:
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> CacheSettings:
-        """Raises ValueError with the name of what is wrong."""
+        """Raises ValueError that names the wrong setting."""
         text = environ.get(VARIABLE, "").strip()
         settings: Any = {}
         if text:

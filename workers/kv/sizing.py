@@ -110,8 +110,10 @@ class Sizing:
         self.under_load: UnderLoad | None = None
 
     def determine(self, stock: Callable[[int | None], int]) -> int:
-        """Bytes for vLLM. stock: its own way, for what cannot be rehearsed, within so many bytes (None: it is free). Raises ValueError with
-        the arithmetic where it does not fit."""
+        """Bytes for vLLM's cache. Raises ValueError with the arithmetic if it does not fit.
+
+        stock: vLLM's own sizing within a number of bytes (None: no limit), for a cache that cannot be rehearsed.
+        """
         try:
             course = self._course()
             if self._need is None:

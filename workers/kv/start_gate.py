@@ -1,6 +1,4 @@
-"""vLLM refuses to start where less than gpu_memory_utilization of the memory is free; who sizes by what is left opens that gate. Never
-sizes anything.
-"""
+"""Lifts vLLM's condition that gpu_memory_utilization of the memory is free at the start. Never sizes anything."""
 
 from __future__ import annotations
 

@@ -221,12 +221,12 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
         (("add-registry", "/nowhere"), "/nowhere"),
         (("add-registry", "owner/name"), "https"),
         (("add-registry", ".", "--name", "../x"), "--name"),
-        (("update", "x"), "no registry; known: none"),
-        (("remove-registry", "../x"), "no registry; known: none"),
+        (("update", "x"), "registry; known: none"),
+        (("remove-registry", "../x"), "registry; known: none"),
         (("ls", "x"), "with --registry alone"),
-        (("ls", "--registry", "x"), "no registry; known: none"),
+        (("ls", "--registry", "x"), "registry; known: none"),
         (("show", "x@y"), "'x'"),
-        (("import", "x@y"), "no registry; known: none"),
+        (("import", "x@y"), "registry; known: none"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

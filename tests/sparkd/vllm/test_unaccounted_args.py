@@ -67,10 +67,10 @@ def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> 
         (
             ["--kv-cache-dt", "fp8", "--block-size=24"],
             {},
-            "--kv-cache-dt and --block-size in .* node lends .* kv_cache_dtype",
+            "--kv-cache-dt and --block-size in .* node lends.* kv_cache_dtype",
         ),
         (["--block-size", "32"], {}, None),
-        (["--block-size", "24"], {}, "vLLM .* node lends .* memory_gib"),
+        (["--block-size", "24"], {}, "vLLM .* node lends.* memory_gib"),
         (["--block-size", "24"], {"memory_gib": 4}, None),
         (["--block-size", "24"], {"gpu_memory_utilization": 0.5}, None),
         (["--gpu-memory-utilization", "0.5", "--block-size", "24"], {}, None),
