@@ -76,5 +76,5 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for text in ("Spark", str(tmp_path), str(tmp_path / "none")):
         with pytest.raises(ConfigError, match=f"{re.escape(text)}.*spark.*h200"):
             hardware_of(text)
-    with pytest.raises(ConfigError, match=r"binary.* no text"):
+    with pytest.raises(ConfigError, match=r"binary.* UTF-8"):
         hardware_of(str(tmp_path / "binary"))

@@ -210,8 +210,8 @@ REPORT = """
 def test_descriptors_that_are_no_listening_sockets_are_refused() -> None:
     pipe = os.pipe()
     datagram, connected = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socketpair()
-    table = [(pipe[0], "1", "no socket"), (datagram.fileno(), "1", "ListenStream="), (connected[0].fileno(), "1", "ListenStream=")]
-    table.append((pipe[0], "3", "no socket"))
+    table = [(pipe[0], "1", "a socket"), (datagram.fileno(), "1", "ListenStream="), (connected[0].fileno(), "1", "ListenStream=")]
+    table.append((pipe[0], "3", "a socket"))
     for descriptor, count, expected in table:
         with with_descriptors([descriptor], {"LISTEN_FDS": count}, REPORT) as child:
             output, errors = child.communicate(timeout=20)

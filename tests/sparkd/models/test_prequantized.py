@@ -162,7 +162,7 @@ def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.C
     assert (
         found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
     )
-    assert any(lacking(note, f"{model}-AWQ", "quantizing") == [] for note in found["notes"])
+    assert any(lacking(note, f"{model}-AWQ", "quantize") == [] for note in found["notes"])
     assert exit_code(["plan", "--quick", str(model), *ASKED, "--hardware", small]) == 0
     assert "awq (m-awq)" in capsys.readouterr().out
     # Who names a format gets that one.

@@ -229,7 +229,7 @@ def test_gated_without_a_token(repository: Repository, monkeypatch: pytest.Monke
 def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
     repository.listing = listing
 
-    assert lacking(refused(repository).reason, "127.0.0.1", "no listing") == []
+    assert lacking(refused(repository).reason, "127.0.0.1", "listing") == []
 
 
 def test_a_listing_with_strange_entries_is_read(repository: Repository) -> None:
