@@ -237,7 +237,7 @@ def files(models: Folders) -> Iterator[Case]:
     yield entry(models.half, {}), ("models.m.model", "layer 1"), 3
     yield entry(models.sound / "config.json", {}), ("models.m.model",), 3
     yield entry(models.nine_heads, {"tensor_parallel": 2}), ("models.m.tensor_parallel", "9 attention heads"), 4
-    yield entry(models.nine_heads, {"quantize": "int4-g128"}), ("models.m.quantize", "whole groups"), 4
+    yield entry(models.nine_heads, {"quantize": "int4-g128"}), ("models.m.quantize", "groups of 128"), 4
     yield entry(models.sound, {"tensor_parallel": 3}), ("models.m.tensor_parallel", "8 attention heads"), 4
     yield entry(models.sound, {"max_model_len": 9000}), ("models.m.max_model_len", "9,000", "8,192"), 4
     yield entry(models.sound, {"kv_cache": {"bytes": "1MiB"}}), ("models.m.kv_cache", "8,192 tokens"), 4
@@ -310,8 +310,8 @@ def strangers(models: Folders) -> Iterator[Case]:
     ):  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
     for args, word in (
-        (["-max-num-seqs", "8"], "Did you mean --max-num-seqs?"), (["--enable-prefix-caching", "true"], "for the model"),
-        (["--enforce-eager", "8"], "for the model"), (["--max-num-seqs", "8", "9"], "for the model"),
+        (["-max-num-seqs", "8"], "Did you mean --max-num-seqs?"), (["--enable-prefix-caching", "true"], "as the model"),
+        (["--enforce-eager", "8"], "as the model"), (["--max-num-seqs", "8", "9"], "as the model"),
         (["--moe-backend", "cutlas"], "cutlass?"), (["--spec-method", "ngrm"], "ngram?"), (["--compilation-config", "7"], "map"),
         (["--max-model-len", "9000"], "--max-model-len: 9,000"),
         (["--compilation-config", '{"bakend": ""}'], "backend?"), (["--structured-outputs-config", '{"bakend": "x"}'], "backend?"),
