@@ -13,9 +13,25 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.cli.config_check import check
-from tests.support.broken_configs import COLUMNS, Folders, corpus, entry, outcome
+from tests.support.broken_configs import COLUMNS, Folders, ask_at_once, corpus, entry, outcome
 
 LEAST = 150
+SOUND: list[dict[str, Any]] = [
+    {},
+    {"max_model_len": 4096, "kv_cache": {"sequences": 2, "at": 4096}},
+    {"dtype": "bfloat16", "tool_call_parser": "hermes"},
+]
+HIDING: list[tuple[dict[str, Any], list[int]]] = [
+    # A refused argument hides none behind it, and no length.
+    ({"extra_args": ["--port", "1", "--uds", "/x", "--enforce-eagr", "--max-model-len", "9000"]}, [4, 4, 4, 4]),
+    ({"env": ["VLLM_PORT=1", "RAY_ADDRESS=x", "A"], "dtype": "float99"}, [4, 4, 4, 5]),
+    # A variable that cannot be read hides no flag, a plugin that is shut out no size.
+    ({"env": {"VLLM_CPU_KVCACHE_SPACE": "lots"}, "max_model_len": 9000, "dtype": "float99"}, [4, 5, 6]),
+    ({"quantize": "nvfp4", "env": {"VLLM_PLUGINS": "other"}, "max_model_len": 9000, "ttl": "x"}, [4, 6, 7]),
+    # One mistake is told once.
+    ({"kv_cache": {"sequences": 2.5}}, [4]),
+    ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +39,17 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: py
     """One table of vLLM's flags for all of them, and no model of this machine's user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM's parser has answered for every file of this module, in one child."""
+    folder = tmp_path_factory.mktemp("asked")
+    files = [one.text for one in corpus(folder)]
+    files += [entry(folder / "sound", keys).encode() for keys in (*SOUND, *(keys for keys, _ in HIDING))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+        ask_at_once(files, folder)
 
 
 def test_every_file_is_refused_for_its_reason(tmp_path: Path) -> None:
@@ -37,11 +64,7 @@ def test_every_file_is_refused_for_its_reason(tmp_path: Path) -> None:
 def test_what_they_were_made_from_is_sound(tmp_path: Path) -> None:
     models = Folders.under(tmp_path)
     file = tmp_path / "sparkd.yaml"
-    for keys in (
-        {},
-        {"max_model_len": 4096, "kv_cache": {"sequences": 2, "at": 4096}},
-        {"dtype": "bfloat16", "tool_call_parser": "hermes"},
-    ):
+    for keys in SOUND:
         file.write_text(entry(models.sound, keys))
         assert [problem for problem in check(file, {}) if problem.severity == "error"] == []
 
@@ -92,21 +115,8 @@ def test_many_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert [problem.line for problem in check(file, {}) if problem.severity == "error"] == [1, 2, 6, 7, 8, 10, 13, 14, 15, 16, 17]
 
 
-@pytest.mark.parametrize(
-    ("keys", "lines"),
-    [
-        # A refused argument hides none behind it, and no length.
-        ({"extra_args": ["--port", "1", "--uds", "/x", "--enforce-eagr", "--max-model-len", "9000"]}, [4, 4, 4, 4]),
-        ({"env": ["VLLM_PORT=1", "RAY_ADDRESS=x", "A"], "dtype": "float99"}, [4, 4, 4, 5]),
-        # A variable that cannot be read hides no flag, a plugin that is shut out no size.
-        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "lots"}, "max_model_len": 9000, "dtype": "float99"}, [4, 5, 6]),
-        ({"quantize": "nvfp4", "env": {"VLLM_PLUGINS": "other"}, "max_model_len": 9000, "ttl": "x"}, [4, 6, 7]),
-        # One mistake is told once.
-        ({"kv_cache": {"sequences": 2.5}}, [4]),
-        ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
-    ],
-)
-def test_no_mistake_hides_another(keys: dict[str, object], lines: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keys", "lines"), HIDING)
+def test_no_mistake_hides_another(keys: dict[str, Any], lines: list[int], tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
     file.write_text(entry(Folders.under(tmp_path).sound, keys))
     assert [problem.line for problem in check(file, {}) if problem.severity == "error"] == lines
