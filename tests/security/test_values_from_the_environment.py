@@ -10,6 +10,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError
 from sparkd.schema.yaml_file import ConfigProblem, masked
+from tests.support.parser_batch import ask_at_once
 
 SECRET = "Canary-4f1c9e77d2"
 FILES = [
@@ -55,6 +56,21 @@ FILES = [
 VALUES = [SECRET, SECRET * 8, f"{SECRET}\n{SECRET}", f" {SECRET} ", f"{SECRET}'\"\\x", "é" + SECRET, f"/{SECRET}/{SECRET}"]
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM's parser has answered for every value in every file, in one child."""
+    file = tmp_path_factory.mktemp("asked") / "sparkd.yaml"
+
+    def checks() -> None:
+        for text in FILES:
+            file.write_text(text)
+            for value in VALUES:
+                check(file, {"S": value})
+
+    ask_at_once(checks)
+
+
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("text", FILES)
 def test_no_message_shows_a_value_of_the_environment(text: str, tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"

@@ -12,15 +12,14 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from sparkd.cli.config_check import check
-from sparkd.inquiry import parser_answers
 from sparkd.schema.yaml_file import MAX_BYTES
+from tests.support.parser_batch import ask_at_once
 from tests.support.sketches import dense, tensors_of, write
 
 VALID_TOP = {"listen": "127.0.0.1:4000", "log_level": "info"}
@@ -328,21 +327,6 @@ def strangers(models: Folders) -> Iterator[Case]:
         yield entry(models.sound, {"extra_args": args}), (word,), 4
 
 
-def ask_at_once(files: Sequence[bytes], folder: Path) -> None:
-    """Ask vLLM's parser what the checks of all these files will ask, in one child: each child imports vLLM."""
-    lines: dict[Path | None, list[Sequence[str]]] = {}
-
-    def note(asked: Sequence[Sequence[str]], runtime: Path | None, *_: object, **__: object) -> list[None]:
-        lines.setdefault(runtime, []).extend(asked)
-        return [None for _ in asked]
-
-    with patch.object(parser_answers, "answers", note):
-        for text in files:
-            outcome(Broken("", text, (), None), folder)
-    for runtime, asked in lines.items():
-        parser_answers.answers(asked, runtime, [], ask=True)
-
-
 def outcome(broken: Broken, folder: Path) -> str:
     """One of COLUMNS."""
     file = folder / "sparkd.yaml"
@@ -363,7 +347,7 @@ def main() -> None:
         os.environ["HF_HUB_CACHE"] = f"{name}/hub"
         table: dict[str, Counter[str]] = {}
         cases = corpus(Path(name))
-        ask_at_once([one.text for one in cases], Path(name))
+        ask_at_once(lambda: [outcome(broken, Path(name)) for broken in cases])
         for broken in cases:
             table.setdefault(broken.kind, Counter())[outcome(broken, Path(name))] += 1
     print(f"{'class':<30}{'files':>6}" + "".join(f"{column:>24}" for column in COLUMNS))

@@ -13,7 +13,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.cli.config_check import check
-from tests.support.broken_configs import COLUMNS, Folders, ask_at_once, corpus, entry, outcome
+from tests.support.broken_configs import COLUMNS, Broken, Folders, corpus, entry, outcome
+from tests.support.parser_batch import ask_at_once
 
 LEAST = 150
 SOUND: list[dict[str, Any]] = [
@@ -45,11 +46,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: py
 def _asked(tmp_path_factory: pytest.TempPathFactory) -> None:
     """vLLM's parser has answered for every file of this module, in one child."""
     folder = tmp_path_factory.mktemp("asked")
-    files = [one.text for one in corpus(folder)]
-    files += [entry(folder / "sound", keys).encode() for keys in (*SOUND, *(keys for keys, _ in HIDING))]
+    files = corpus(folder)
+    files += [Broken("", entry(folder / "sound", keys).encode(), (), None) for keys in (*SOUND, *(keys for keys, _ in HIDING))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
-        ask_at_once(files, folder)
+        ask_at_once(lambda: [outcome(one, folder) for one in files])
 
 
 def test_every_file_is_refused_for_its_reason(tmp_path: Path) -> None:

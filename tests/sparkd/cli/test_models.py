@@ -23,11 +23,13 @@ from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.admin.client import admin_key, base_url, refusal
 from sparkd.cli import serve
+from sparkd.cli.config_check import check
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
+from tests.support.parser_batch import ask_at_once
 from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
@@ -255,7 +257,7 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
         (["logs", "m", "-n", "900"], ["--lines 900", "than 200", "0 to 200"]),
         (["logs", "m", "--rank", "one"], ["--rank one", "0 to 64"]),
         (["events", "-n", "0"], ["--lines 0", "than 1", "1 to 1,000"]),
-        (["serve", "--listen", "127.0.0.1:99999"], ["listen", "port 99999", "0 to 65535"]),
+        (["serve", "--listen", "127.0.0.1:99999"], ["listen", "99999", "0 to 65535"]),
         (["ps", "--url", "h:99999"], ["--url", "'h:99999'", "port 99999", "65535"]),
         (["serve", "--port", "99999"], ["--port 99999", "than 65,535", "0 to 65,535"]),
         (["unload"], ["--all"]),
@@ -456,46 +458,59 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["ok"] and [problem["severity"] for problem in found["problems"]] == ["warning"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "config", "told"),
-    [
-        ({"max_model_len": 4096}, {}, None),
-        ({"max_model_len": "auto"}, {}, None),
-        (
-            {"max_model_len": 4097},
-            {},
-            ["4,097 tokens", "4,096", "config.json"],
-        ),
-        ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
-        ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
-        ({"max_model_len": "9K"}, {"model_max_length": 8192}, ["9,216 tokens", "4,096"]),
-        ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
-        ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
-        ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
-        ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
-        ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
-        ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
-        ({"extra_args": ["--max-model-len", "4097"]}, {}, ["4,097 tokens", "4,096"]),
-        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, ["4,097 tokens", "4,096"]),
-        ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
-        ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
-        ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
-        (
-            {"max_model_len": "9K", "runtime": "/no/python"},
-            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            ["9,216 tokens", "4,096"],
-        ),
-        ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["4,097 tokens", "4,096"]),
-        ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["4,097 tokens", "4,096"]),
-    ],
-)
+LONGER: list[tuple[dict[str, Any], dict[str, Any], list[str] | None]] = [
+    ({"max_model_len": 4096}, {}, None),
+    ({"max_model_len": "auto"}, {}, None),
+    (
+        {"max_model_len": 4097},
+        {},
+        ["4,097 tokens", "4,096", "config.json"],
+    ),
+    ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+    ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
+    ({"max_model_len": "9K"}, {"model_max_length": 8192}, ["9,216 tokens", "4,096"]),
+    ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
+    ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
+    ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
+    ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
+    ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
+    ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
+    ({"extra_args": ["--max-model-len", "4097"]}, {}, ["4,097 tokens", "4,096"]),
+    ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, ["4,097 tokens", "4,096"]),
+    ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
+    ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
+    ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
+    (
+        {"max_model_len": "9K", "runtime": "/no/python"},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        ["9,216 tokens", "4,096"],
+    ),
+    ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["4,097 tokens", "4,096"]),
+    ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["4,097 tokens", "4,096"]),
+]
+
+
+def _config(folder: Path, keys: dict[str, Any], config: dict[str, Any]) -> Path:
+    """A configuration file of one entry, whose model takes 4,096 tokens unless `config` says something else."""
+    shape = mixture(**{"max_position_embeddings": 4096, **config})
+    model = write(folder / "m", shape, tensors_of(shape))
+    file = folder / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(model), **keys}}}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM's parser has answered for all of LONGER, in one child."""
+    ask_at_once(lambda: [check(_config(tmp_path_factory.mktemp("asked"), keys, config), {}) for keys, config, _ in LONGER])
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("keys", "config", "told"), LONGER)
 def test_check_says_what_is_longer_than_the_model(
     keys: dict[str, Any], config: dict[str, Any], told: list[str] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = mixture(**{"max_position_embeddings": 4096, **config})
-    folder = write(tmp_path / "m", shape, tensors_of(shape))
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}}}))
+    file = _config(tmp_path, keys, config)
 
     assert exit_code(["check", str(file)]) == (0 if told is None else 2)
     place = "models.m.max_model_len: " if "max_model_len" in keys else "models.m: --max-model-len: "
@@ -535,7 +550,7 @@ def test_check_says_which_groups_are_not_whole(tmp_path: Path, capsys: pytest.Ca
     file.write_text(json.dumps({"models": models}))
 
     assert exit_code(["check", str(file)]) == 2
-    found = [line for line in capsys.readouterr().out.splitlines() if "whole groups" in line]
+    found = [line for line in capsys.readouterr().out.splitlines() if "into groups of" in line]
     told = ("576 columns", "model.layers.0.self_attn.o_proj.weight", "groups of 128", "int4-g64", "int4-g32")
     assert [lacking(line, f"{file}:1: models.int4-g128.quantize", *told) for line in found] == [[]]
 

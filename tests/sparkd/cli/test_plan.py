@@ -252,7 +252,7 @@ def first_line(out: str) -> str:
     ("keys", "cause", "words"),
     [
         ({"tensor_parallel": 3}, "split", ("heads", "3 ranks", "another tensor_parallel: 1, 2")),
-        ({"quantize": "int4-g128", "model": "narrow"}, "format", ("whole groups", "--quantize")),
+        ({"quantize": "int4-g128", "model": "narrow"}, "format", ("groups of 128", "--quantize")),
         ({"kv_cache": {"bytes": "1MiB"}}, "cache", ("kv_cache holds 1 MiB", "max_model_len")),
         ({"memory_gib": 1}, "memory", ("memory_gib of 1", "raise")),
     ],

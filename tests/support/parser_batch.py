@@ -1,0 +1,23 @@
+"""Owns how tests ask vLLM's parser many questions in one child, because each child imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+from sparkd.inquiry import parser_answers
+
+
+def ask_at_once(checks: Callable[[], object]) -> None:
+    """Run `checks` without an answer, and then ask the parser all that they asked. This process keeps the answers."""
+    lines: dict[Path | None, list[Sequence[str]]] = {}
+
+    def note(asked: Sequence[Sequence[str]], runtime: Path | None, *_: object, **__: object) -> list[None]:
+        lines.setdefault(runtime, []).extend(asked)
+        return [None for _ in asked]
+
+    with patch.object(parser_answers, "answers", note):
+        checks()
+    for runtime, asked in lines.items():
+        parser_answers.answers(asked, runtime, [], ask=True)
