@@ -428,7 +428,7 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
     small = tmp_path / "small.yaml"
     small.write_text("{}")
     assert exit_code(["plan", "--quick", *there, "m", "--hardware", str(small)]) == 2
-    assert lacking(capsys.readouterr().err, "m", served["url"], "file") == []
+    assert lacking(capsys.readouterr().err, "m", served["url"], "--hardware") == []
 
 
 @pytest.mark.parametrize("argv", [["m"], ["mine", "--config", "FILE"], ["m", "--url", "URL"]])

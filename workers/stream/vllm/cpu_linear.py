@@ -123,13 +123,13 @@ class CpuScheme:
             raise CheckpointError("vLLM cannot load the scales of fp8-block for an output head", tensor=where, cure="Choose fp8 for it")
         if k % self.group_size:
             raise CheckpointError(
-                f"its {k} columns on one rank are not a multiple of {self.group_size}, which share a scale in {self.form.spelling}",
+                f"its {k} columns on one rank are not a multiple of the {self.group_size} that share a scale in {self.form.spelling}",
                 tensor=where,
                 cure="Lower the tensor-parallel size, or give this layer another format or group size",
             )
         if self.form.name == "fp8_block" and (odd := next((size for size in partitions[:-1] if size % BLOCK), None)):
             raise CheckpointError(
-                f"{odd} rows of a fused matrix are not a multiple of {BLOCK}, which share a scale in fp8-block",
+                f"{odd} rows of a fused matrix are not a multiple of the {BLOCK} that share a scale in fp8-block",
                 tensor=where,
                 cure="Lower the tensor-parallel size, or choose fp8 for this layer",
             )

@@ -152,7 +152,7 @@ class CpuMoEMethod(FusedMoEMethodBase):
         group = BLOCK if self.form.name == "fp8_block" and self.moe.tp_size > 1 else self.group_size
         if odd := next((size for size in (hidden, width) if size % group), None):
             raise CheckpointError(
-                f"{odd} columns of its experts on one rank are not a multiple of {group}, which share a scale in {self.form.spelling}",
+                f"{odd} columns of its experts on one rank are not a multiple of the {group} that share a scale in {self.form.spelling}",
                 tensor=layer.layer_name,
                 cure="Lower the tensor-parallel size, turn expert parallelism on, or give the experts another format or group size",
             )

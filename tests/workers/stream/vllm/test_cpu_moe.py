@@ -344,9 +344,9 @@ def test_torch_compile_sees_one_operator() -> None:
 
 
 def test_a_share_that_groups_do_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 .* 128, .*int4-g128 "):
+    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 .* 128 .*int4-g128\b"):
         made(Format("int4", 128), width=384, tp_size=2)
-    with pytest.raises(CheckpointError, match=r"192 columns .* 128, as fp8-block"):
+    with pytest.raises(CheckpointError, match=r"192 columns .* 128 .*fp8-block"):
         made(Format("fp8_block"), width=384, tp_size=2)
 
 
