@@ -309,6 +309,7 @@ class TestCommandLine:
         assert embedded_model.main(["--out", out, "--verify"]) == 0
         said = capsys.readouterr().out.splitlines()
         assert len(said) == 4 and all(out in line for line in said)
+        assert said[0] != said[3], "a folder that is missing is no verified one"
 
     def test_a_failure_is_one_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(embedded_model, "PACKAGE", "no-such-package-here")

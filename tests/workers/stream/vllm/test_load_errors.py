@@ -19,6 +19,7 @@ import torch
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.facts import lacking
 from tests.workers.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
@@ -287,6 +288,7 @@ def test_a_load_that_is_ended_from_outside_leaves_nothing(
     assert caught.value is error
     said = json.loads(progress.read_text())
     assert (said["phase"], type(error).__name__ in said["error"]["message"]) == ("failed", False)
+    assert lacking(said["error"]["message"], "load", "outside") == []
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
     assert shared_memory() <= before
