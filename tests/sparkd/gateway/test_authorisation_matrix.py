@@ -201,7 +201,7 @@ async def test_missing_and_wrong_keys_get_the_same_words(engine: RawEngine) -> N
                 headers = ["X-Request-Id: same"] + ([header] if header else [])
                 answer = await gateway.get(path, *headers)
                 assert answer.status == 401
-                seen.add((answer.body, tuple(answer.headers.items())))
+                seen.add((answer.body, tuple(header for header in answer.headers.items() if header[0].lower() != "date")))
         assert len(seen) == 1
 
 
