@@ -183,7 +183,8 @@ class RankSettings(BaseModel):
 
 
 class SettingsAnswer(BaseModel):
-    """configured: the entry's own keys; resolved: every key, with those of its recipe and the defaults. Values of `env` are masked."""
+    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
+    with those of its recipe and the defaults. Values of `env` are masked."""
 
     configured: dict[str, Any]
     resolved: dict[str, Any]

@@ -18,6 +18,7 @@ from sparkd.schema.model import ModelConfig
 from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table, whole
 
 SHOWN_PROBLEMS = 20
+MASK = "***"
 ENV_PREFIX = "SPARKD_"
 # Variables that sparkd's own command line and stub engine read; they are no keys of the file.
 OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY")
@@ -69,6 +70,12 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         elif isinstance(value, Table) and (inner := inner or _optional(section, key)) is not None:
             renamed[key] = canonical(value, inner, problems, (*path, key))
     return renamed
+
+
+def shown(entry: Table) -> dict[str, Any]:
+    """The keys of a model's entry as plain values, with MASK for each value of `env` and for each that came out of the environment."""
+    keys = {key: _masked_env(value) if key == "env" else _plain(value, entry.places[key]) for key, value in entry.items()}
+    return {key: value for key, value in keys.items() if key != "name"}
 
 
 def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigProblem], section: type[BaseModel]) -> None:
@@ -239,6 +246,21 @@ def _put(
         problems.append(
             place.problem(f"{dotted(spelled)} sets {key} a second time{f' (first on line {known})' if known else ''}. Keep one.")
         )
+
+
+def _plain(value: Any, place: Location) -> Any:
+    if isinstance(value, Table):
+        return {key: _plain(inner, value.places[key]) for key, inner in value.items()}
+    if isinstance(value, Items):
+        return [_plain(item, where) for item, where in zip(value, value.places, strict=True)]
+    return MASK if place.secret else value
+
+
+def _masked_env(value: Any) -> Any:
+    """A map of the names; llama-swap's list of NAME=value becomes one, too."""
+    if isinstance(value, Mapping):
+        return dict.fromkeys(value, MASK)
+    return {str(pair).partition("=")[0]: MASK for pair in value} if isinstance(value, list) else MASK
 
 
 def _tree(value: Any, place: Location) -> Any:
