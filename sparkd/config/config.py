@@ -321,7 +321,7 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     except ValidationError as error:
         problems += problems_of(error, tree, ("models", name))
     if model is None or problems:
-        raise error_of(problems)
+        raise error_of(problems, ("models", name))
     if over_admin:
         refuse_over_admin(own, model)
     return model
@@ -372,7 +372,7 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
 
 def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[ConfigProblem]:
     """The mistakes of one key about another, at the key to blame. others: names of models that are not in `config`."""
-    return [place_of(tree, location).problem(message) for location, message in _cross_checks(config, others)]
+    return [place_of(tree, location).problem(message, key=location) for location, message in _cross_checks(config, others)]
 
 
 def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -53,13 +53,13 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         if target.partition(".")[0] in known:
             _put(renamed, target, value, place, problems, (*path, key))
         elif key in foreign:
-            problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}"))
+            problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}", key=(*path, key)))
         else:
             near = _nearest(key, [*known, *ours])
             renamed.meant |= {ours.get(near, near)} if near else set()
             # A blank or a sign that nobody sees is shown by its number.
             spelled = key if key.isprintable() and key.split() == [key] else ascii(key)
-            problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}"))
+            problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}", key=(*path, key)))
     for key, value in list(renamed.items()):
         inner = _section(section, key)
         holds_models = top and key == "models"
@@ -121,7 +121,7 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
 
     A key that is missing because it was misspelt has been told of already.
     """
-    found: dict[tuple[Any, ...], tuple[Location, Any, list[str]]] = {}
+    found: dict[tuple[Any, ...], tuple[Location, Any, list[str], tuple[str | int, ...]]] = {}
     for one in error.errors(include_url=False, include_input=False):
         location, place, value = _locate(tree, one["loc"])
         if one["type"] == "missing" and _is_misspelt(tree, one["loc"]):
@@ -129,15 +129,16 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         context = one.get("ctx", {})
         if item := _item(one):
             _, place, _ = _locate(tree, (*one["loc"], *item))
+        key = (*path, *location, *item)
         sentence = _sentence(one["type"], one["msg"], context)
         if context.get("repeats") and place.secret:
             sentence = "it comes from the environment and cannot be used (not shown, it may be a secret)"
-        sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, []))[2]
+        sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, [], key))[2]
         if sentence not in sentences:
             sentences.append(sentence)
     return [
-        place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete))
-        for (location, complete), (place, value, sentences) in found.items()
+        place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete), key=key)
+        for (location, complete), (place, value, sentences, key) in found.items()
     ]
 
 
@@ -174,14 +175,18 @@ def place_of(tree: Table, location: Sequence[str | int]) -> Location:
     return _locate(tree, location)[1]
 
 
-def error_of(problems: Sequence[ConfigProblem]) -> ConfigError:
-    """One ConfigError that reads as a list; its file and line are those of the first problem."""
+def error_of(problems: Sequence[ConfigProblem], path: Sequence[str] = ()) -> ConfigError:
+    """One ConfigError that reads as a list; its file, line and key are those of the first problem.
+
+    path: of the section from which the key is counted.
+    """
     errors = in_order(problem for problem in problems if problem.severity == "error")
     first, rest = errors[0], errors[1:SHOWN_PROBLEMS]
     lines = [first.message, *map(str, rest)]
     if len(errors) > SHOWN_PROBLEMS:
         lines.append(f"... and {len(errors) - SHOWN_PROBLEMS} more problems.")
-    return ConfigError("\n".join(lines), file=first.file, line=first.line)
+    param = dotted([str(part) for part in first.key[len(path) :]]) or None
+    return ConfigError("\n".join(lines), file=first.file, line=first.line, param=param)
 
 
 def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
@@ -200,7 +205,8 @@ def _models(table: Table, problems: list[ConfigProblem]) -> Table:
         try:
             check_name(name)
         except ValueError as error:
-            problems.append(place.problem(f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."))
+            message = f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."
+            problems.append(place.problem(message, key=("models", name, "name")))
             continue
         if isinstance(entry, Table | None):
             entry = canonical(entry or Table(), ModelConfig, problems, ("models", name))
@@ -243,9 +249,8 @@ def _put(
             _put(standing, name, inner_value, value.places[name], problems, (*spelled, name))
     else:
         known = tree.places[key].line
-        problems.append(
-            place.problem(f"{dotted(spelled)} sets {key} a second time{f' (first on line {known})' if known else ''}. Keep one.")
-        )
+        first = f" (first on line {known})" if known else ""
+        problems.append(place.problem(f"{dotted(spelled)} sets {key} a second time{first}. Keep one.", key=spelled))
 
 
 def _plain(value: Any, place: Location) -> Any:
