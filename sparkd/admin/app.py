@@ -188,8 +188,8 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
         # Else it would be tried again and again. Before anybody can see it.
-        if load and not _known(registry, name) and (fault := await operator.unusable(name, spec)):
-            raise CheckpointError(f"{name} was not added: {fault.message}")
+        if fault := await operator.unusable(name, spec):
+            raise CheckpointError(fault.message)
         operator.add(name, spec, replace=replace)
         if not load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}

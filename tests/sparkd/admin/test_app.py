@@ -449,8 +449,14 @@ async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_th
         assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
 
         later = {"name": "later", "spec": {"model": "/y"}}
+        for method, path, body in (("POST", "/models", later), ("PUT", "/models/later", {"spec": later["spec"]})):
+            refused = await made.refused(method, path, 422, json={**body, "load": False})
+            assert (refused["param"], refused["message"]) == ("model", fault.message)
+        monkeypatch.undo()
         await made.ask("POST", "/models", 202, json={**later, "load": False})
+        monkeypatch.setattr(made.scene.cluster, "unusable", AsyncMock(return_value=fault))
         await made.ask("POST", "/models", 202, json=later)
+        assert (await made.refused("PUT", "/models/later", 422, json={"spec": {"model": "/z"}}))["param"] == "model"
         assert "later" in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
 
 
