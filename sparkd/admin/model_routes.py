@@ -16,6 +16,7 @@ from sparkd.admin.answers import answers
 from sparkd.admin.page_answers import LayersAnswer, SettingsAnswer, StartAnswer
 from sparkd.admin.starts import Starts
 from sparkd.capacity.layers import layers_of
+from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.record import Record
@@ -44,7 +45,8 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
 
     @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> dict[str, Any]:
-        return (starts or Starts()).of(registry.find(name).name)
+        disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
+        return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
 
     @api.get(
         "/models/{name:path}/settings",
