@@ -199,7 +199,7 @@ class Live:
         """rates: what was measured between the nodes. path: of the file of the series."""
         self.stream = LiveStream()
         self.starts = Starts()
-        supervisor.watchers.append(self._watch)
+        journal.snapshots.follow(self._watch)
         # What the supervisor's last look showed, and when the last document was made (its wall clock).
         self._seen: Snapshot | None = None
         self._shown_s = float("-inf")
