@@ -320,7 +320,7 @@ def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFi
         (["plain", "out"], ["plain", "`quantize`", "--quantize nvfp4"]),
         (["plain", "out", "--quantize", "nf4"], ["nf4"]),
         (["plain", "out", "--quantize", "{"], ["--quantize"]),
-        (["plain", "out", "--quantize", "nvfp4"], ["/none", "not on this node"]),
+        (["plain", "out", "--quantize", "nvfp4"], ["/none", "not there"]),
         (["bare", "out", "--quantize", "nvfp4"], ["/none/python", "No such file or directory", "engine.runtime"]),
         (["empty", "out", "--quantize", "nvfp4"], ["/python", "torch", "No module named 'torch'", "engine.runtime"]),
     ],
