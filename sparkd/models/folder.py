@@ -31,7 +31,9 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
         return None
     if places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
         what, cure = fault
-        return ModelUnusable(f"The folder {folder} {what}: {cure}.", client_message=f"Its folder {what}: {_CURE}.")
+        return ModelUnusable(
+            f"The folder {folder} {what}: {cure}.", client_message=f"Its folder {what}: {_CURE if folder in cure else cure}."
+        )
     cure = f"{_CURE}, and let the user that sparkd runs as read it."
     message = f"There is no model at {folder} that sparkd can read: {cure}"
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
