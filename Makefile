@@ -22,6 +22,7 @@ help:
 	echo "     ENGINE=X             auto, cpu, cuda or a requirement such as vllm==0.27.1"
 	echo "make test                 install what the tests need, lint, run them"
 	echo "make lint                 ruff, import-linter, mypy"
+	echo "make promtool             fetch Prometheus's checker into .venv/bin, for deploy/observability/"
 	echo "make bench                what the gateway costs, beside nginx"
 	echo "make wheels               show that every dependency has wheels for aarch64 and x86_64, Python 3.11 to 3.13"
 	echo "make lock                 a new .venv with the newest versions; writes them to deploy/constraints*.txt, which the others follow"

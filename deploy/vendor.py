@@ -1,7 +1,7 @@
 """Owns the libraries of the web page: fetches their packages, checks them by hash, writes their modules with relative imports.
 
-    python deploy/vendor.py            write sparkd/web/static/vendor anew from the packages (needs npm)
-    python deploy/vendor.py --check    compare that folder with the recorded hashes (needs neither npm nor a network)
+python deploy/vendor.py            write sparkd/web/static/vendor anew from the packages (needs npm)
+python deploy/vendor.py --check    compare that folder with the recorded hashes (needs neither npm nor a network)
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from typing import Any, ClassVar
 class SparkdError(Exception):
     """Root of the tree. `status` is the HTTP status, `type` and `code` are the OpenAI fields, `exit_code` is the command line's.
 
+    param: the key of the request or the entry that it is about, dotted below a section.
     message: for the operator, who reads it in the log, the admin API and the command line; of errors that clients cause, for them.
     client_message: what a client may read of an error of the daemon's, or None. It names no path, no folder of this machine and no token;
     whoever raises the error decides. explanation: the message without the file or tensor that it begins with.
@@ -112,7 +113,7 @@ class CheckpointError(SparkdError):
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None, cure: str | None = None) -> None:
         place = ": ".join(part for part in (file, tensor) if part)
         explanation = f"{clause(message)}." + (f" {clause(cure)}." if cure else "")
-        super().__init__(f"{place}: {explanation}" if place else explanation)
+        super().__init__(f"{place}: {explanation}" if place else explanation, param="model")
         self.explanation = explanation
         self.reason = message
         self.file = file

@@ -374,7 +374,8 @@ class FitAnswer(BaseModel):
 class RequestBody(BaseModel):
     """One request for a model. Times are in seconds: started_s since 1970, the others since its arrival.
 
-    number counts the finished ones and is null in flight. tokens: as the engine counted them; tokens_per_s: of a stream behind its first.
+    number counts the finished ones and is null in flight. tokens: as the engine counted them, at the end of its answer; null in flight,
+    because counting them on the way would mean to read each chunk. tokens_per_s: of a stream behind its first.
     """
 
     request_id: str
@@ -386,6 +387,7 @@ class RequestBody(BaseModel):
     phase: Literal["queued", "prefill", "streaming", "done"]
     status: int | None = Field(description="499: the client left; null before the answer has begun")
     code: str | None = Field(description="The code of the error that ended it")
+    failed: bool = Field(description="It ended with a code, or a status of 400 or more")
     seconds: float
     queued_s: float | None
     ttft_s: float | None

@@ -188,8 +188,8 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
         # Else it would be tried again and again. Before anybody can see it.
-        if load and not _known(registry, name) and (fault := await operator.unusable(name, spec)):
-            raise CheckpointError(f"{name} was not added: {fault.message}")
+        if fault := await operator.unusable(name, spec):
+            raise CheckpointError(fault.message)
         operator.add(name, spec, replace=replace)
         if not load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
@@ -365,7 +365,9 @@ async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     faults = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
-    return await _refuse(request, BadRequest(f"The request is invalid: {faults or 'unreadable'}."))
+    # The first part of a place is where in the request it is: body, query or path.
+    param = ".".join(str(part)[:SHOWN_CHARS] for part in problems[0]["loc"][1:]) if problems else ""
+    return await _refuse(request, BadRequest(f"The request is invalid: {faults or 'unreadable'}.", param=param or None))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import secrets
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,28 @@ MOST_PAGES = 64
 ASK_EVERY_S, ASK_SOONER_S = 30.0, 5.0
 
 log = logging.getLogger("sparkd")
+
+
+class Page:
+    """The events of one open page. `leave` is called once: at their end, when it is closed, or when it is dropped before its first one."""
+
+    def __init__(self, events: AsyncGenerator[str, None], leave: Callable[[], None]) -> None:
+        self._events = events
+        self._leave = weakref.finalize(self, leave)
+
+    def __aiter__(self) -> Page:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            return await anext(self._events)
+        except BaseException:
+            self._leave()
+            raise
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+        self._leave()
 
 
 class LiveStream:
@@ -84,25 +107,21 @@ class LiveStream:
         self._document = self._whole = None
         self._changes.clear()
 
-    def follow(self, last_event_id: str) -> AsyncIterator[str]:
+    def follow(self, last_event_id: str) -> Page:
         """The events of one page, until it leaves or has fallen too far behind. Raises Unavailable where too many are open."""
         if self._pages >= MOST_PAGES:
             raise Unavailable(f"{MOST_PAGES} pages are open, which is the most; close one, or try again later.", retry_after_s=30)
-        return self._counted(last_event_id)
-
-    async def _counted(self, last_event_id: str) -> AsyncIterator[str]:
         self._pages += 1
-        try:
-            while self._document is None:
-                self.asked.set()
-                await self._news.wait()
-            async for text in self._events(last_event_id):
-                yield text
-        finally:
-            self._pages -= 1
-            self._left_s = self._clock()
+        return Page(self._events(last_event_id), self._leave)
 
-    async def _events(self, last_event_id: str) -> AsyncIterator[str]:
+    def _leave(self) -> None:
+        self._pages -= 1
+        self._left_s = self._clock()
+
+    async def _events(self, last_event_id: str) -> AsyncGenerator[str, None]:
+        while self._document is None:
+            self.asked.set()
+            await self._news.wait()
         seen = self._resumed(last_event_id)
         if seen is None:
             seen = self._seq
@@ -180,7 +199,7 @@ class Live:
         """rates: what was measured between the nodes. path: of the file of the series."""
         self.stream = LiveStream()
         self.starts = Starts()
-        supervisor.watchers.append(self._watch)
+        journal.snapshots.follow(self._watch)
         # What the supervisor's last look showed, and when the last document was made (its wall clock).
         self._seen: Snapshot | None = None
         self._shown_s = float("-inf")

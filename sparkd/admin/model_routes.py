@@ -16,6 +16,7 @@ from sparkd.admin.answers import answers
 from sparkd.admin.page_answers import LayersAnswer, SettingsAnswer, StartAnswer
 from sparkd.admin.starts import Starts
 from sparkd.capacity.layers import layers_of
+from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.record import Record
@@ -26,6 +27,7 @@ from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.schema.model import ModelConfig
+from sparkd.schema.overlay import MASK
 from sparkd.schema.quantize import AUTO
 from sparkd.state.nouns import RankHandle
 from workers.quantization.recipe import QuantizationRecipe
@@ -33,7 +35,6 @@ from workers.rank.log import NON_DEFAULT, STARTED
 
 LAYERS_KEPT_S = 30.0
 LINES_TIMEOUT_S = 10.0
-MASK = "***"
 
 _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
@@ -44,7 +45,8 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
 
     @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> dict[str, Any]:
-        return (starts or Starts()).of(registry.find(name).name)
+        disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
+        return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
 
     @api.get(
         "/models/{name:path}/settings",
@@ -91,12 +93,12 @@ def _keys(record: Record) -> dict[str, Any]:
     spec = record.spec
     if spec is None:
         raise ConfigError(f"{record.name} is configured no more.")
-    return {"configured": _shown(spec, own=True), "resolved": _shown(spec, own=False)}
+    return {"configured": spec.given, "resolved": _resolved(spec)}
 
 
-def _shown(spec: ModelConfig, *, own: bool) -> dict[str, Any]:
-    """own: only the keys that were given. A variable may hold a secret."""
-    keys: dict[str, Any] = spec.model_dump(mode="json", exclude_unset=own, exclude={"name"})
+def _resolved(spec: ModelConfig) -> dict[str, Any]:
+    """A variable may hold a secret."""
+    keys: dict[str, Any] = spec.model_dump(mode="json", exclude={"name"})
     if keys.get("env"):
         keys["env"] = dict.fromkeys(keys["env"], MASK)
     return keys

@@ -22,8 +22,15 @@ class Operator:
         self._cluster = cluster
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
-        """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`."""
-        return await self._cluster.models.unusable(self._registry.judged(name, raw))
+        """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`.
+
+        None for a model that is known by this name: the files of what may run now are the supervisor's business.
+        """
+        spec = self._registry.judged(name, raw)
+        known = self._registry.records.get(name)
+        if known is not None and known.spec is not None and known.spec.model == spec.model:
+            return None
+        return await self._cluster.models.unusable(spec)
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
         """Take in a model that the configuration file does not have. Adding the same again changes nothing.

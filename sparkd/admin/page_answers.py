@@ -153,7 +153,10 @@ class RemovedEntry(BaseModel):
 
 
 class StartPhase(BaseModel):
-    """begin_s: after the start began; seconds: null while it goes on. bytes: read from the disk in it."""
+    """begin_s: after the start began; seconds: null while it goes on. bytes: read from the disk in it, null if its loader does not say.
+
+    A loader that quantizes reads in `quantize`. vLLM's own loader tells the size of the weights when it has loaded them.
+    """
 
     name: str
     begin_s: float
@@ -170,7 +173,7 @@ class StartAnswer(BaseModel):
     seconds: float | None
     ended: str | None
     phases: list[StartPhase]
-    disk_bytes_per_s: float | None = Field(description="What the disk gives at most, where somebody has measured it")
+    disk_bytes_per_s: float | None = Field(description="Of the disk of a node like this one, else the fastest reading of this load")
 
 
 class RankSettings(BaseModel):
@@ -183,7 +186,8 @@ class RankSettings(BaseModel):
 
 
 class SettingsAnswer(BaseModel):
-    """configured: the entry's own keys; resolved: every key, with those of its recipe and the defaults. Values of `env` are masked."""
+    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
+    with those of its recipe and the defaults. Values of `env` are masked."""
 
     configured: dict[str, Any]
     resolved: dict[str, Any]

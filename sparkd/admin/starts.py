@@ -1,18 +1,26 @@
-"""Owns how each model's last start went: its phases one after another, as the supervisor's looks show them. Never decides."""
+"""Owns how each model's last start went: its phases one after another, as the supervisor's looks show them. Never decides.
+
+A start is kept in memory only: after a restart of the daemon it is unknown until the model starts again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkd.hardware import GIB
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
 
-# In the order in which a start goes through them; it may leave some out, and never goes back.
+# In the order in which a start goes through them; it may leave some out, and never goes back. A loader that quantizes reads while it does,
+# so all bytes of its load are those of `quantize`, and there is no `read`.
 PHASES = MEMORY, ENGINE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
     *("memory back", "engine", "read", "quantize"),
     *("compile", "rehearse", "graphs", "first answer"),
 )
+
+# The loader's name of weights that it only reads.
+AS_STORED = "bf16"
 
 
 @dataclass(slots=True)
@@ -45,12 +53,16 @@ class _Start:
 
     def look(self, phase: str, read_bytes: int | None, now_s: float) -> None:
         last = self.phases[-1] if self.phases else None
+        if phase == QUANTIZE and last is not None and last.name == READ:
+            last.name = QUANTIZE  # its loader had not said yet that it quantizes
         if last is None or PHASES.index(phase) > PHASES.index(last.name):
             self._close(now_s)
             last = _Phase(phase, now_s)
             self.phases.append(last)
-        if last.name in (READ, QUANTIZE) and read_bytes is not None:
-            last.read_bytes = read_bytes
+        # The last bytes are known, and vLLM's own loader tells any, when the reading has ended.
+        reading = next((each for each in reversed(self.phases) if each.name in (READ, QUANTIZE)), None)
+        if reading is not None and read_bytes is not None:
+            reading.read_bytes = read_bytes
 
     def end(self, how: str, now_s: float) -> None:
         self._close(now_s)
@@ -81,27 +93,31 @@ class Starts:
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 
-    def of(self, model: str) -> dict[str, Any]:
-        """See sparkd.admin.page_answers.StartAnswer."""
+    def of(self, model: str, disk_bytes_s: float | None = None) -> dict[str, Any]:
+        """See sparkd.admin.page_answers.StartAnswer. disk_bytes_s: the rate of the node's disk; if it is unknown, that of this load's
+        reading stands for it."""
         start = self._starts.get(model)
         if start is None:
-            return {"model": model, "began_s": None, "seconds": None, "ended": None, "phases": [], "disk_bytes_per_s": None}
+            return {"model": model, "began_s": None, "seconds": None, "ended": None, "phases": [], "disk_bytes_per_s": disk_bytes_s}
+        phases = [phase.to_dict(start.began_s) for phase in start.phases]
         return {
             "model": model,
             "began_s": start.began_s,
             "seconds": None if start.end_s is None else round(start.end_s - start.began_s, 3),
             "ended": start.ended,
-            "phases": [phase.to_dict(start.began_s) for phase in start.phases],
-            "disk_bytes_per_s": None,
+            "phases": phases,
+            "disk_bytes_per_s": disk_bytes_s or max(filter(None, (phase["bytes_per_s"] for phase in phases)), default=None),
         }
 
 
 def _read_bytes(view: ModelView) -> int | None:
-    """As the loader says; stock vLLM's log gives shards, which come to bytes of weights."""
+    """As the loader says; of vLLM's own loader the size of the weights, which its log tells once they are loaded."""
     progress = view.progress
     if progress is None:
         return None
-    return progress.bytes_done if progress.read_bytes is None else progress.read_bytes
+    if progress.read_bytes is not None or progress.weights_gib is None:
+        return progress.read_bytes
+    return int(progress.weights_gib * GIB)
 
 
 def _end_of(view: ModelView) -> str:
@@ -121,7 +137,7 @@ def _phase_of(view: ModelView) -> str:
         return ENGINE
     if progress.phase == "loading":
         # The loader of a format quantizes while it reads; from the cache, and without a format, it only reads.
-        return QUANTIZE if progress.format is not None and progress.source == "checkpoint" else READ
+        return QUANTIZE if progress.format not in (None, AS_STORED) and progress.source == "checkpoint" else READ
     if progress.phase == "warming":
         return COMPILE
     return REHEARSE if progress.kv is not None and progress.kv.get("phase") == "rehearsing" else GRAPHS

@@ -51,7 +51,7 @@ from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import at_trusted_commit, pinned
-from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError
+from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError, clause
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
@@ -240,8 +240,9 @@ def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, 
         return ModelConfig.model_validate({**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the entry"
-        raise ConfigError(f"{spec.name}: {where}: {first['msg'].removeprefix('Value error, ')}.", param="model") from None
+        where = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("item")
+        reason = clause(first["msg"].removeprefix("Value error, "))
+        raise ConfigError(f"{spec.name}: {where or 'the entry'}: {reason}.", param=where) from None
 
 
 def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:

@@ -56,6 +56,7 @@ from sparkd.schema.overlay import (
     overlay_flags,
     place_of,
     problems_of,
+    shown,
     table_of,
 )
 from sparkd.schema.yaml_file import ConfigProblem, Location, Table
@@ -310,16 +311,17 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     problems: list[ConfigProblem] = []
     own = canonical(table_of({"models": {name: dict(raw)}}, Location()), Config, problems)["models"].get(name)
     model, tree = None, own
+    given = {} if own is None else shown(own)
     if over_admin and own is not None:
         refuse_paths(own, lambda name: book is not None and book.has(name))
     try:
         if own is not None:
             tree = expanded(name, own, book or RecipeLibrary(None, {}), problems)
-            model = ModelConfig.model_validate(tree)
+            model = ModelConfig.model_validate(tree).with_given(given)
     except ValidationError as error:
         problems += problems_of(error, tree, ("models", name))
     if model is None or problems:
-        raise error_of(problems)
+        raise error_of(problems, ("models", name))
     if over_admin:
         refuse_over_admin(own, model)
     return model
@@ -353,9 +355,13 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     overlay_environ(tree, environ, document.env_names, problems, Config)
     overlay_flags(tree, flags, problems, Config)
     config, base = None, path.absolute().parent if path else None
+    entries = tree.get("models")
+    given = {name: shown(entry) for name, entry in entries.items() if isinstance(entry, Table)} if isinstance(entries, Table) else {}
     expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), tree.get("state_dir", STATE_DIR), base, environ), problems)
     try:
         config = Config.model_validate(tree, context={"base": base})
+        models = {name: model.with_given(given.get(name, {})) for name, model in config.models.items()}
+        config = config.model_copy(update={"models": models})
     except ValidationError as error:
         problems += problems_of(error, tree)
     if config is not None:
@@ -366,7 +372,7 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
 
 def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[ConfigProblem]:
     """The mistakes of one key about another, at the key to blame. others: names of models that are not in `config`."""
-    return [place_of(tree, location).problem(message) for location, message in _cross_checks(config, others)]
+    return [place_of(tree, location).problem(message, key=location) for location, message in _cross_checks(config, others)]
 
 
 def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:

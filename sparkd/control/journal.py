@@ -16,12 +16,27 @@ from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Desired, Event, RankHandle
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
+from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import EVENTS_KEPT, History, Store
 
 log = logging.getLogger("sparkd.events")
 
 # Rows of history that are read in one turn of the loop: below a millisecond.
 SLICE = 50
+
+
+class SnapshotFeed:
+    """The snapshot of every tick, for those who follow them. Each is called in the tick, and its errors are the caller's to bound."""
+
+    def __init__(self) -> None:
+        self._followers: list[Callable[[Snapshot], None]] = []
+
+    def follow(self, show: Callable[[Snapshot], None]) -> None:
+        self._followers.append(show)
+
+    def show(self, snapshot: Snapshot) -> None:
+        for follower in self._followers:
+            follower(snapshot)
 
 
 class EventFeed:
@@ -73,6 +88,7 @@ class Ledger:
         self._boundary = boundary or Boundary(time.monotonic)
         self.operations = OperationBook(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
+        self.snapshots = SnapshotFeed()
         self.trouble: Condition | None = None
 
     def tell_damages(self) -> None:

@@ -100,10 +100,11 @@ class Roster:
         """What `add` would take in; raises as that, and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
         if name in self._base.models:
-            raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.")
+            raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.", param="name")
         for alias in spec.served_names():
             if self._names.get(alias, name) != name:
-                raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.")
+                key = "name" if alias == name else "served_model_name" if alias in spec.served_model_name else "aliases"
+                raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.", param=key)
         self._base.with_model(spec)  # raises what would leave it out
         return spec
 

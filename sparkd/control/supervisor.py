@@ -82,8 +82,6 @@ class Supervisor:
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
-        # Each is shown the snapshot of every tick.
-        self.watchers: list[Callable[[Snapshot], None]] = []
         self.registry = registry
         self.ledger = journal
         self.ledger.tell_damages()
@@ -302,8 +300,7 @@ class Supervisor:
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
-            for watch in self.watchers:
-                watch(snapshot)
+            self.ledger.snapshots.show(snapshot)
 
     def _welcome(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""

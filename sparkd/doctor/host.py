@@ -74,11 +74,11 @@ class Host:
         except (IndexError, ValueError):
             return None
 
-    def find(self, check: str, verdict: str, about: str, evidence: str, cure: str = "") -> Finding:
-        return Finding(check, verdict, self.name, about, evidence, cure)
+    def find(self, check: str, verdict: str, about: str, evidence: str, cure: str = "", command: str | None = None) -> Finding:
+        return Finding(check, verdict, self.name, about, evidence, cure, command)
 
-    def fine(self, check: str, about: str, evidence: str, cure: str = "") -> Finding:
-        return self.find(check, OK, about, evidence, cure)
+    def fine(self, check: str, about: str, evidence: str, cure: str = "", command: str | None = None) -> Finding:
+        return self.find(check, OK, about, evidence, cure, command)
 
 
 def gib(size_bytes: float) -> str:

@@ -41,7 +41,7 @@ def _swap(host: Host) -> Iterator[Finding]:
     evidence = f"{gib(total)}, {gib(total - free)} used"
     if total == 0:
         cure = f"Make {GOOD_SWAP_GIB} GiB: `{MAKE_SWAP}`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
-        yield host.find("swap", WARN, "swap", evidence, cure)
+        yield host.find("swap", WARN, "swap", evidence, cure, MAKE_SWAP)
     elif total > MOST_SWAP_BYTES:
         cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with more, the kernel swaps for hours and kills nothing."
         yield host.find("swap", WARN, "swap", evidence, cure)
@@ -65,29 +65,30 @@ def _less_swap(host: Host) -> str:
 def _settings(host: Host) -> Iterator[Finding]:
     swappiness = host.number("proc/sys/vm/swappiness")
     if swappiness is not None and swappiness > MOST_SWAPPINESS:
-        cure = (
-            "`sudo sysctl vm.swappiness=10`, and a file in /etc/sysctl.d (`sparkd doctor --fix`): an engine's host memory must not "
-            "be swapped out."
-        )
-        yield host.find("swappiness", WARN, "vm.swappiness", str(swappiness), cure)
+        command = "sudo sysctl vm.swappiness=10"
+        cure = f"`{command}`, and a file in /etc/sysctl.d (`sparkd doctor --fix`): an engine's host memory must not be swapped out."
+        yield host.find("swappiness", WARN, "vm.swappiness", str(swappiness), cure, command)
     elif swappiness is not None:
         yield host.fine("swappiness", "vm.swappiness", str(swappiness))
     yield from _dirty(host)
     min_free_kib = host.number("proc/sys/vm/min_free_kbytes")
     if min_free_kib is not None and min_free_kib > MOST_MIN_FREE_KIB:
         boost = host.number("proc/sys/vm/watermark_boost_factor")
-        cure = "`sudo sysctl vm.min_free_kbytes=45167`: the kernel takes this reserve out of MemAvailable, and vLLM then refuses to start."
+        command = "sudo sysctl vm.min_free_kbytes=45167"
+        cure = f"`{command}`: the kernel takes this reserve out of MemAvailable, and vLLM then refuses to start."
         evidence = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
-        yield host.find("min-free", WARN, "vm.min_free_kbytes", evidence, cure)
+        yield host.find("min-free", WARN, "vm.min_free_kbytes", evidence, cure, command)
     elif min_free_kib is not None:
         yield host.fine("min-free", "vm.min_free_kbytes", str(min_free_kib))
     if host.number("proc/sys/vm/overcommit_memory") == 2:
-        cure = "`sudo sysctl vm.overcommit_memory=0`: CUDA reserves more address space than there is memory, which the kernel then refuses."
-        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses address space that no memory backs", cure)
+        command = "sudo sysctl vm.overcommit_memory=0"
+        cure = f"`{command}`: CUDA reserves more address space than there is memory, which the kernel then refuses."
+        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses address space that no memory backs", cure, command)
     if pages := host.meminfo.get("HugePages_Total", 0):
         size = pages * host.meminfo.get("Hugepagesize", 0)
-        cure = "`sudo sysctl vm.nr_hugepages=0`: CUDA on a shared memory then counts huge pages alone as free (NVIDIA's porting guide)."
-        yield host.find("huge-pages", WARN, "huge pages", f"{pages} reserved, {gib(size)}", cure)
+        command = "sudo sysctl vm.nr_hugepages=0"
+        cure = f"`{command}`: CUDA on a shared memory then counts huge pages alone as free (NVIDIA's porting guide)."
+        yield host.find("huge-pages", WARN, "huge pages", f"{pages} reserved, {gib(size)}", cure, command)
 
 
 def _dirty(host: Host) -> Iterator[Finding]:
@@ -98,8 +99,9 @@ def _dirty(host: Host) -> Iterator[Finding]:
         return
     evidence = f"up to {gib(most)} may wait to be written"
     if most > MOST_DIRTY_BYTES:
-        cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (or --fix): engines cannot use memory that waits to be written."
-        yield host.find("dirty", WARN, "vm.dirty_bytes", evidence, cure)
+        command = f"sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}"
+        cure = f"`{command}` (or --fix): engines cannot use memory that waits to be written."
+        yield host.find("dirty", WARN, "vm.dirty_bytes", evidence, cure, command)
     else:
         yield host.fine("dirty", "vm.dirty_bytes", evidence)
 
@@ -113,11 +115,11 @@ def _page_cache(host: Host) -> Iterator[Finding]:
     elif host.raw.get("root") and not host.has(*units):
         yield host.fine("page-cache", "helper", "sparkd runs as root and drops it by itself")
     else:
-        cure = "`sudo systemctl enable --now sparkd-dropcache.socket`"
+        command = "sudo systemctl enable --now sparkd-dropcache.socket"
         if not host.has(*units):
-            cure = f"`sudo make -C deploy install`, then {cure}"
+            command = f"sudo make -C deploy install && {command}"
         effect = "without it the page cache is not freed before a load, and CUDA counts only MemFree."
-        yield host.find("page-cache", WARN, "helper", "no helper that can drop the page cache", f"{cure}: {effect}")
+        yield host.find("page-cache", WARN, "helper", "no helper that can drop the page cache", f"`{command}`: {effect}", command)
     free, available = host.meminfo.get("MemFree"), host.meminfo.get("MemAvailable")
     if free is not None and available is not None:
         yield host.fine("memory", "memory", f"{gib(available)} available, of which {gib(free)} free, the rest page cache")
@@ -132,8 +134,9 @@ def _killers(host: Host) -> Iterator[Finding]:
         else:
             yield host.fine("killers", "earlyoom", "installed")
     if host.has("etc/systemd/system/multi-user.target.wants/systemd-oomd.service"):
-        cure = "`sudo systemctl disable --now systemd-oomd`: it does not see CUDA's memory, and under pressure kills the wrong session."
-        yield host.find("killers", WARN, "systemd-oomd", "enabled", cure)
+        command = "sudo systemctl disable --now systemd-oomd"
+        cure = f"`{command}`: it does not see CUDA's memory, and under pressure kills the wrong session."
+        yield host.find("killers", WARN, "systemd-oomd", "enabled", cure, command)
 
 
 def _holders(host: Host) -> Iterator[Finding]:
@@ -146,8 +149,9 @@ def _holders(host: Host) -> Iterator[Finding]:
     gap = unaccounted_bytes(host.meminfo)
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
-            cure = "A dead engine may have left it in the driver: `sudo fuser -v /dev/nvidia*` names its holders. Without any, restart."
-            yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure)
+            command = "sudo fuser -v /dev/nvidia*"
+            cure = f"A dead engine may have left it in the driver: `{command}` names its holders. Without any, restart."
+            yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure, command)
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")
     old = [
@@ -158,18 +162,21 @@ def _holders(host: Host) -> Iterator[Finding]:
     size = sum(file["bytes"] for file in old)
     if old and not engines and size > SHARED_BYTES:
         names = " ".join(f"/dev/shm/{file['name']}" for file in sorted(old, key=lambda file: -file["bytes"])[:3])
-        cure = f"No engine runs: `sudo rm {names}`{' and the others' if len(old) > 3 else ''}. They use memory until they are removed."
-        yield host.find("shared-memory", WARN, "/dev/shm", f"{len(old)} files of ended engines, {gib(size)}", cure)
+        command = f"sudo rm {names}"
+        cure = f"No engine runs: `{command}`{' and the others' if len(old) > 3 else ''}. They use memory until they are removed."
+        yield host.find("shared-memory", WARN, "/dev/shm", f"{len(old)} files of ended engines, {gib(size)}", cure, command)
 
 
 def _system(host: Host) -> Iterator[Finding]:
     if host.is_spark and str(host.raw.get("target") or "").endswith("graphical.target"):
-        cure = "Without a screen: `sudo systemctl set-default multi-user.target`, then restart. It gives 2 to 3 GB back."
-        yield host.fine("desktop", "default.target", "a desktop starts with the machine", cure)
+        command = "sudo systemctl set-default multi-user.target"
+        cure = f"Without a screen: `{command}`, then restart. It gives 2 to 3 GB back."
+        yield host.fine("desktop", "default.target", "a desktop starts with the machine", cure, command)
     if not host.text("proc/pressure/memory"):
         yield host.find(
             "pressure", WARN, "PSI", "/proc/pressure/memory is not there", "Add psi=1 to the kernel's command line, then restart."
         )
     if host.is_spark and "MemoryMin" not in str(host.raw.get("slice") or ""):
-        cure = "`sudo systemctl set-property user.slice MemoryMin=4G MemoryLow=6G` (or --fix): a shell then answers under pressure."
-        yield host.fine("operator", "user.slice", "no memory is kept for user sessions", cure)
+        command = "sudo systemctl set-property user.slice MemoryMin=4G MemoryLow=6G"
+        cure = f"`{command}` (or --fix): a shell then answers under pressure."
+        yield host.fine("operator", "user.slice", "no memory is kept for user sessions", cure, command)

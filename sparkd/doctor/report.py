@@ -22,7 +22,9 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
     silent = [name for name, raw in readings.items() if raw is None]
     findings = (
         *(
-            Finding("agent", FAIL, name, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
+            Finding(
+                "agent", FAIL, name, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.", "sparkd status"
+            )
             for name in silent
         ),
         *(finding for host in hosts for finding in of_node(host)),

@@ -50,28 +50,34 @@ def _devices(host: Host) -> Iterator[Finding]:
     cards = host.raw.get("rdma") or []
     if cards and not (host.raw.get("verbs") and host.has("dev/infiniband/rdma_cm")):
         inside = host.has(".dockerenv")
-        cure = "Start the container with --device=/dev/infiniband." if inside else "`sudo modprobe ib_uverbs rdma_ucm`."
-        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices, and no device file for them", cure)
+        command = None if inside else "sudo modprobe -a ib_uverbs rdma_ucm"
+        cure = f"`{command}`." if command else "Start the container with --device=/dev/infiniband."
+        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices, and no device file for them", cure, command)
     elif unusable := host.raw.get("unusable"):
-        cure = "`sudo chmod 666 /dev/infiniband/*`, or a udev rule: NCCL falls back to sockets without them."
-        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{' '.join(unusable[:NAMES])} closed to {host.raw.get('user')}", cure)
+        command = "sudo chmod 666 /dev/infiniband/*"
+        cure = f"`{command}`, or a udev rule: NCCL falls back to sockets without them."
+        evidence = f"{' '.join(unusable[:NAMES])} closed to {host.raw.get('user')}"
+        yield host.find("infiniband", FAIL, "/dev/infiniband", evidence, cure, command)
     elif cards:
         yield host.fine("infiniband", "/dev/infiniband", " ".join(host.raw.get("verbs") or []))
     if host.text("proc/driver/nvidia/version") and not host.has("dev/nvidia-uvm"):
         inside = host.has(".dockerenv")
-        cure = "Start the container with --gpus all." if inside else "`sudo nvidia-modprobe -u -c=0`, or `sudo modprobe nvidia_uvm`."
-        yield host.find("devices", FAIL, "/dev/nvidia-uvm", "the driver is loaded and CUDA's device is missing", cure)
+        command = None if inside else "sudo nvidia-modprobe -u -c=0"
+        cure = f"`{command}`, or `sudo modprobe nvidia_uvm`." if command else "Start the container with --gpus all."
+        yield host.find("devices", FAIL, "/dev/nvidia-uvm", "the driver is loaded and CUDA's device is missing", cure, command)
 
 
 def _hub(host: Host) -> Iterator[Finding]:
     for hub in host.raw.get("hubs") or []:
         path = str(hub["path"])
         if hub["foreign"]:
-            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: a container that ran as root fetched them."
-            yield host.find("hub-cache", WARN, path, f"{_named(hub['foreign'])} belong to another user", cure)
+            command = f"sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}"
+            cure = f"`{command}`: a container that ran as root fetched them."
+            yield host.find("hub-cache", WARN, path, f"{_named(hub['foreign'])} belong to another user", cure, command)
         if hub["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
-            cure = f"Download it again (it resumes), or remove the parts: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
-            yield host.find("hub-cache", WARN, path, f"{gib(hub['incomplete_bytes'])} of interrupted downloads", cure)
+            command = f"find {shlex.quote(path)} -name '*.incomplete' -delete"
+            cure = f"Download it again (it resumes), or remove the parts: `{command}`."
+            yield host.find("hub-cache", WARN, path, f"{gib(hub['incomplete_bytes'])} of interrupted downloads", cure, command)
         if hub["nameless"]:
             cure = "Download it once with a network, or set `revision` to its commit: without refs/main vLLM cannot load it offline."
             yield host.find("hub-cache", FAIL if hub["offline"] else WARN, path, f"{_named(hub['nameless'])} without refs/main", cure)
@@ -85,13 +91,13 @@ def _caches(host: Host) -> Iterator[Finding]:
     for cache in host.raw.get("caches") or []:
         path = str(cache["path"])
         if cache["foreign"]:
-            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: code that cannot be stored is compiled again at each start."
-            yield host.find("compiled", WARN, path, "parts of it belong to another user", cure)
+            command = f"sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}"
+            cure = f"`{command}`: code that cannot be stored is compiled again at each start."
+            yield host.find("compiled", WARN, path, "parts of it belong to another user", cure, command)
         elif installed_at_s and cache["newest_at_s"] < installed_at_s:
-            cure = (
-                f"`rm -rf {shlex.quote(path)}`: code of another release has caused garbage and crashes; the next start compiles it again."
-            )
-            yield host.find("compiled", WARN, path, "older than the vLLM that would use it", cure)
+            command = f"rm -rf {shlex.quote(path)}"
+            cure = f"`{command}`: code of another release has caused garbage and crashes; the next start compiles it again."
+            yield host.find("compiled", WARN, path, "older than the vLLM that would use it", cure, command)
         else:
             yield host.fine("compiled", PurePath(path).name, "compiled code is kept")
 

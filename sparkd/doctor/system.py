@@ -57,8 +57,9 @@ def _platform(host: Host) -> Iterator[Finding]:
         return
     told_bios = f"BIOS {host.text('sys/class/dmi/id/bios_version').strip() or '?'} of {dated:%Y-%m}"
     if dated < GOOD_BIOS:
-        cure = "Update it (`sudo fwupdmgr update`): before April 2026 the network card's second half ran with two PCIe lanes."
-        yield host.find("firmware", WARN, "BIOS", told_bios, cure)
+        command = "sudo fwupdmgr update"
+        cure = f"Update it (`{command}`): before April 2026 the network card's second half ran with two PCIe lanes."
+        yield host.find("firmware", WARN, "BIOS", told_bios, cure, command)
     else:
         yield host.fine("firmware", "BIOS", told_bios)
 
@@ -122,8 +123,9 @@ def _gpu(host: Host) -> Iterator[Finding]:
         return  # a reading without the question
     if not host.gpu:
         answer = host.command("nvidia-smi").strip().partition("\n")[0][:80] or "nothing"
-        cure = "Look at `sudo dmesg | grep NVRM`; in a container, start it with --gpus all."
-        yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure)
+        command = "sudo dmesg | grep NVRM"
+        cure = f"Look at `{command}`; in a container, start it with --gpus all."
+        yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure, command)
         return
     busy, watts, mhz, most = (host.gpu_number(index) for index in (2, 3, 4, 5))
     evidence = f"{host.gpu[0]}, {_or(watts, 'W')}, {_or(busy, '%')} busy, {_or(mhz, 'MHz')} of {_or(most, 'MHz')}"
@@ -154,8 +156,9 @@ def _last_resort(host: Host) -> Iterator[Finding]:
     """How a machine that hangs can be got back without its power button."""
     sysrq = host.number("proc/sys/kernel/sysrq")
     if sysrq is not None and sysrq != 1 and not sysrq & SYSRQ_REBOOT:
-        cure = "`sudo sysctl kernel.sysrq=176`: a Spark that hangs can be restarted by Alt+SysRq+B, or by /proc/sysrq-trigger."
-        yield host.find("sysrq", WARN, "kernel", f"kernel.sysrq is {sysrq}, which forbids a restart", cure)
+        command = "sudo sysctl kernel.sysrq=176"
+        cure = f"`{command}`: a Spark that hangs can be restarted by Alt+SysRq+B, or by /proc/sysrq-trigger."
+        yield host.find("sysrq", WARN, "kernel", f"kernel.sysrq is {sysrq}, which forbids a restart", cure, command)
     elif sysrq is not None:
         yield host.fine("sysrq", "kernel", f"kernel.sysrq is {sysrq}")
 

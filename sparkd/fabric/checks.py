@@ -24,7 +24,10 @@ PCI_GTS, PCI_LANES = 32.0, 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """node: whose, or `a - b` of a cable between two. about: what was looked at. cure: empty where nothing has to be done."""
+    """node: whose, or `a - b` of a cable between two. about: what was looked at. cure: empty where nothing has to be done.
+
+    command: the one command of the cure, None if it names none, or several.
+    """
 
     check: str
     verdict: str
@@ -32,6 +35,7 @@ class Finding:
     about: str
     evidence: str
     cure: str = ""
+    command: str | None = None
 
 
 def findings(fabric: Fabric) -> tuple[Finding, ...]:

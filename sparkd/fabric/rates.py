@@ -89,7 +89,8 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
     called = "NCCL" if rate.backend == NCCL else "Gloo"
     if not held:
         evidence = f"{rate.gb_s:.2f} GB/s measured over other links" if rate.links else f"{rate.gb_s:.2f} GB/s measured over unknown links"
-        return Finding("rate", OK, where, called, evidence, f"Measure again: `sparkd fabric --measure {where.replace(' - ', ',')}`.")
+        command = f"sparkd fabric --measure {where.replace(' - ', ',')}"
+        return Finding("rate", OK, where, called, evidence, f"Measure again: `{command}`.", command)
     if rate.normal is None:
         return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal rate")
     if rate.rails and rate.network == SOCKET:

@@ -35,7 +35,9 @@ def report(
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
     judged = (
         *(
-            Finding("agent", FAIL, node, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
+            Finding(
+                "agent", FAIL, node, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.", "sparkd status"
+            )
             for node in silent
         ),
         *(finding for node in nodes for finding in findings(node)),

@@ -1,4 +1,4 @@
-"""Owns whether a folder on this node can be a model's at all, by a look at the names in it. Never reads a file."""
+"""Owns whether a folder on this node can be a model's at all, by a look at the names in it, and how that is said. Never reads a file."""
 
 from __future__ import annotations
 
@@ -30,28 +30,42 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
     if fault is None:
         return None
     if places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
-        return ModelUnusable(f"The folder {folder} {fault}", client_message=f"Its folder {fault}")
+        what, cure = fault
+        return ModelUnusable(
+            f"The folder {folder} {what}: {cure}.", client_message=f"Its folder {what}: {_CURE if folder in cure else cure}."
+        )
     cure = f"{_CURE}, and let the user that sparkd runs as read it."
     message = f"There is no model at {folder} that sparkd can read: {cure}"
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
 
 
-def _fault(folder: str, *, vllm: bool) -> str | None:
-    """What is wrong with it, as the rest of a sentence that begins with the folder."""
+def _fault(folder: str, *, vllm: bool) -> tuple[str, str] | None:
+    """What is wrong with it, as the rest of a sentence that begins with the folder, and the cure."""
     if not folder.startswith("/"):
         return None
     if os.path.isfile(folder):
-        return f"is a file: {_CURE}."
+        return "is a file", _CURE
     if not os.path.isdir(folder):
-        return f"is not on this node: {_CURE}."
+        return "is not on this node", _CURE
     try:
         names = os.listdir(folder)
     except OSError as error:
-        return f"cannot be read ({error.strerror}): let the user that sparkd runs as read it."
+        return f"cannot be read ({error.strerror})", "let the user that sparkd runs as read it"
     if not vllm or holds_model(names):
         return None
-    what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
-    return f"{what}, so it holds no model: {_CURE}."
+    if not names:
+        return "is empty, so it holds no model", _CURE
+    return f"has neither {' nor '.join(_CONFIGS)} in it, so it holds no model", _meant(folder, names)
+
+
+def _meant(folder: str, names: Iterable[str]) -> str:
+    """The cure for a folder of these names, by the model that it may stand for."""
+    if "snapshots" in names:
+        return f"name the model by its id, {os.path.basename(folder).removeprefix('models--').replace('--', '/', 1)}"
+    if "adapter_config.json" in names:
+        return "it is an adapter; serve the model that it was made for, with --enable-lora and --lora-modules in extra_args"
+    below = next((name for name in sorted(names) if any(os.path.isfile(os.path.join(folder, name, file)) for file in _CONFIGS)), None)
+    return _CURE if below is None else f"name the model's own folder, such as {os.path.join(folder, below)}"
 
 
 def holds_model(names: Iterable[str]) -> bool:

@@ -28,6 +28,7 @@ from sparkd.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_leng
 from sparkd.checkpoint.index import INDEX
 from sparkd.checkpoint.tensors import FileTensors
 from sparkd.errors import CheckpointError
+from sparkd.models.folder import unusable
 from sparkd.models.hub import Hub, RepositoryListing, in_parallel
 from sparkd.models.source import snapshot_of, source_of
 
@@ -52,6 +53,8 @@ def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], p
 def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
     """As checkpoint_of, of an absolute folder or a hub id: a folder of the working directory that is called like it is not meant."""
     if source.startswith("/"):
+        if fault := unusable(source, vllm=True):
+            raise CheckpointError(fault.message)
         return read_checkpoint(source)
     snapshot = snapshot_of(source, revision, environ)
     cached = complete(snapshot) if snapshot is not None else None

@@ -6,14 +6,14 @@ The result is a plain entry of sparkd.yaml, so that nothing behind it knows of r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.engine_flags import contradictions
 from sparkd.schema.fields import Method, ProfileName, absolute_from
-from sparkd.schema.overlay import table_of
+from sparkd.schema.overlay import dotted, table_of
 from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table
 from sparkd.vllm.reserved_args import cache_flags
 from sparkd.vllm.translate import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
@@ -90,15 +90,14 @@ def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[Config
     if entry.get("speculative") is False:
         choices["speculative"] = "off"
     for key, message in contradictions(entry, _words(entry)):
-        problems.append(entry.places[key].problem(f"models.{name}.{message}"))
+        problems.append(entry.places[key].problem(f"models.{name}.{message}", key=("models", name, key)))
     if entry.get("recipe") is not None and choices["recipe"] is None:
         return _with_some_model(entry)
     if all(value is None for value in choices.values()):
         return entry
-    path = f"models.{name}"
     file, variant = None, None
     if isinstance(choices["recipe"], str):
-        file, variant = _looked_up(choices["recipe"], entry.places["recipe"], path, book, problems)
+        file, variant = _looked_up(choices["recipe"], entry.places["recipe"], name, book, problems)
         if file is None:
             return _with_some_model(entry)
     merged = Table()
@@ -107,10 +106,10 @@ def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[Config
     place = entry.places.get("recipe", Location())
     if file is not None and "model" not in entry:
         merged.put("model", file.model(variant), file.place())
-    _lay(merged, _speculation(path, file, variant, choices, merged, entry, problems))
+    _lay(merged, _speculation(name, file, variant, choices, merged, entry, problems))
     _lay(merged, entry)
     if file is not None:
-        _check_nodes(path, file, merged, problems, place)
+        _check_nodes(name, file, merged, problems, place)
     return merged
 
 
@@ -129,18 +128,20 @@ def default_method(file: RecipeFile, variant: str | None) -> str:
 
 
 def _looked_up(
-    wanted: str, place: Location, path: str, book: RecipeLibrary, problems: list[ConfigProblem]
+    wanted: str, place: Location, model: str, book: RecipeLibrary, problems: list[ConfigProblem]
 ) -> tuple[RecipeFile | None, str | None]:
     name, variant = book.split(wanted)
     file, wrong = book.read(name, variant)
+    key = ("models", model, "recipe")
     if file is None:
-        located = [problem if problem.line else place.problem(f"{path}.recipe: {_of_file(problem)}") for problem in wrong]
+        own = [place.problem(f"{dotted(key)}: {_of_file(problem)}", key=key) for problem in wrong]
+        located = [replace(problem, key=key) if problem.line else mine for problem, mine in zip(wrong, own, strict=True)]
         # Two models may have one recipe.
         problems += [problem for problem in located if problem not in problems]
     elif variant is not None and variant not in file.recipe.variants:
         variants = ", ".join(file.recipe.variants) or "none"
-        message = f"{path}.recipe: {name} has no variant {variant[:64]!r}{book.no_registry(variant)}. It has: {variants}."
-        problems.append(place.problem(message))
+        message = f"{dotted(key)}: {name} has no variant {variant[:64]!r}{book.no_registry(variant)}. It has: {variants}."
+        problems.append(place.problem(message, key=key))
         return None, None
     return file, variant
 
@@ -171,7 +172,7 @@ def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: T
 
 
 def _speculation(
-    path: str,
+    name: str,
     file: RecipeFile | None,
     variant: str | None,
     choices: Mapping[str, Any],
@@ -180,6 +181,7 @@ def _speculation(
     problems: list[ConfigProblem],
 ) -> Table:
     """The keys that the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
+    key = ("models", name, "speculative")
     method, place = choices["speculative"], entry.places.get("speculative", entry.places.get("recipe", Location()))
     configured, written = (_speculative(_words(layer)) for layer in (entry, merged))
     if method is None and not configured:
@@ -201,12 +203,13 @@ def _speculation(
         sequences, quantize = (entry.get(key, merged.get(key)) for key in ("max_num_seqs", "quantize"))
         added = speculating(method, offers, str(model), sequences, quantize is not None)
     except ValueError as error:
-        problems.append(place.problem(f"{path}.speculative {error}."))
+        problems.append(place.problem(f"{dotted(key)} {error}.", key=key))
         return Table()
     if configured or (written and choices["speculative"] is None and method != "off"):
         whose = "extra_args" if configured else "the extra_args of the recipe"
-        problems.append(place.problem(f"{path}: {SPECULATIVE} in {whose} and 'speculative:' contradict each other: remove one of them."))
-    problems += _contradictions(path, method, added, merged, entry)
+        message = f"models.{name}: {SPECULATIVE} in {whose} and 'speculative:' contradict each other: remove one of them."
+        problems.append(place.problem(message, key=key))
+    problems += _contradictions(name, method, added, merged, entry)
     settings = {key: value for key, value in added.settings.items() if key in added.own or merged.get(key) is None}
     layer = table_of({**settings, "env": dict(added.env)} if added.env else settings, place)
     if isinstance(merged.get(_ARGS), Items):
@@ -227,8 +230,9 @@ def _speculative(args: Iterable[str]) -> bool:
     return any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
 
 
-def _contradictions(path: str, method: Method, added: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
+def _contradictions(model: str, method: Method, added: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
     """Each key, flag and variable of the model, or of its recipe and profile, that a draft cannot live with."""
+    path, chosen = f"models.{model}", ("models", model, "speculative")
     for key, allowed in added.fixed.items():
         holder = entry if key in entry else merged
         value, needs = holder.get(key), " or ".join(map(str, allowed))
@@ -238,14 +242,15 @@ def _contradictions(path: str, method: Method, added: Speculating, merged: Table
         if holder is merged:
             problem = f"{path}.speculative: {method} needs {key} {needs}, because {added.why}, and the recipe has {str(value)[:48]}. "
             problem += f"Set {key} of the model to one of those, or choose another method."
-        yield holder.places[key].problem(problem)
+        yield holder.places[key].problem(problem, key=("models", model, key) if holder is entry else chosen)
     for flag, wanted in added.flags.items():
         for layer, whose in ((merged, "the recipe"), (entry, path)):
             other = next((value for *_, value in reversed(list(values_of(_words(layer), flag))) if value.upper() != wanted), None)
             if other is not None:
                 yield layer.places[_ARGS].problem(
                     f"{path}.speculative: {method} needs --{flag} {wanted}, and extra_args of {whose} have {other[:48]}. "
-                    "Remove one of them, or choose another method."
+                    "Remove one of them, or choose another method.",
+                    key=chosen,
                 )
     for name, wanted in added.env.items():
         for layer, whose in ((merged, "the recipe"), (entry, path)):
@@ -253,11 +258,12 @@ def _contradictions(path: str, method: Method, added: Speculating, merged: Table
             if isinstance(variables, Table) and str(variables.get(name, wanted)) != wanted:
                 yield variables.places[name].problem(
                     f"{path}.speculative: {method} needs {name}={wanted}, and env of {whose} has another value. "
-                    "Remove one of them, or choose another method."
+                    "Remove one of them, or choose another method.",
+                    key=chosen,
                 )
 
 
-def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[ConfigProblem], place: Location) -> None:
+def _check_nodes(name: str, file: RecipeFile, merged: Table, problems: list[ConfigProblem], place: Location) -> None:
     """Check a number of ranks; auto stays within one node where the recipe is for one."""
     nodes, size = file.recipe.nodes, merged.get("tensor_parallel", "auto")
     if size == "auto" and nodes.max == 1:
@@ -266,8 +272,9 @@ def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[Conf
         return
     if size < nodes.min or (nodes.max is not None and size > nodes.max):
         most = "" if nodes.max is None else f", at most {nodes.max}"
-        message = f"{path}.tensor_parallel is {size}; {file.name} needs at least {nodes.min}{most}: set it to that, or take another recipe."
-        problems.append(merged.places.get("tensor_parallel", place).problem(message))
+        key = ("models", name, "tensor_parallel")
+        message = f"{dotted(key)} is {size}; {file.name} needs at least {nodes.min}{most}: set it to that, or take another recipe."
+        problems.append(merged.places.get("tensor_parallel", place).problem(message, key=key))
 
 
 def _lay(under: Table, layer: Table) -> None:

@@ -174,7 +174,8 @@ def findings(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
         else:
             listed.append(finding)
     for finding in sorted(listed, key=lambda finding: ("fail", "warn", "ok").index(finding["verdict"])):
-        text = Text(f"{finding['node']}, {finding['about']}, {finding['check']}: {finding['evidence']}")
+        names = dict.fromkeys((finding["node"], finding["about"], finding["check"]))
+        text = Text(f"{', '.join(names)}: {finding['evidence']}")
         text.append(f"\n{finding['cure']}", style="dim" if finding["verdict"] == "ok" else "italic")
         grid.add_row(Text(finding["verdict"], style=_STYLES[finding["verdict"]]), text)
     for node, checks in fine.items():

@@ -54,14 +54,13 @@ def _names(row: Mapping[str, Any]) -> Sequence[str]:
 
 def _cells(row: Mapping[str, Any]) -> list[Text]:
     ended_s = row["started_s"] + row["seconds"]
-    failed = row["code"] or row["status"] is None or row["status"] >= 400
     counts = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
     rate = row["tokens_per_s"]
     times = (_seconds(row["seconds"]), _seconds(row["queued_s"]), _seconds(row["ttft_s"]))
     return [
         Text(time.strftime("%m-%d %H:%M:%S", time.localtime(ended_s)), style="dim"),
         *map(Text, _names(row)),
-        Text(_status(row), style="red" if failed else "green"),
+        Text(_status(row), style="red" if row["failed"] else "green"),
         *map(Text, times),
         *(Text("-" if count is None else f"{count:,}") for count in counts),
         Text("-" if rate is None else f"{rate:,.1f}"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationInfo, model_validator
 
 from sparkd.schema import fields as kinds
 from sparkd.schema import kv_cache as kv_sizing
@@ -146,6 +148,13 @@ Length = Annotated[PositiveCount | Literal["auto"] | None, BeforeValidator(_read
 Tokens = Annotated[PositiveCount | None, BeforeValidator(_readable_int)]
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An entry's own keys by our names, secrets masked. It takes no part in a comparison: two spellings of one entry are equal."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
 class ModelConfig(Section):
     """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
@@ -202,11 +211,24 @@ class ModelConfig(Section):
     media: Media = Media()
     extra_args: Arguments = ()
 
+    _given: Given = PrivateAttr(default_factory=Given)
+
     @model_validator(mode="after")
     def _one_of_each(self) -> ModelConfig:
         for key, message in (*quantizing.excluded(self), *kv_sizing.excluded(self)):
             raise refuse(message, item=key)
         return self
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The entry as it was written, before its recipe was laid under it; empty if sparkd made it."""
+        return self._given.keys
+
+    def with_given(self, keys: Mapping[str, Any]) -> ModelConfig:
+        """keys: of sparkd.schema.overlay.shown."""
+        copy = self.model_copy()
+        copy._given = Given(keys)
+        return copy
 
     def served_names(self) -> tuple[str, ...]:
         """Every name a request may call this model by, the canonical one first."""

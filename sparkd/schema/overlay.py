@@ -18,6 +18,7 @@ from sparkd.schema.model import ModelConfig
 from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table, whole
 
 SHOWN_PROBLEMS = 20
+MASK = "***"
 ENV_PREFIX = "SPARKD_"
 # Variables that sparkd's own command line and stub engine read; they are no keys of the file.
 OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY")
@@ -52,13 +53,13 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         if target.partition(".")[0] in known:
             _put(renamed, target, value, place, problems, (*path, key))
         elif key in foreign:
-            problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}"))
+            problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}", key=(*path, key)))
         else:
             near = _nearest(key, [*known, *ours])
             renamed.meant |= {ours.get(near, near)} if near else set()
             # A blank or a sign that nobody sees is shown by its number.
             spelled = key if key.isprintable() and key.split() == [key] else ascii(key)
-            problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}"))
+            problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}", key=(*path, key)))
     for key, value in list(renamed.items()):
         inner = _section(section, key)
         holds_models = top and key == "models"
@@ -69,6 +70,12 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         elif isinstance(value, Table) and (inner := inner or _optional(section, key)) is not None:
             renamed[key] = canonical(value, inner, problems, (*path, key))
     return renamed
+
+
+def shown(entry: Table) -> dict[str, Any]:
+    """The keys of a model's entry as plain values, with MASK for each value of `env` and for each that came out of the environment."""
+    keys = {key: _masked_env(value) if key == "env" else _plain(value, entry.places[key]) for key, value in entry.items()}
+    return {key: value for key, value in keys.items() if key != "name"}
 
 
 def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigProblem], section: type[BaseModel]) -> None:
@@ -114,7 +121,7 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
 
     A key that is missing because it was misspelt has been told of already.
     """
-    found: dict[tuple[Any, ...], tuple[Location, Any, list[str]]] = {}
+    found: dict[tuple[Any, ...], tuple[Location, Any, list[str], tuple[str | int, ...]]] = {}
     for one in error.errors(include_url=False, include_input=False):
         location, place, value = _locate(tree, one["loc"])
         if one["type"] == "missing" and _is_misspelt(tree, one["loc"]):
@@ -122,15 +129,16 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         context = one.get("ctx", {})
         if item := _item(one):
             _, place, _ = _locate(tree, (*one["loc"], *item))
+        key = (*path, *location, *item)
         sentence = _sentence(one["type"], one["msg"], context)
         if context.get("repeats") and place.secret:
             sentence = "it comes from the environment and cannot be used (not shown, it may be a secret)"
-        sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, []))[2]
+        sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, [], key))[2]
         if sentence not in sentences:
             sentences.append(sentence)
     return [
-        place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete))
-        for (location, complete), (place, value, sentences) in found.items()
+        place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete), key=key)
+        for (location, complete), (place, value, sentences, key) in found.items()
     ]
 
 
@@ -167,14 +175,18 @@ def place_of(tree: Table, location: Sequence[str | int]) -> Location:
     return _locate(tree, location)[1]
 
 
-def error_of(problems: Sequence[ConfigProblem]) -> ConfigError:
-    """One ConfigError that reads as a list; its file and line are those of the first problem."""
+def error_of(problems: Sequence[ConfigProblem], path: Sequence[str] = ()) -> ConfigError:
+    """One ConfigError that reads as a list; its file, line and key are those of the first problem.
+
+    path: of the section from which the key is counted.
+    """
     errors = in_order(problem for problem in problems if problem.severity == "error")
     first, rest = errors[0], errors[1:SHOWN_PROBLEMS]
     lines = [first.message, *map(str, rest)]
     if len(errors) > SHOWN_PROBLEMS:
         lines.append(f"... and {len(errors) - SHOWN_PROBLEMS} more problems.")
-    return ConfigError("\n".join(lines), file=first.file, line=first.line)
+    param = dotted([str(part) for part in first.key[len(path) :]]) or None
+    return ConfigError("\n".join(lines), file=first.file, line=first.line, param=param)
 
 
 def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
@@ -193,7 +205,8 @@ def _models(table: Table, problems: list[ConfigProblem]) -> Table:
         try:
             check_name(name)
         except ValueError as error:
-            problems.append(place.problem(f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."))
+            message = f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."
+            problems.append(place.problem(message, key=("models", name, "name")))
             continue
         if isinstance(entry, Table | None):
             entry = canonical(entry or Table(), ModelConfig, problems, ("models", name))
@@ -236,9 +249,23 @@ def _put(
             _put(standing, name, inner_value, value.places[name], problems, (*spelled, name))
     else:
         known = tree.places[key].line
-        problems.append(
-            place.problem(f"{dotted(spelled)} sets {key} a second time{f' (first on line {known})' if known else ''}. Keep one.")
-        )
+        first = f" (first on line {known})" if known else ""
+        problems.append(place.problem(f"{dotted(spelled)} sets {key} a second time{first}. Keep one.", key=spelled))
+
+
+def _plain(value: Any, place: Location) -> Any:
+    if isinstance(value, Table):
+        return {key: _plain(inner, value.places[key]) for key, inner in value.items()}
+    if isinstance(value, Items):
+        return [_plain(item, where) for item, where in zip(value, value.places, strict=True)]
+    return MASK if place.secret else value
+
+
+def _masked_env(value: Any) -> Any:
+    """A map of the names; llama-swap's list of NAME=value becomes one, too."""
+    if isinstance(value, Mapping):
+        return dict.fromkeys(value, MASK)
+    return {str(pair).partition("=")[0]: MASK for pair in value} if isinstance(value, list) else MASK
 
 
 def _tree(value: Any, place: Location) -> Any:

@@ -28,12 +28,16 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong, or (severity "warning") unwise. `file` may also name an environment variable or a flag."""
+    """One thing that is wrong, or (severity "warning") unwise. `file` may also name an environment variable or a flag.
+
+    key: the path of the key that it is about, from the top of the configuration; empty if it is about none.
+    """
 
     file: str | None
     line: int | None
     message: str
     severity: str = "error"
+    key: tuple[str | int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
@@ -48,8 +52,8 @@ class Location:
     line: int | None = None
     secret: bool = False
 
-    def problem(self, message: str, severity: str = "error") -> ConfigProblem:
-        return ConfigProblem(self.file, self.line, message, severity)
+    def problem(self, message: str, severity: str = "error", key: Iterable[str | int] = ()) -> ConfigProblem:
+        return ConfigProblem(self.file, self.line, message, severity, tuple(key))
 
 
 class Table(dict[str, Any]):

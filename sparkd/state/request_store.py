@@ -64,7 +64,7 @@ class RequestRow(NamedTuple):
 
     def body(self) -> dict[str, Any]:
         """The request as the admin API gives it."""
-        return {**self._asdict(), "tokens_per_s": self.tokens_per_s}
+        return {**self._asdict(), "tokens_per_s": self.tokens_per_s, "failed": self.failed}
 
 
 _COLUMNS = RequestRow._fields[:-1]

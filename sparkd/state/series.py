@@ -10,6 +10,7 @@ import math
 import os
 import stat
 import struct
+import threading
 from array import array
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -59,19 +60,46 @@ class Excerpt:
     values: dict[str, list[float | None]]
 
 
+class _File:
+    """A descriptor whose number no other file gets while a thread still uses it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._one_at_a_time = threading.Lock()
+
+    def read(self, size: int, at: int) -> bytes:
+        with self._one_at_a_time:
+            return os.pread(self._fd, size, at)
+
+    def write(self, content: bytes, at: int) -> None:
+        with self._one_at_a_time:
+            os.pwrite(self._fd, content, at)
+
+    def written_s(self) -> float:
+        return os.fstat(self._fd).st_mtime
+
+    def close(self) -> None:
+        with self._one_at_a_time:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
 class Series:
-    """One file. Its methods block; they may be called from one thread at a time for writing and from any for reading.
+    """One file. Its methods block; they may be called from one thread at a time for writing and from any for reading and closing.
+
+    A write or a read that goes on while it is closed, or comes later, is an OSError, and reaches no other file.
 
     In memory are the names of its columns and one row of sums, some 200 KB whatever the file holds.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where there is no room for the file, or it cannot be used."""
-        self._fd = _opened(path)
-        self._since = array("d", os.pread(self._fd, COLUMNS * 8, _SINCE_AT))
+        self._file = _File(_opened(path))
+        self._since = array("d", self._file.read(COLUMNS * 8, _SINCE_AT))
         self._columns = self._read_names()
         # The daemon that wrote the file last may still write all of them.
-        seen_s = os.fstat(self._fd).st_mtime
+        seen_s = self._file.written_s()
         taken = frozenset(self._columns.values())
         self._written_s = array("d", [seen_s if column in taken else float("-inf") for column in range(COLUMNS)])
         self._last_s = float("-inf")
@@ -79,7 +107,7 @@ class Series:
         self._step = 0
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def write(self, at_s: float, values: Mapping[str, float]) -> None:
         """One row. at_s: wall clock. A name that is too long, and one beyond COLUMNS series that are all in use, is left out.
@@ -111,7 +139,7 @@ class Series:
         columns = {name: column for name in names if (column := self._columns.get(name)) is not None}
         for block in range(0, ring.rows, _BLOCK_ROWS):
             rows = min(_BLOCK_ROWS, ring.rows - block)
-            raw = memoryview(os.pread(self._fd, rows * _ROW_BYTES, ring.at + block * _ROW_BYTES))
+            raw = memoryview(self._file.read(rows * _ROW_BYTES, ring.at + block * _ROW_BYTES))
             times, numbers = raw.cast("d")[:: _ROW_BYTES // 8], raw.cast("f")
             for row, written in enumerate(times.tolist()):
                 place = int(written) - (last - steps + 1) if math.isfinite(written) else -1
@@ -132,7 +160,7 @@ class Series:
         self._sums, self._counts = array("d", bytes(8 * COLUMNS)), array("L", bytes(array("L").itemsize * COLUMNS))
 
     def _write_row(self, ring: _Ring, step: int, row: array[float]) -> None:
-        os.pwrite(self._fd, struct.pack("=d", step) + row.tobytes(), ring.place(step))
+        self._file.write(struct.pack("=d", step) + row.tobytes(), ring.place(step))
 
     def _taken(self, name: str, at_s: float) -> int | None:
         """A column for a new series: a free one, else the one that was written longest ago."""
@@ -146,13 +174,13 @@ class Series:
         if former is not None:
             del self._columns[former]
         self._since[column], self._sums[column], self._counts[column] = at_s, 0.0, 0
-        os.pwrite(self._fd, raw.ljust(NAME_BYTES, b"\0"), _NAMES_AT + column * NAME_BYTES)
-        os.pwrite(self._fd, struct.pack("=d", at_s), _SINCE_AT + column * 8)
+        self._file.write(raw.ljust(NAME_BYTES, b"\0"), _NAMES_AT + column * NAME_BYTES)
+        self._file.write(struct.pack("=d", at_s), _SINCE_AT + column * 8)
         self._columns[name] = column
         return column
 
     def _read_names(self) -> dict[str, int]:
-        raw = os.pread(self._fd, COLUMNS * NAME_BYTES, _NAMES_AT)
+        raw = self._file.read(COLUMNS * NAME_BYTES, _NAMES_AT)
         names = {}
         for column in range(COLUMNS):
             name = raw[column * NAME_BYTES : (column + 1) * NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")

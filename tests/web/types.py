@@ -1,6 +1,6 @@
 """Owns the types that the page is checked against: those of the admin API's document, as TypeScript.
 
-    python -m tests.web.types      writes tests/web/types/admin.d.ts; needs `npm ci` in tests/web
+python -m tests.web.types      writes tests/web/types/admin.d.ts; needs `npm ci` in tests/web
 """
 
 from __future__ import annotations

@@ -443,14 +443,20 @@ async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_th
         fault = ModelUnusable("The folder /y is empty.")
         monkeypatch.setattr(made.scene.cluster, "unusable", AsyncMock(return_value=fault))
         error = await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y"}})
-        assert error["message"].startswith("new ") and fault.message in error["message"]
+        assert error["param"] == "model" and fault.message in error["message"]
         assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"] if model["want"] == "RUNNING"}
         await made.scene.tick(3)
         assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
 
         later = {"name": "later", "spec": {"model": "/y"}}
+        for method, path, body in (("POST", "/models", later), ("PUT", "/models/later", {"spec": later["spec"]})):
+            refused = await made.refused(method, path, 422, json={**body, "load": False})
+            assert (refused["param"], refused["message"]) == ("model", fault.message)
+        monkeypatch.undo()
         await made.ask("POST", "/models", 202, json={**later, "load": False})
+        monkeypatch.setattr(made.scene.cluster, "unusable", AsyncMock(return_value=fault))
         await made.ask("POST", "/models", 202, json=later)
+        assert (await made.refused("PUT", "/models/later", 422, json={"spec": {"model": "/z"}}))["param"] == "model"
         assert "later" in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
 
 
@@ -570,6 +576,45 @@ async def test_specifications_that_are_refused(tmp_path: Path, name: str, spec: 
         assert words in error["message"]
         assert SECRET not in error["message"]
         assert [model["name"] for model in (await made.ask("GET", "/models"))["models"]] == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "param"),
+    [
+        ({"model": "/y", "max_model_len": "long"}, "max_model_len"),
+        ({"model": "/y", "kv_cache": {"bytes": "many"}}, "kv_cache.bytes"),
+        ({"model": "/y", "sampling": {"top_p": 2}}, "sampling.top_p"),
+        ({"model": "/y", "sampling": {"topp": 1}}, "sampling.topp"),
+        ({"model": "/y", "quantize": "nvpf4"}, "quantize"),
+        ({"model": "/y", "quantize": {"format": "nvpf4"}}, "quantize"),
+        ({"model": "/y", "quantize": "fp8", "load_format": "auto"}, "load_format"),
+        ({"model": "/y", "max_len": 8}, "max_len"),
+        ({"model": "/y", "tensor_parallel": 1, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"model": "/y", "runtime": "/bin/x"}, "runtime"),
+        ({"model": "/y", "aliases": ["m"]}, "aliases"),
+        ({"model": "llama"}, "model"),
+        ({"ttl": 1}, "model"),
+        ({"recipe": "none"}, "recipe"),
+        ({"model": "/y", "speculative": "dflash"}, "speculative"),
+    ],
+)  # fmt: skip
+async def test_a_refused_specification_names_its_key(tmp_path: Path, spec: dict[str, Any], param: str) -> None:
+    async with admin_of(tmp_path) as made:
+        for method, path, body in (("POST", "/models", {"name": "new", "spec": spec}), ("PUT", "/models/new", {"spec": spec})):
+            assert (await made.refused(method, path, 422 if param != "aliases" else 409, json=body))["param"] == param
+
+
+async def test_a_refused_plan_names_its_key(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
+    async with admin_of(tmp_path, models={"known": {"model": str(folder)}}) as made:
+        for body, status, param in (
+            ({"model": str(folder), "nodes": 0}, 400, "nodes"),
+            ({"model": str(folder), "quantize": "fp3"}, 422, "quantize"),
+            ({"model": "known", "quantize": {"format": "fp3"}}, 422, "quantize"),
+            ({"model": str(tmp_path / "gone")}, 422, "model"),
+        ):
+            error = await made.refused("POST", "/plan", status, json=body)
+            assert error["param"] == param and ".." not in error["message"]
 
 
 async def test_a_model_of_the_configuration_file_is_not_removed(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.model_routes import MASK, engine_settings
+from sparkd.admin.model_routes import engine_settings
+from sparkd.schema.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
 from tests.support.shards import write_folder
 
@@ -52,6 +53,30 @@ async def test_settings_as_configured_and_as_resolved(tmp_path: Path, folder: Pa
         assert "priority" in settings["resolved"]
         assert "hf_secret" not in json.dumps(settings)
         assert settings["ranks"] == []
+
+
+async def test_settings_of_a_recipe_come_back_as_they_were_given(tmp_path: Path) -> None:
+    recipe = "description: d\nmodel: o/mine\nsources: {s: s}\nsettings: {max_num_seqs: 8, env: {NCCL_DEBUG: INFO, NCCL_IB_TC: 3}}\n"
+    (tmp_path / "mine.yaml").write_text(recipe)
+    models = {"filed": {"recipe": "mine", "tensor_parallel_size": 1}}
+    async with admin_of(tmp_path, recipes_dir=str(tmp_path), models=models) as admin:
+        filed = await admin.ask("GET", "/models/filed/settings")
+        assert filed["configured"] == {"recipe": "mine", "tensor_parallel": 1}
+
+        spec = {"recipe": "mine", "ttl": 9, "env": ["NCCL_DEBUG=WARN"]}
+        await admin.ask("POST", "/models", 202, json={"name": "added", "spec": spec, "load": False})
+        added = await admin.ask("GET", "/models/added/settings")
+        assert added["configured"] == {"recipe": "mine", "ttl": 9, "env": {"NCCL_DEBUG": MASK}}
+        assert (added["resolved"]["max_num_seqs"], added["resolved"]["model"]) == (8, "o/mine")
+
+        changed = {**added["configured"], "ttl": 60}
+        await admin.ask("PUT", "/models/added", 202, json={"spec": changed, "load": False})
+        again = await admin.ask("GET", "/models/added/settings")
+        assert (again["configured"], again["resolved"]["ttl"]) == (changed, 60)
+        entry = admin.scene.supervisor.registry.find("added").spec
+        assert entry is not None
+        env = {name: value.get_secret_value() for name, value in entry.env.items()}
+        assert env == {"NCCL_DEBUG": "WARN", "NCCL_IB_TC": "3"}
 
 
 async def test_settings_of_ranks_that_run(tmp_path: Path, folder: Path) -> None:

@@ -102,6 +102,19 @@ async def test_csv(admin: Admin, log: RequestLog) -> None:
     assert (rows[0]["request_id"], rows[0]["key"], rows[0]["code"], rows[0]["streamed"]) == ("req-150", "laptop", "", "False")
 
 
+async def test_csv_has_the_columns_and_the_outcome_of_json(admin: Admin, log: RequestLog) -> None:
+    for number, (status, code) in enumerate([(200, None), (200, "engine_gone"), (499, None)], 1):
+        exchange = asked(log, number)
+        exchange.status, exchange.code = status, code
+        log.end(exchange)
+    listed = (await admin.ask("GET", "/requests"))["finished"]
+    response = await admin.client.get(f"{PREFIX}/requests", headers={"accept": "text/csv"})
+    rows = list(csv.DictReader(io.StringIO(response.text)))
+    assert [row["failed"] for row in listed] == [True, True, False]
+    assert rows == [{name: "" if row[name] is None else str(row[name]) for name in rows[0]} for row in listed]
+    assert rows[0].keys() == listed[0].keys()
+
+
 async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
     exchange = asked(log, 1)
     exchange.task = asyncio.create_task(asyncio.sleep(60))

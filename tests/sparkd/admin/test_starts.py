@@ -69,13 +69,36 @@ def test_a_start_from_the_wish_to_the_first_answer(seen: Seen) -> None:
         (LOADING, "quantize"),
         (replace(LOADING, source="cache"), "read"),
         (replace(LOADING, format=None), "read"),
+        (replace(LOADING, format="bf16"), "read"),
         (Progress(phase="loading", shards_done=1), "read"),
     ],
-    ids=["from the checkpoint", "from the cache", "without a format", "stock vLLM"],
+    ids=["from the checkpoint", "from the cache", "without a format", "as stored", "stock vLLM"],
 )
 def test_what_a_loader_does(seen: Seen, progress: Progress, name: str) -> None:
     seen.look(100.0, S.LOADING, progress)
     assert [phase[0] for phase in seen.phases] == [name]
+
+
+def test_a_loader_that_quantizes_reads_meanwhile(seen: Seen) -> None:
+    """Before: `read` with no bytes, until the loader had said its format, and then `quantize` with all."""
+    seen.look(100.0, S.LOADING, Progress(phase="loading"))
+    seen.look(101.0, S.LOADING, LOADING)
+    seen.look(110.0, S.WARMING, Progress(phase="warming", read_bytes=50_000))
+    assert seen.phases == [("quantize", 0.0, 10.0), ("compile", 10.0, None)]
+    assert seen.answer["phases"][0]["bytes"] == 50_000
+
+
+def test_stock_vllm_tells_its_bytes_when_they_are_read(seen: Seen) -> None:
+    seen.look(100.0, S.LOADING, Progress(phase="loading", shards_done=1))
+    assert seen.answer["phases"][0]["bytes"] is None
+    seen.look(110.0, S.WARMING, Progress(phase="warming", weights_gib=2.0))
+    assert [(phase["name"], phase["bytes"]) for phase in seen.answer["phases"]] == [("read", 2 << 30), ("compile", None)]
+
+
+def test_the_rate_of_the_disk(seen: Seen) -> None:
+    seen.look(100.0, S.LOADING, LOADING)
+    seen.look(110.0, S.WARMING, Progress(phase="warming", read_bytes=50_000))
+    assert [seen.starts.of("m", rate)["disk_bytes_per_s"] for rate in (None, 4e9)] == [5000.0, 4e9]
 
 
 def test_a_phase_never_comes_back(seen: Seen) -> None:

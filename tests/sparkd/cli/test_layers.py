@@ -297,7 +297,7 @@ def test_a_checkpoint_with_fewer_layers_than_it_says_is_named(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--layers", "/none"], ["/none", "not there"]),
+        (["--layers", "/none"], ["/none", "not on this node"]),
         (["--layers", "none"], ["none", "no sparkd.yaml", "no sparkd"]),
         (["--layers", "owner/none"], ["owner/none", "HF_HUB_OFFLINE"]),
         (["--layers", "MODEL", "--quantize", "nf4"], ["nf4", "built"]),

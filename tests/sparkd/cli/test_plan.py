@@ -343,7 +343,7 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
         (["MODEL", "--ctx", "9999999999"], 2, ["--ctx 9999999999", "than 1,073,741,824"]),
         (["MODEL", "--seqs", "99999"], 2, ["--seqs 99999", "than 65,536"]),
         (["x" * 5000], 2, ["5,000 characters", "1 to 4,096"]),
-        (["/nowhere/model"], 2, ["/nowhere/model", "not there"]),
+        (["/nowhere/model"], 2, ["/nowhere/model", "not on this node"]),
         (["no-such-model"], 2, ["no-such-model", "No model"]),
         (["owner/model"], 2, ["owner/model", "hub cache"]),
     ],

@@ -76,7 +76,7 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "no PSI": ({"proc/pressure/memory": None}, "pressure", "warn", "psi=1"),
     "nothing kept for a shell": ({"etc/systemd/system/user.slice.d/50-sparkd.conf": None}, "operator", "ok", "MemoryMin=4G"),
     "memlock": ({"proc/self/limits": LIMITS.format("8388608")}, "memlock", "fail", "LimitMEMLOCK=infinity"),
-    "no verbs": ({"dev/infiniband/uverbs0": None}, "infiniband", "fail", "modprobe ib_uverbs"),
+    "no verbs": ({"dev/infiniband/uverbs0": None}, "infiniband", "fail", "modprobe -a ib_uverbs"),
     "no verbs in a container": ({"dev/infiniband/uverbs0": None, ".dockerenv": ""}, "infiniband", "fail", "--device=/dev/infiniband"),
     "no device for CUDA": ({"dev/nvidia-uvm": None}, "devices", "fail", "nvidia-modprobe"),
     "a model without main": ({"root/.cache/huggingface/hub/models--a--b/refs/main": None}, "hub-cache", "warn", "refs/main"),
@@ -109,6 +109,9 @@ def test_one_fault_at_a_time(tmp_path: Path, changes: Mapping[str, str | None], 
     assert [(one["check"], one["verdict"]) for one in wrong if one["check"] == check] == [(check, verdict)]
     assert any(cure in one["cure"] for one in wrong), wrong
     assert {one["check"] for one in wrong} <= {check, "nvidia-smi", "kho"}
+    # A cure in words has no command.
+    assert all(one["command"] is None or f"`{one['command']}`" in one["cure"] for one in found["findings"])
+    assert all(one["command"] for one in wrong if one["cure"].startswith("`") and one["check"] != "kernel-log")
 
 
 # Checks whose fault is no text in a file: each has a test of its own below.
@@ -211,7 +214,7 @@ def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -
         ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30 s"),
     ]
     assert of_check(found, "model") == [
-        {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out."}
+        {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out.", "command": None}
     ]
 
 

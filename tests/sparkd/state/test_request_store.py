@@ -69,7 +69,7 @@ def test_rates() -> None:
     ):
         assert nothing.tokens_per_s is None
     assert [ROW.failed, ROW._replace(status=499).failed, ROW._replace(code="x").failed] == [False, True, True]
-    assert set(ROW.body()) == {*RequestRow._fields, "tokens_per_s"}
+    assert set(ROW.body()) == {*RequestRow._fields, "tokens_per_s", "failed"}
 
 
 def damaged(path: Path) -> None:

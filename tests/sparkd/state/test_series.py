@@ -153,3 +153,19 @@ def test_without_room_there_is_no_file(path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="No space"):
         Series(path)
     assert not path.exists()
+
+
+def test_a_write_behind_the_end_reaches_no_other_file(kept: Series, tmp_path: Path) -> None:
+    """Before: the number of its descriptor was another file's by then."""
+    kept.write(T0, {"a": 1.0})
+    kept.close()
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(OSError):
+            kept.write(T0 + 1, {"a": 2.0})
+        with pytest.raises(OSError):
+            kept.read(["a"], 60.0, T0 + 1)
+        assert os.fstat(other).st_size == 0
+    finally:
+        os.close(other)
+    kept.close()

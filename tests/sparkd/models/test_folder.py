@@ -1,0 +1,52 @@
+"""Whether a folder can be a model's: one wording for each cause, the same for the file's check, a plan and an added model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.capacity.plan_for_node import checkpoint_here
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.models.folder import unusable
+from sparkd.models.remote_headers import checkpoint_of
+
+CAUSES = {
+    "file": "is a file",
+    "gone": "is not on this node",
+    "empty": "is empty",
+    "bare": "has neither config.json nor params.json",
+    "above": "name the model's own folder, such as ",
+    "models--a--b": "name the model by its id, a/b",
+    "adapter": "it is an adapter",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    for name in ("empty", "bare", "above/inner", "models--a--b/snapshots", "adapter"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("bare/model.safetensors", "above/inner/config.json", "adapter/adapter_config.json"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "cause"), CAUSES.items(), ids=CAUSES)
+def test_one_wording_for_each_cause(place: Path, name: str, cause: str) -> None:
+    folder = str(place / name)
+    fault = unusable(folder, vllm=True)
+    assert fault is not None and cause in fault.message and folder in fault.message
+    assert str(place) not in (fault.client_message or "")
+    with pytest.raises(CheckpointError) as read:
+        checkpoint_of(folder, None, {})
+    with pytest.raises(ConfigError) as planned:
+        checkpoint_here(folder, None)
+    assert (read.value.message, planned.value.message) == (fault.message, fault.message)
+    assert read.value.param == planned.value.param == "model"
+
+
+def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:
+    assert unusable(str(place / "above" / "inner"), vllm=True) is None
+    assert unusable(str(place / "bare"), vllm=False) is None
+    assert unusable("owner/name", vllm=True) is None
