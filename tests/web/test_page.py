@@ -116,6 +116,76 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     page.close()
 
 
+def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
+    page = tab.page
+    tab.open("plan")
+    page.get_by_label("Model", exact=True).fill("quick")
+    page.get_by_label("Context, tokens").fill("2K")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    answer = page.get_by_role("region", name="Answer")
+    expect(answer.get_by_role("table", name="What fits")).to_be_visible(timeout=PATIENCE_MS)
+    assert tab.serious() == []
+    tab.picture("plan-answer")
+    page.get_by_label("Format").fill("no-such-format")
+    with page.expect_response("**/admin/v1/plan") as answered:
+        page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.locator(".field").get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
+    page.get_by_label("Format").fill("")
+
+
+def at_field(page: Page, label: str) -> Locator:
+    """The sentence at a field, which screen readers read with it."""
+    return page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
+
+
+def test_bad_input_gets_the_command_lines_sentence_at_its_field(
+    tab: Tab, served: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN)
+    page = tab.page
+    tab.open("models")
+    page.get_by_role("button", name="Add model").click()
+    source = page.get_by_label("Hub id, folder or recipe")
+    for wrong in (str(tmp_path), "owner/nmae", "owner/na me"):
+        source.fill(wrong)
+        with page.expect_response("**/admin/v1/plan") as answered:
+            page.get_by_role("button", name="Check whether it fits").click()
+        sentence = answered.value.json()["error"]["message"]
+        expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
+    assert exit_code(["plan", wrong]) == 2
+    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
+    tab.picture("models-add-refused")
+    # The entry of a model whose headers cannot be read may be written all the same.
+    page.get_by_label("Value", exact=True).first.fill(str(served.folder / "checkpoint"))
+    page.get_by_label("Name", exact=True).fill("added")
+    page.get_by_role("button", name="Add key").click()
+    page.get_by_label("Key", exact=True).last.fill("max_modle_len")
+    page.get_by_label("Value", exact=True).last.fill("4096")
+    page.get_by_role("checkbox", name="Load it now").uncheck()
+    page.get_by_role("button", name="Add", exact=True).click()
+    faulty = tmp_path / "sparkd.yaml"
+    faulty.write_text(yaml.safe_dump({"models": {"added": {"model": str(served.folder / "checkpoint"), "max_modle_len": 4096}}}))
+    assert exit_code(["check", str(faulty)]) == 2
+    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
+    refusal = page.locator(".key-row").last.get_by_role("alert")
+    expect(refusal).to_contain_text("max_modle_len")
+    assert refusal.inner_text().removesuffix(".") in said
+    assert tab.serious() == []
+    tab.picture("models-add")
+    page.get_by_role("button", name="Remove key max_modle_len").click()
+    page.get_by_role("button", name="Add", exact=True).click()
+    expect(page.get_by_role("heading", name="added")).to_be_visible()
+    page.get_by_role("button", name="Remove added").click()
+    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
+    expect(page.get_by_role("heading", name="Models")).to_be_visible()
+    expect(row(page, "Known models", "quick")).to_be_visible()
+    expect(row(page, "Known models", "added")).to_have_count(0)
+    assert len(tab.refused) == 4
+
+
+# From here on Ray is needed, which the daemon starts meanwhile.
+
+
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
     served.ray_connected()
     page = tab.page
@@ -226,7 +296,6 @@ def test_a_log_is_followed_paused_and_searched(tab: Tab) -> None:
 def test_every_page_in_light_in_dark_and_narrow(name: str, tab: Tab) -> None:
     page = tab.page
     address, content = WALK[name]
-    tab.refused.clear()
     tab.open(*address)
     expect(page.locator(content).first).to_be_visible(timeout=PATIENCE_MS)
     tab.picture(f"{name}-light")
@@ -245,74 +314,6 @@ def test_every_page_in_light_in_dark_and_narrow(name: str, tab: Tab) -> None:
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         page.emulate_media(color_scheme="light")
     assert tab.refused == []
-
-
-def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
-    page = tab.page
-    tab.open("plan")
-    page.get_by_label("Model", exact=True).fill("quick")
-    page.get_by_label("Context, tokens").fill("2K")
-    page.get_by_role("button", name="Plan", exact=True).click()
-    answer = page.get_by_role("region", name="Answer")
-    expect(answer.get_by_role("table", name="What fits")).to_be_visible(timeout=PATIENCE_MS)
-    assert tab.serious() == []
-    tab.picture("plan-answer")
-    page.get_by_label("Format").fill("no-such-format")
-    with page.expect_response("**/admin/v1/plan") as answered:
-        page.get_by_role("button", name="Plan", exact=True).click()
-    expect(page.locator(".field").get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
-    page.get_by_label("Format").fill("")
-
-
-def at_field(page: Page, label: str) -> Locator:
-    """The sentence at a field, which screen readers read with it."""
-    return page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
-
-
-def test_bad_input_gets_the_command_lines_sentence_at_its_field(
-    tab: Tab, served: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN)
-    page = tab.page
-    tab.open("models")
-    tab.refused.clear()
-    page.get_by_role("button", name="Add model").click()
-    source = page.get_by_label("Hub id, folder or recipe")
-    for wrong in (str(tmp_path), "owner/nmae", "owner/na me"):
-        source.fill(wrong)
-        with page.expect_response("**/admin/v1/plan") as answered:
-            page.get_by_role("button", name="Check whether it fits").click()
-        sentence = answered.value.json()["error"]["message"]
-        expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
-    assert exit_code(["plan", wrong]) == 2
-    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
-    tab.picture("models-add-refused")
-    # The entry of a model whose headers cannot be read may be written all the same.
-    page.get_by_label("Value", exact=True).first.fill(str(served.folder / "checkpoint"))
-    page.get_by_label("Name", exact=True).fill("added")
-    page.get_by_role("button", name="Add key").click()
-    page.get_by_label("Key", exact=True).last.fill("max_modle_len")
-    page.get_by_label("Value", exact=True).last.fill("4096")
-    page.get_by_role("checkbox", name="Load it now").uncheck()
-    page.get_by_role("button", name="Add", exact=True).click()
-    faulty = tmp_path / "sparkd.yaml"
-    faulty.write_text(yaml.safe_dump({"models": {"added": {"model": str(served.folder / "checkpoint"), "max_modle_len": 4096}}}))
-    assert exit_code(["check", str(faulty)]) == 2
-    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
-    refusal = page.locator(".key-row").last.get_by_role("alert")
-    expect(refusal).to_contain_text("max_modle_len")
-    assert refusal.inner_text().removesuffix(".") in said
-    assert tab.serious() == []
-    tab.picture("models-add")
-    page.get_by_role("button", name="Remove key max_modle_len").click()
-    page.get_by_role("button", name="Add", exact=True).click()
-    expect(page.get_by_role("heading", name="added")).to_be_visible()
-    page.get_by_role("button", name="Remove added").click()
-    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
-    expect(page.get_by_role("heading", name="Models")).to_be_visible()
-    expect(row(page, "Known models", "quick")).to_be_visible()
-    expect(row(page, "Known models", "added")).to_have_count(0)
-    assert len(tab.refused) == 4
 
 
 @pytest.fixture
