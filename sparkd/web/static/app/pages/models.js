@@ -63,10 +63,10 @@ const PLAIN = [
   figure("Tokens/s", (model) => model.rates?.generation_tokens_per_s, rate),
   { ...figure("Requests", (model) => model.in_flight + model.queued, count), cell: (name) => html`<span class="figure">${requestsOf(seen(name))}</span>` },
   text("Node", (model) => model.ranks.map((rank) => rank.node).join(", ") || model.node),
-  text("Source", (model) => model.source),
 ];
 /** @type {ModelColumn[]} */
 const WIDE = [
+  text("Source", (model) => model.source),
   text("Want", (model) => model.want),
   figure("Load", (model) => model.load_s, seconds),
   figure("KV cache", (model) => model.progress?.kv?.pool_bytes, size),

@@ -13,6 +13,8 @@ const EVERY_S = 1;
 const PAGE = 200;
 /** As many as sparkd keeps. */
 const MOST = 10_000;
+/** The characters before the month of a moment. */
+const YEAR = 5;
 const LINE_END = "\r\n";
 
 /** @typedef {import("../components/table.js").Column<any>} RequestColumn */
@@ -21,7 +23,7 @@ const MODEL = { head: "Model", value: (one) => one.model, cell: (one) => (one.mo
 /** @type {RequestColumn} */
 const KEY = { head: "Key", value: (one) => one.key, cell: (one) => one.key ?? UNKNOWN };
 /** @type {RequestColumn} */
-const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route };
+const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route.replace(/^\/v1\//, "") };
 
 /** @type {RequestColumn[]} */
 const IN_FLIGHT = [
@@ -39,10 +41,10 @@ const IN_FLIGHT = [
 
 /** @type {RequestColumn[]} */
 const FINISHED = [
-  { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap">${moment(one.started_s)}</span>` },
+  { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap" title=${moment(one.started_s)}>${moment(one.started_s).slice(YEAR)}</span>` },
   MODEL,
   KEY,
-  { head: "Code", end: true, value: (one) => one.status, cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} />` },
+  { head: "Code", value: (one) => [one.status ?? "gone", one.code].filter(Boolean).join(" "), cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} /> ${one.code}` },
   { head: "In", end: true, hint: "tokens of the prompt", value: (one) => one.prompt_tokens, cell: (one) => count(one.prompt_tokens) },
   { head: "Cached", end: true, hint: "of those, from the prefix cache", value: (one) => one.cached_tokens, cell: (one) => count(one.cached_tokens) },
   { head: "Out", end: true, hint: "tokens of the answer", value: (one) => one.completion_tokens, cell: (one) => count(one.completion_tokens) },
@@ -50,9 +52,8 @@ const FINISHED = [
   { head: "Tokens/s", end: true, value: (one) => one.tokens_per_s, cell: (one) => rate(one.tokens_per_s) },
   { head: "Queued", end: true, value: (one) => one.queued_s, cell: (one) => seconds(one.queued_s) },
   { head: "Took", end: true, value: (one) => one.seconds, cell: (one) => seconds(one.seconds) },
-  { head: "Error", value: (one) => one.code, cell: (one) => one.code ?? UNKNOWN },
   ROUTE,
-  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code>${one.request_id}</code>` },
+  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
 ];
 
 /** A stream that broke off has the status 200 and a code. @param {any} one */
