@@ -82,7 +82,7 @@ function Shell() {
 /** @param {{name: string, narrow: boolean, pages: [string, string][]}} props */
 function Content({ name, narrow, pages }) {
   if (access.value === "none") return html`<${KeyForm} />`;
-  if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p></section>`;
+  if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p>${storedKey() && html`<div class="actions"><button type="button" onClick=${changeKey}>Change key</button></div>`}</section>`;
   if (!narrow && !daemon.value) return html`<section class="page"><h1>sparkd</h1><p class="quiet-text" role="status">${liveProblem.value || "Waiting for sparkd's first answer."}</p></section>`;
   if (!pages.some(([one]) => one === name)) return html`<section class="page"><h1>No such page</h1><p><a href="#/">Start</a></p></section>`;
   const [, model] = route.value;
