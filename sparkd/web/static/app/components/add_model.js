@@ -55,6 +55,7 @@ export function AddModel({ onClose }) {
       if (!name) setName(nameOf(asked.split("@")[0] ?? asked));
       const plan = await post(`${ADMIN}/plan`, question);
       setAnswer(plan);
+      setDoubt({ model: question.model, sentence: "" });
       if (!recipe) setRows(rowsOf(plan.choice?.config ?? { model: asked }));
     } catch (error) {
       setPlanRefusal(error);
