@@ -218,14 +218,14 @@ def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: D
     expect(page.get_by_role("heading", name="slow")).to_be_visible()
     until(lambda: (page.evaluate(PROGRESS) or 0) > first, 20, "the progress goes on")
     tab.open("models", "slow", "load")
-    expect(page.get_by_role("main")).to_contain_text(re.compile(r"goes on: [\d.]+ m?s so far, \w+ for [\d.]+ m?s"))
+    expect(page.get_by_role("main")).to_contain_text(re.compile(r"goes on: [\d.]+ m?s so far, [\w ]+ for [\d.]+ m?s"))
     until(lambda: float(page.evaluate(RUNNING_WIDTH) or 0) > 20, 20, "the bar of the running phase has a length")
     tab.picture("model-load-running")
-    expect(page.get_by_text("READY")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.locator(".page-head .word")).to_have_text("READY", timeout=PATIENCE_MS)
     expect(page.locator(".waterfall rect").nth(1)).to_be_visible()
     expect(row(page, "Phases of the start", "quantize")).to_contain_text(re.compile(r"\d s"))
     page.get_by_role("button", name="Unload slow").click()
-    expect(page.get_by_text("STOPPED")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.locator(".page-head .word")).to_have_text("STOPPED", timeout=PATIENCE_MS)
     assert tab.refused == []
 
 
