@@ -14,16 +14,6 @@ import { act, sentence } from "./toast.js";
 /** The name of a model that comes from a hub id or a folder. @param {string} source */
 const nameOf = (source) => (source.replace(/\/+$/, "").split("/").pop() ?? "").toLowerCase();
 
-/** Why sparkd cannot plan a model, which it is not asked for by an entry that is added without a load; "" where it can. @param {string} model */
-async function refusalOf(model) {
-  try {
-    await post(`${ADMIN}/plan`, { model });
-  } catch (error) {
-    if (error instanceof Refused && error.status === 422) return error.message;
-  }
-  return "";
-}
-
 /** @param {{onClose: () => void}} props */
 export function AddModel({ onClose }) {
   const [source, setSource] = useState("");
@@ -35,8 +25,6 @@ export function AddModel({ onClose }) {
   const [busy, setBusy] = useState("");
   const [planRefusal, setPlanRefusal] = useState(/** @type {unknown} */ (null));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
-  // Of the model that will not load, and that may be added all the same.
-  const [doubt, setDoubt] = useState({ model: "", sentence: "" });
   useEffect(() => {
     get(`${ADMIN}/recipes`).then((listed) => setRecipes(listed.recipes), () => {});
   }, []);
@@ -55,7 +43,6 @@ export function AddModel({ onClose }) {
       if (!name) setName(nameOf(asked.split("@")[0] ?? asked));
       const plan = await post(`${ADMIN}/plan`, question);
       setAnswer(plan);
-      setDoubt({ model: question.model, sentence: "" });
       if (!recipe) setRows(rowsOf(plan.choice?.config ?? { model: asked }));
     } catch (error) {
       setPlanRefusal(error);
@@ -69,15 +56,6 @@ export function AddModel({ onClose }) {
     setBusy("add");
     setRefusal(null);
     try {
-      const { model } = specOf(rows ?? []);
-      if (!load && typeof model === "string" && doubt.model !== model) {
-        const sentence = await refusalOf(model);
-        setDoubt({ model, sentence });
-        if (sentence) {
-          setBusy("");
-          return;
-        }
-      }
       const taken = await post(`${ADMIN}/models`, { name, spec: specOf(rows ?? []), load });
       await act(async () => taken, load ? undefined : `${name} was added.`);
       onClose();
@@ -88,7 +66,6 @@ export function AddModel({ onClose }) {
     setBusy("");
   };
   const atName = refusal instanceof Refused && (refusal.param === "name" || (refusal.code === "conflict" && !refusal.param));
-  const doubted = !load && doubt.sentence !== "" && rows?.some((row) => row.key.trim() === "model" && row.text === doubt.model);
   const atKey = rows ? keyOf(refusal, rows) : "";
   return html`<${Dialog} title="Add model" onClose=${onClose} wide>
     <form onSubmit=${check}>
@@ -99,12 +76,12 @@ export function AddModel({ onClose }) {
     ${rows && html`<form onSubmit=${add}>
       ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Name" value=${name} onInput=${setName} required mono error=${atName ? sentence(refusal) : null} />
-      <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} doubts=${doubted ? { model: doubt.sentence } : {}} />
+      <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
       <div class="page-head"><h3>The entry</h3><${Copy} text=${() => entryText(name, specOf(rows))} label="Copy entry" /></div>
       <pre>${entryText(name, specOf(rows))}</pre>
       <div class="actions">
         <${Check} label="Load it now" checked=${load} onChange=${setLoad} />
-        <button class="main" disabled=${busy !== ""}>${doubted ? "Add all the same" : "Add"}</button><span role="status">${busy === "add" ? "Adding…" : ""}</span>
+        <button class="main" disabled=${busy !== ""}>Add</button><span role="status">${busy === "add" ? "Adding…" : ""}</span>
       </div>
     </form>`}
   <//>`;

@@ -30,8 +30,8 @@ export function keyOf(refusal, rows) {
   return rows.some((row) => row.key.trim() === param) ? param : "";
 }
 
-/** @param {{rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown, doubts?: Record<string, string>}} props doubts: sentences about values that would be taken all the same */
-export function EntryKeys({ rows, onChange, refusal, doubts = {} }) {
+/** @param {{rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown}} props */
+export function EntryKeys({ rows, onChange, refusal }) {
   const wrong = keyOf(refusal, rows);
   const set = (/** @type {number} */ place, /** @type {Partial<Row>} */ change) => onChange(rows.map((row, other) => (other === place ? { ...row, ...change } : row)));
   // A refusal about a key that no entry has, or that may not be set here, is about the key itself.
@@ -42,7 +42,7 @@ export function EntryKeys({ rows, onChange, refusal, doubts = {} }) {
     ${rows.map(
       (row, place) => html`<div class="key-row" key=${place}>
         <${Field} label="Key" value=${row.key} list=${KEYS} mono onInput=${(/** @type {string} */ key) => set(place, { key })} error=${errorAt(row, false)} />
-        <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })} error=${errorAt(row, true) ?? doubts[row.key.trim()] ?? null} />
+        <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })} error=${errorAt(row, true)} />
         <button type="button" aria-label="Remove key ${row.key}" onClick=${() => onChange(rows.filter((_, other) => other !== place))}>✕</button>
       </div>`,
     )}
