@@ -30,7 +30,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "backoff": {"initial_s": 60},
         "models": {
             "quick": model | {"env": {"SPARKD_STUB_TOKENS": "30"}, "aliases": ["gpt-4o"], "pin": True},
-            "slow": model | {"quantize": "int4-g64", "env": {"SPARKD_STUB_START_DELAY_S": "6", "SPARKD_STUB_LOAD_BYTES": str(4 * GIB)}},
+            "slow": model | {"quantize": "int4-g64", "env": {"SPARKD_STUB_START_DELAY_S": "5", "SPARKD_STUB_LOAD_BYTES": str(4 * GIB)}},
             "endless": model | {"env": {"SPARKD_STUB_TOKENS": "100000"}},
             "crash": model | {"env": {"SPARKD_STUB_EXIT_AT": "load"}},
         },
@@ -69,6 +69,7 @@ def shared(context: BrowserContext, served: DaemonProcess) -> Tab:
 def tab(shared: Tab) -> Iterator[Tab]:
     """The shared tab; a test's end looks at what the page must not do."""
     shared.faults.clear()
+    shared.refused.clear()
     yield shared
     assert shared.faults == []
     assert shared.foreign == []

@@ -41,6 +41,8 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 PROGRESS = "document.querySelector('progress')?.value"
+# Of a picture that is 1,000 wide.
+RUNNING_WIDTH = "document.querySelector('.waterfall .running')?.getAttribute('width')"
 COLOUR = "getComputedStyle(document.querySelector('dd.figure')).color"
 
 
@@ -84,6 +86,7 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     field = page.get_by_label("API key")
     expect(field).to_be_visible()
     expect(page.get_by_role("alert").filter(has_text="key")).to_have_count(0)
+    expect(page.get_by_role("navigation")).to_have_count(0)
     assert tab.serious() == []
     tab.picture("key")
     field.fill("a-wrong-key-of-some-length")
@@ -91,6 +94,8 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     wrong = served.client.get("/admin/v1/status", headers={"authorization": "Bearer a-wrong-key-of-some-length"}).json()
     expect(page.get_by_role("alert").filter(has_text=wrong["error"]["message"])).to_be_visible()
 
+    # What the key opens is asked again after a failure of the network.
+    page.route("**/v1/models", lambda route: route.abort(), times=1)
     field.fill(INFERENCE)
     page.get_by_role("button", name="Open").click()
     expect(badge(page)).to_have_text("inference key")
@@ -103,8 +108,7 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     page.evaluate("location.hash = '#/events'")
     expect(page.get_by_role("heading", name="No such page")).to_be_visible()
 
-    page.evaluate("sessionStorage.clear()")
-    page.reload()
+    page.get_by_role("button", name="Change key").click()
     page.get_by_label("API key").fill(ADMIN)
     page.get_by_role("button", name="Open").click()
     expect(badge(page)).to_have_text("live")
@@ -114,6 +118,85 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     assert {line.partition(" ")[0] for line in tab.refused} <= {"Failed"}
     assert (tab.faults, tab.foreign) == ([], [])
     page.close()
+
+
+def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
+    page = tab.page
+    tab.open("plan")
+    page.get_by_label("Model", exact=True).fill("quick")
+    page.get_by_label("Context, tokens").fill("2K")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    answer = page.get_by_role("region", name="Answer")
+    expect(answer.get_by_role("table", name="What fits")).to_be_visible(timeout=PATIENCE_MS)
+    assert tab.serious() == []
+    tab.picture("plan-answer")
+    page.get_by_label("Hardware").select_option("two Sparks")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(answer).to_contain_text("On 2 x spark with", timeout=PATIENCE_MS)
+    page.get_by_label("Format").fill("no-such-format")
+    with page.expect_response("**/admin/v1/plan") as answered:
+        page.get_by_role("button", name="Plan", exact=True).click()
+    expect(at_field(page, "Format")).to_have_text(answered.value.json()["error"]["message"])
+    page.get_by_label("Format").fill("")
+
+
+def at_field(page: Page, label: str) -> Locator:
+    """The sentence at a field, which screen readers read with it."""
+    return page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
+
+
+def test_bad_input_gets_the_command_lines_sentence_at_its_field(
+    tab: Tab, served: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN)
+    page = tab.page
+    tab.open("models")
+    page.get_by_role("button", name="Add model").click()
+    source = page.get_by_label("Hub id, folder or recipe")
+    for wrong in (str(tmp_path), "owner/nmae", "owner/na me"):
+        source.fill(wrong)
+        with page.expect_response("**/admin/v1/plan") as answered:
+            page.get_by_role("button", name="Check whether it fits").click()
+        sentence = answered.value.json()["error"]["message"]
+        expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
+    assert exit_code(["plan", wrong]) == 2
+    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
+    tab.picture("models-add-refused")
+    # sparkd refuses it too, also where it is not to be loaded yet.
+    page.get_by_role("checkbox", name="Load it now").uncheck()
+    page.get_by_label("Value", exact=True).first.fill(str(tmp_path / "absent"))
+    page.get_by_role("button", name="Add", exact=True).click()
+    expect(at_field(page, "Value")).to_contain_text("absent")
+    page.get_by_label("Value", exact=True).first.fill(str(served.folder / "checkpoint"))
+    page.get_by_label("Name", exact=True).fill("quick")
+    page.get_by_role("button", name="Add", exact=True).click()
+    expect(at_field(page, "Name")).to_contain_text("quick")
+    page.get_by_label("Name", exact=True).fill("added")
+    page.get_by_role("button", name="Add key").click()
+    page.get_by_label("Key", exact=True).last.fill("max_modle_len")
+    page.get_by_label("Value", exact=True).last.fill("4096")
+    page.get_by_role("button", name="Add", exact=True).click()
+    faulty = tmp_path / "sparkd.yaml"
+    faulty.write_text(yaml.safe_dump({"models": {"added": {"model": str(served.folder / "checkpoint"), "max_modle_len": 4096}}}))
+    assert exit_code(["check", str(faulty)]) == 2
+    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
+    refusal = at_field(page, "Key")
+    expect(refusal).to_contain_text("max_modle_len")
+    assert refusal.inner_text().removesuffix(".") in said
+    assert tab.serious() == []
+    tab.picture("models-add")
+    page.get_by_role("button", name="Remove key max_modle_len").click()
+    page.get_by_role("button", name="Add", exact=True).click()
+    expect(page.get_by_role("heading", name="added")).to_be_visible()
+    page.get_by_role("button", name="Remove added").click()
+    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
+    expect(page.get_by_role("heading", name="Models")).to_be_visible()
+    expect(row(page, "Known models", "quick")).to_be_visible()
+    expect(row(page, "Known models", "added")).to_have_count(0)
+    assert len(tab.refused) == 6
+
+
+# From here on Ray is needed, which the daemon starts meanwhile.
 
 
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
@@ -133,12 +216,15 @@ def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: D
     tab.open("models", "slow")
     expect(page.get_by_role("heading", name="slow")).to_be_visible()
     until(lambda: (page.evaluate(PROGRESS) or 0) > first, 20, "the progress goes on")
-    expect(page.get_by_text("READY")).to_be_visible(timeout=PATIENCE_MS)
-    page.get_by_role("link", name="Load", exact=True).click()
+    tab.open("models", "slow", "load")
+    expect(page.get_by_role("main")).to_contain_text(re.compile(r"goes on: [\d.]+ m?s so far, [\w ]+ for [\d.]+ m?s"))
+    until(lambda: float(page.evaluate(RUNNING_WIDTH) or 0) > 20, 20, "the bar of the running phase has a length")
+    tab.picture("model-load-running")
+    expect(page.locator(".page-head .word")).to_have_text("READY", timeout=PATIENCE_MS)
     expect(page.locator(".waterfall rect").nth(1)).to_be_visible()
     expect(row(page, "Phases of the start", "quantize")).to_contain_text(re.compile(r"\d s"))
     page.get_by_role("button", name="Unload slow").click()
-    expect(page.get_by_text("STOPPED")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.locator(".page-head .word")).to_have_text("STOPPED", timeout=PATIENCE_MS)
     assert tab.refused == []
 
 
@@ -152,6 +238,9 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     expect(page.locator(".toast.bad")).to_contain_text("load crash failed")
     page.locator(".toast.bad").get_by_role("button", name="Dismiss").click()
     expect(page.locator(".toast.bad")).to_have_count(0)
+    tab.open()
+    expect(page.get_by_role("region", name="Resident models")).to_contain_text("crash")
+    expect(page.get_by_role("heading", name="Waiting")).to_have_count(0)
 
 
 def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
@@ -181,7 +270,15 @@ def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
     page.get_by_role("button", name="Clear").click()
 
 
-def test_a_request_is_seen_and_cancelled(tab: Tab) -> None:
+def csv_of(page: Page, outcome: str) -> list[str]:
+    """The lines of the file that is saved for an outcome."""
+    page.get_by_label("Outcome").select_option(outcome)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as CSV").click()
+    return Path(saved.value.path()).read_text().splitlines()
+
+
+def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("playground")
     page.get_by_label("Model", exact=True).select_option("endless")
@@ -196,17 +293,41 @@ def test_a_request_is_seen_and_cancelled(tab: Tab) -> None:
     expect(page.get_by_text("No request is in flight.")).to_be_visible()
     finished = page.get_by_role("table", name="Finished requests")
     expect(finished.locator("tbody tr").first).to_contain_text("request_cancelled")
-    page.get_by_label("Outcome").select_option("ok")
+    whole, failed = csv_of(page, ""), csv_of(page, "failed")
+    expect(finished).to_contain_text("request_cancelled")
+    answered = csv_of(page, "ok")
     expect(finished).not_to_contain_text("request_cancelled")
     page.get_by_label("Outcome").select_option("")
-    with page.expect_download() as saved:
-        page.get_by_role("button", name="Save as CSV").click()
-    lines = Path(saved.value.path()).read_text().splitlines()
-    assert "capital of France" not in "".join(lines)
-    assert len(lines) > 4
+    assert "capital of France" not in "".join(whole)
+    assert len(whole) > 4
+    assert any("request_cancelled" in line for line in failed)
+    assert sorted(answered[1:] + failed[1:]) == sorted(whole[1:])
+    # A client chooses the id of its request.
+    for _ in range(2):
+        served.client.post("/v1/embeddings", json={"model": "no-such-model", "input": ""}, headers={"x-request-id": "twice"})
+    expect(finished.get_by_role("row").filter(has_text="twice")).to_have_count(2)
     tab.open("playground")
     expect(page.get_by_role("alert").filter(has_text="cancelled")).to_be_visible()
     page.get_by_role("button", name="Clear").click()
+
+
+def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:
+    with tab.page.expect_response("**/admin/v1/doctor") as answered:
+        tab.open("doctor")
+    findings = answered.value.json()["findings"]
+    expect(tab.page.locator(".finding")).to_have_count(len(findings))
+    expect(tab.page.locator(".finding button")).to_have_count(sum(bool(one["cure"] and one.get("command")) for one in findings))
+
+
+def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
+    tab.open("models", "quick", "settings")
+    table = tab.page.get_by_role("table", name="Settings")
+    expect(table.locator("tbody tr").first).to_be_visible()
+    settings = served.client.get("/admin/v1/models/quick/settings").json()
+    chosen = [key for key, value in settings["resolved"].items() if value == "auto"]
+    assert chosen
+    for key in chosen:
+        expect(row(tab.page, "Settings", key)).not_to_contain_text("differs")
 
 
 def test_a_log_is_followed_paused_and_searched(tab: Tab) -> None:
@@ -226,7 +347,6 @@ def test_a_log_is_followed_paused_and_searched(tab: Tab) -> None:
 def test_every_page_in_light_in_dark_and_narrow(name: str, tab: Tab) -> None:
     page = tab.page
     address, content = WALK[name]
-    tab.refused.clear()
     tab.open(*address)
     expect(page.locator(content).first).to_be_visible(timeout=PATIENCE_MS)
     tab.picture(f"{name}-light")
@@ -245,74 +365,6 @@ def test_every_page_in_light_in_dark_and_narrow(name: str, tab: Tab) -> None:
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         page.emulate_media(color_scheme="light")
     assert tab.refused == []
-
-
-def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
-    page = tab.page
-    tab.open("plan")
-    page.get_by_label("Model", exact=True).fill("quick")
-    page.get_by_label("Context, tokens").fill("2K")
-    page.get_by_role("button", name="Plan", exact=True).click()
-    answer = page.get_by_role("region", name="Answer")
-    expect(answer.get_by_role("table", name="What fits")).to_be_visible(timeout=PATIENCE_MS)
-    assert tab.serious() == []
-    tab.picture("plan-answer")
-    page.get_by_label("Format").fill("no-such-format")
-    with page.expect_response("**/admin/v1/plan") as answered:
-        page.get_by_role("button", name="Plan", exact=True).click()
-    expect(page.locator(".field").get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
-    page.get_by_label("Format").fill("")
-
-
-def at_field(page: Page, label: str) -> Locator:
-    """The sentence at a field, which screen readers read with it."""
-    return page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
-
-
-def test_bad_input_gets_the_command_lines_sentence_at_its_field(
-    tab: Tab, served: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN)
-    page = tab.page
-    tab.open("models")
-    tab.refused.clear()
-    page.get_by_role("button", name="Add model").click()
-    source = page.get_by_label("Hub id, folder or recipe")
-    for wrong in (str(tmp_path), "owner/nmae", "owner/na me"):
-        source.fill(wrong)
-        with page.expect_response("**/admin/v1/plan") as answered:
-            page.get_by_role("button", name="Check whether it fits").click()
-        sentence = answered.value.json()["error"]["message"]
-        expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
-    assert exit_code(["plan", wrong]) == 2
-    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
-    tab.picture("models-add-refused")
-    # The entry of a model whose headers cannot be read may be written all the same.
-    page.get_by_label("Value", exact=True).first.fill(str(served.folder / "checkpoint"))
-    page.get_by_label("Name", exact=True).fill("added")
-    page.get_by_role("button", name="Add key").click()
-    page.get_by_label("Key", exact=True).last.fill("max_modle_len")
-    page.get_by_label("Value", exact=True).last.fill("4096")
-    page.get_by_role("checkbox", name="Load it now").uncheck()
-    page.get_by_role("button", name="Add", exact=True).click()
-    faulty = tmp_path / "sparkd.yaml"
-    faulty.write_text(yaml.safe_dump({"models": {"added": {"model": str(served.folder / "checkpoint"), "max_modle_len": 4096}}}))
-    assert exit_code(["check", str(faulty)]) == 2
-    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
-    refusal = page.locator(".key-row").last.get_by_role("alert")
-    expect(refusal).to_contain_text("max_modle_len")
-    assert refusal.inner_text().removesuffix(".") in said
-    assert tab.serious() == []
-    tab.picture("models-add")
-    page.get_by_role("button", name="Remove key max_modle_len").click()
-    page.get_by_role("button", name="Add", exact=True).click()
-    expect(page.get_by_role("heading", name="added")).to_be_visible()
-    page.get_by_role("button", name="Remove added").click()
-    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
-    expect(page.get_by_role("heading", name="Models")).to_be_visible()
-    expect(row(page, "Known models", "quick")).to_be_visible()
-    expect(row(page, "Known models", "added")).to_have_count(0)
-    assert len(tab.refused) == 4
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ type Known<T> = T extends (infer One)[]
 declare global {
   type Signal<T> = PreactSignal<T>;
   type Condition = Known<Schemas["Condition"]>;
-  type Finding = Schemas["Finding"];
+  /** command: what cures it, to be copied. */
+  type Finding = Schemas["Finding"] & { command?: string | null };
   type Operation = Known<Schemas["Operation"]>;
   type Progress = Partial<Omit<Known<Schemas["Progress"]>, "kv">> & { kv?: any };
   type LiveNode = Known<Schemas["LiveNode"]>;

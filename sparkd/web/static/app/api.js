@@ -36,6 +36,12 @@ export function useKey(key) {
   access.value = "unknown";
 }
 
+/** Forget the key, and all that it showed. */
+export function changeKey() {
+  sessionStorage.removeItem(KEY);
+  location.reload();
+}
+
 /** @returns {Record<string, string>} */
 function credentials() {
   const key = storedKey();
@@ -91,9 +97,12 @@ export const remove = async (path) => (await request("DELETE", path)).json();
 /** The path of a model, whose name may have slashes. @param {string} name @param {string} [rest] */
 export const modelPath = (name, rest = "") => `${ADMIN}/models/${name.split("/").map(encodeURIComponent).join("/")}${rest}`;
 
-/** Find out what an inference key opens, after the admin API refused it with 403. Raises the refusal if it opens nothing. @param {unknown} refusal */
+/** Find out what an inference key opens, after the admin API refused it with 403. Raises the refusal without a key, and Refused. @param {unknown} refusal */
 export async function narrowAccess(refusal) {
-  const response = await fetch("/v1/models", { headers: credentials(), cache: "no-store" });
-  if (!response.ok || !storedKey()) throw refusal;
+  if (!storedKey()) throw refusal;
+  await request("GET", "/v1/models");
   access.value = "inference";
 }
+
+/** The key that a refusal is about: the first part of its parameter, such as `env` of `env.HF_TOKEN`. @param {unknown} refusal */
+export const paramOf = (refusal) => (refusal instanceof Refused ? refusal.param?.split(".")[0] ?? "" : "");

@@ -4,7 +4,6 @@ import { ADMIN, get } from "./api.js";
 import { effect, signal, untracked, useEffect, useMemo } from "./lib.js";
 import { freshness } from "./live.js";
 import { daemon, models, nodes, now } from "./store.js";
-import { GIB } from "./units.js";
 
 /** The spans that the daemon keeps: 15 minutes at 1 s, and 24 h at 30 s. */
 export const SHORT_S = 900;
@@ -77,6 +76,12 @@ function append(data, atS, names, spanS) {
   data.value = [[...times.slice(from), atS], ...columns.map((column, place) => [...column.slice(from), latest(names[place] ?? "")])];
 }
 
+/** Bytes that a model's engine has on all nodes; null where none runs. @param {string} model */
+function heldBy(model) {
+  const engines = nodes.keys.peek().flatMap((address) => nodes.of(address).peek()?.engines ?? []).filter((engine) => engine.model === model);
+  return engines.length ? engines.reduce((sum, engine) => sum + (engine.host_bytes ?? 0) + (engine.device_bytes ?? 0), 0) : null;
+}
+
 /** The figure of a series in the live document. @param {string} name @returns {number | null} */
 function latest(name) {
   const first = name.indexOf(".");
@@ -86,7 +91,6 @@ function latest(name) {
     const reading = /** @type {any} */ (nodes.of(owner).peek()?.reading);
     return reading?.[OF_READING[figure] ?? figure] ?? null;
   }
-  const model = models.of(owner).peek();
-  if (figure === "memory_bytes") return model?.memory_gib == null ? null : model.memory_gib * GIB;
-  return /** @type {any} */ (model?.rates)?.[figure] ?? null;
+  if (figure === "memory_bytes") return heldBy(owner);
+  return /** @type {any} */ (models.of(owner).peek()?.rates)?.[figure] ?? null;
 }

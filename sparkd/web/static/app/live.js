@@ -92,7 +92,9 @@ async function ends(error) {
   if (error.status !== 403) return false;
   try {
     await narrowAccess(error);
-  } catch {
+  } catch (other) {
+    // What the key opens is not known yet where sparkd does not answer, or not now.
+    if (!(other instanceof Refused && [401, 403].includes(other.status))) return false;
     liveRefusal.value = error.message;
   }
   return true;

@@ -1,6 +1,6 @@
 // Owns the shell of the page: navigation, the connection's badge, the key form, and which page is shown.
 
-import { access, keyRefusal, useKey } from "./api.js";
+import { access, changeKey, keyRefusal, storedKey, useKey } from "./api.js";
 import { Question } from "./components/dialog.js";
 import { Field } from "./components/form.js";
 import { Toasts } from "./components/toast.js";
@@ -43,6 +43,7 @@ const OPEN = ["models", "playground"];
 
 function Shell() {
   const narrow = access.value === "inference";
+  const opened = narrow || access.value === "admin";
   const pages = narrow ? PAGES.filter(([name]) => OPEN.includes(name)) : PAGES;
   const [name = narrow ? "models" : "overview", model] = route.value;
   const [open, setOpen] = useState(false);
@@ -61,12 +62,14 @@ function Shell() {
     <a class="skip" href="#main" onClick=${skip}>Skip to content</a>
     <header class="top">
       <a class="brand" href="#/">sparkd</a>
-      <${Badge} />
-      <button type="button" class="menu" aria-expanded=${open ? "true" : "false"} aria-controls="navigation" onClick=${() => setOpen(!open)}>Menu</button>
-      <nav id="navigation" aria-label="Pages" class=${open ? "open" : ""}>
-        ${pages.map(([one, text]) => html`<a key=${one} href=${to(one)} aria-current=${one === name ? "page" : null}>${text}</a>`)}
-      </nav>
-      <${Version} />
+      ${opened && html`
+        <${Badge} />
+        <button type="button" class="menu" aria-expanded=${open ? "true" : "false"} aria-controls="navigation" onClick=${() => setOpen(!open)}>Menu</button>
+        <nav id="navigation" aria-label="Pages" class=${open ? "open" : ""}>
+          ${pages.map(([one, text]) => html`<a key=${one} href=${to(one)} aria-current=${one === name ? "page" : null}>${text}</a>`)}
+          ${storedKey() && html`<button type="button" class="quiet change-key" onClick=${changeKey}>Change key</button>`}
+        </nav>
+        <${Version} />`}
     </header>
     <main ref=${main} id="main" tabindex="-1">
       <${Outdated} />
@@ -79,7 +82,7 @@ function Shell() {
 /** @param {{name: string, narrow: boolean, pages: [string, string][]}} props */
 function Content({ name, narrow, pages }) {
   if (access.value === "none") return html`<${KeyForm} />`;
-  if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p></section>`;
+  if (liveRefusal.value) return html`<section class="page"><h1>sparkd refuses this page</h1><p class="error" role="alert">${liveRefusal.value}</p>${storedKey() && html`<div class="actions"><button type="button" onClick=${changeKey}>Change key</button></div>`}</section>`;
   if (!narrow && !daemon.value) return html`<section class="page"><h1>sparkd</h1><p class="quiet-text" role="status">${liveProblem.value || "Waiting for sparkd's first answer."}</p></section>`;
   if (!pages.some(([one]) => one === name)) return html`<section class="page"><h1>No such page</h1><p><a href="#/">Start</a></p></section>`;
   const [, model] = route.value;

@@ -21,3 +21,11 @@ export function typed(text) {
 
 /** @param {unknown} value */
 export const shown = (value) => (typeof value === "string" && typed(value) === value ? value : JSON.stringify(value));
+
+/** A number that may end in a letter, as the configuration has it: 32k is 32,000, 32K is 32,768. Anything else is as it was typed. @param {string} text @returns {unknown} */
+export function tokens(text) {
+  const found = /^([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])$/.exec(text);
+  if (!found) return typed(text);
+  const letter = found[2] ?? "";
+  return Math.floor(Number(found[1]) * (letter === letter.toLowerCase() ? 1000 : 1024) ** ("kmgt".indexOf(letter.toLowerCase()) + 1));
+}

@@ -65,7 +65,7 @@ export function AddModel({ onClose }) {
     }
     setBusy("");
   };
-  const atName = refusal instanceof Refused && refusal.param === "name";
+  const atName = refusal instanceof Refused && (refusal.param === "name" || (refusal.code === "conflict" && !refusal.param));
   const atKey = rows ? keyOf(refusal, rows) : "";
   return html`<${Dialog} title="Add model" onClose=${onClose} wide>
     <form onSubmit=${check}>
@@ -74,9 +74,9 @@ export function AddModel({ onClose }) {
     </form>
     ${answer && html`<${Fit} answer=${answer} />`}
     ${rows && html`<form onSubmit=${add}>
+      ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Name" value=${name} onInput=${setName} required mono error=${atName ? sentence(refusal) : null} />
       <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
-      ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <div class="page-head"><h3>The entry</h3><${Copy} text=${() => entryText(name, specOf(rows))} label="Copy entry" /></div>
       <pre>${entryText(name, specOf(rows))}</pre>
       <div class="actions">

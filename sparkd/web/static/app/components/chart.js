@@ -20,8 +20,8 @@ dark.addEventListener("change", () => {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /**
- * colour: a custom property of style.css, such as `--series-1`. step: how the line goes.
- * @typedef {{label: string, colour: string, dash?: boolean}} Series
+ * colour: a custom property of style.css, such as `--series-1`. filled: down to 0, so that a later series lies on an earlier one.
+ * @typedef {{label: string, colour: string, dash?: boolean, filled?: boolean}} Series
  */
 
 /**
@@ -50,7 +50,7 @@ export function Chart({ title, series, data, text, most, marks = [], height = HE
           { ...axis, values: (_plot, ticks) => ticks.map((atS) => clock(atS).slice(0, 5)), space: 70 },
           { ...axis, size: 78, ...(STEPS.has(text) ? { incrs: STEPS.get(text) } : {}), values: (_plot, ticks) => ticks.map((value) => text(value)) },
         ],
-        series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: false }, spanGaps: false }))],
+        series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), ...(one.filled ? { fill: `${colour(one.colour)}66` } : {}), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: false }, spanGaps: false }))],
         hooks: {
           setCursor: [(one) => (place.value = one.cursor.left != null && one.cursor.left >= 0 ? one.cursor.idx ?? null : null)],
           draw: [(one) => drawMarks(one, marks)],

@@ -1,6 +1,6 @@
 // Owns the editor of an entry's keys, which stands in the browser until the daemon takes it.
 
-import { Refused } from "../api.js";
+import { paramOf } from "../api.js";
 import { html } from "../lib.js";
 import { shown, typed } from "../yaml.js";
 import { Field } from "./form.js";
@@ -24,31 +24,25 @@ export const rowsOf = (spec) => Object.entries(spec).map(([key, value]) => ({ ke
 /** @param {Row[]} rows @returns {Record<string, unknown>} */
 export const specOf = (rows) => Object.fromEntries(rows.filter((row) => row.key.trim()).map((row) => [row.key.trim(), typed(row.text)]));
 
-/**
- * The key that a refusal is about, and "" for one about none of these rows.
- * @param {unknown} refusal @param {Row[]} rows
- */
+/** The key that a refusal is about, and "" for one about none of these rows. @param {unknown} refusal @param {Row[]} rows */
 export function keyOf(refusal, rows) {
-  if (!(refusal instanceof Refused)) return "";
-  const names = rows.map((row) => row.key).sort((a, b) => b.length - a.length);
-  const last = refusal.param?.split(".").pop();
-  return names.find((name) => name && name === last) ?? names.find((name) => name && new RegExp(`(^|[\\s.'"\`])${escaped(name)}([\\s:.,'"\`]|$)`).test(refusal.message)) ?? "";
+  const param = paramOf(refusal);
+  return rows.some((row) => row.key.trim() === param) ? param : "";
 }
-
-/** @param {string} text */
-const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
 /** @param {{rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown}} props */
 export function EntryKeys({ rows, onChange, refusal }) {
   const wrong = keyOf(refusal, rows);
   const set = (/** @type {number} */ place, /** @type {Partial<Row>} */ change) => onChange(rows.map((row, other) => (other === place ? { ...row, ...change } : row)));
+  // A refusal about a key that no entry has, or that may not be set here, is about the key itself.
+  const errorAt = (/** @type {Row} */ row, /** @type {boolean} */ known) =>
+    wrong && row.key.trim() === wrong && KEYS.includes(wrong) === known ? /** @type {Error} */ (refusal).message : null;
   return html`<fieldset class="stack">
     <legend>Keys</legend>
     ${rows.map(
       (row, place) => html`<div class="key-row" key=${place}>
-        <${Field} label="Key" value=${row.key} list=${KEYS} mono onInput=${(/** @type {string} */ key) => set(place, { key })} />
-        <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })}
-          error=${wrong && row.key === wrong ? /** @type {Error} */ (refusal).message : null} />
+        <${Field} label="Key" value=${row.key} list=${KEYS} mono onInput=${(/** @type {string} */ key) => set(place, { key })} error=${errorAt(row, false)} />
+        <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })} error=${errorAt(row, true)} />
         <button type="button" aria-label="Remove key ${row.key}" onClick=${() => onChange(rows.filter((_, other) => other !== place))}>✕</button>
       </div>`,
     )}

@@ -13,7 +13,7 @@ export function Findings({ findings }) {
   const list = (/** @type {Finding[]} */ some) => html`<ul class="notes">
     ${some.map((one, place) => html`<li key=${place} class="finding">
       <${Word} word=${one.verdict} /> <b>${one.node}</b> · ${one.about}: ${one.evidence}
-      ${one.cure && html`<div class="cure"><span>${one.cure}</span><${Copy} text=${commandIn(one.cure)} label=${commandIn(one.cure) === one.cure ? "Copy" : "Copy command"} /></div>`}
+      ${one.cure && html`<div class="cure"><span>${one.cure}</span>${one.command && html`<${Copy} text=${one.command} label="Copy command" />`}</div>`}
     </li>`)}
   </ul>`;
   return html`<div class="stack">
@@ -21,6 +21,3 @@ export function Findings({ findings }) {
     ${good.length > 0 && html`<details><summary>${good.length} in order</summary>${list(good)}</details>`}
   </div>`;
 }
-
-/** The command between backticks, else the whole text. @param {string} cure */
-const commandIn = (cure) => /`([^`]+)`/.exec(cure)?.[1] ?? cure;

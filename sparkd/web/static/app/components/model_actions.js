@@ -3,9 +3,8 @@
 import { ADMIN, modelPath, post, remove } from "../api.js";
 import { html, useComputed } from "../lib.js";
 import { models } from "../store.js";
+import { isStarting } from "./state.js";
 import { act } from "./toast.js";
-
-const STARTING = ["PLANNED", "LOADING", "WARMING", "SIZING"];
 
 /** @param {{name: string}} props */
 export function ModelActions({ name }) {
@@ -19,7 +18,7 @@ export function ModelActions({ name }) {
   const operation = model.operation;
   const button = (/** @type {string} */ text, /** @type {() => Promise<any>} */ action, hint = "") =>
     html`<button type="button" aria-label="${text} ${name}" title=${hint || null} onClick=${() => act(action)}>${text}</button>`;
-  const starting = STARTING.includes(model.state) || (model.want === "RUNNING" && !["READY", "FAILED"].includes(model.state));
+  const starting = isStarting(model) || (model.want === "RUNNING" && !["READY", "FAILED"].includes(model.state));
   return html`<span class="row-actions">
     ${(model.want !== "RUNNING" || model.state === "FAILED") && button("Load", () => post(modelPath(name, "/load"), {}))}
     ${starting && operation && button("Cancel", () => remove(`${ADMIN}/operations/${operation}`))}

@@ -2,10 +2,14 @@
 
 import { html, useComputed } from "../lib.js";
 import { now } from "../store.js";
-import { duration, percent } from "../units.js";
+import { duration, percent, stage } from "../units.js";
 
 /** @type {Record<string, string>} */
 const TONES = { READY: "good", FAILED: "bad", STOPPED: "idle", ok: "good", warn: "busy", fail: "bad", tight: "busy", pressed: "busy", critical: "bad" };
+
+const STARTING = ["PLANNED", "LOADING", "WARMING", "SIZING"];
+/** Whether a start of the model is under way. @param {{state: string} | null | undefined} model */
+export const isStarting = (model) => STARTING.includes(model?.state ?? "");
 
 /** A coloured word. @param {{word: string, tone?: string}} props */
 export const Word = ({ word, tone }) => html`<span class="word ${tone ?? TONES[word] ?? "busy"}">${word}</span>`;
@@ -18,12 +22,16 @@ export function State({ model }) {
   return html`<${Word} word=${model.state + (fraction == null ? "" : ` ${percent(fraction)}`)} tone=${TONES[model.state] ?? "busy"} />`;
 }
 
+/** What a start is about, how far it is, and for how long. @param {{name: string, model: LiveModel}} props */
+export const Start = ({ name, model }) => html`<${Progress} fraction=${model.progress?.fraction} label="Progress of ${name}" />
+  <span class="quiet-text figure" role="status">${stage(model.state, model.progress)}, <${Since} atS=${model.since_s} /> so far</span>`;
+
 /** For how long, by the daemon's clock; drawn again only when its text changes. @param {{atS: number | null | undefined}} props */
 export function Since({ atS }) {
   const text = useComputed(() => (atS == null ? "-" : duration(now.value - atS)));
   return html`<span class="figure">${text}</span>`;
 }
 
-/** How far something is. @param {{fraction: number | null | undefined, label: string}} props */
+/** How far something is; without a fraction, that it goes on. @param {{fraction: number | null | undefined, label: string}} props */
 export const Progress = ({ fraction, label }) =>
-  fraction == null ? null : html`<progress max="1" value=${fraction} aria-label=${label}>${percent(fraction)}</progress>`;
+  fraction == null ? html`<progress aria-label=${label}></progress>` : html`<progress max="1" value=${fraction} aria-label=${label}>${percent(fraction)}</progress>`;

@@ -3,8 +3,8 @@
 import { html, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { speedOf } from "../openai.js";
 import { models } from "../store.js";
-import { count, rate, seconds, stage, tokensPerS } from "../units.js";
-import { Progress, State, Word } from "./state.js";
+import { count, rate, seconds, tokensPerS } from "../units.js";
+import { Start, State, Word } from "./state.js";
 import { Table } from "./table.js";
 
 /** @typedef {import("../openai.js").Run} Run */
@@ -38,8 +38,7 @@ export function Conversation({ model, mode, talk, runs, answerTools }) {
 function ModelState({ name, waiting }) {
   const model = models.of(name).value;
   if (!model) return null;
-  return html`<${State} model=${model} />${waiting && model.state !== "READY" && html`<div class="state-more"><${Progress} fraction=${model.progress?.fraction} label="Progress of ${name}" />
-    <span class="quiet-text figure" role="status">${model.message ?? stage(model.state, model.progress)}</span></div>`}`;
+  return html`<${State} model=${model} />${waiting && model.state !== "READY" && html`<div class="state-more">${model.message ? html`<span class="quiet-text" role="status">${model.message}</span>` : html`<${Start} name=${name} model=${model} />`}</div>`}`;
 }
 
 /** @param {{message: any}} props */

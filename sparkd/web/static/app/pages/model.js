@@ -1,11 +1,11 @@
 // Owns the page of one model: its head, and the tabs below.
 
 import { ModelActions } from "../components/model_actions.js";
-import { Progress, Since, State } from "../components/state.js";
+import { isStarting, Since, Start, State } from "../components/state.js";
 import { html } from "../lib.js";
 import { route, to } from "../router.js";
 import { models } from "../store.js";
-import { count, percent, stage, UNKNOWN } from "../units.js";
+import { count, percent, UNKNOWN } from "../units.js";
 import { ModelLayers } from "./model_layers.js";
 import { ModelLive } from "./model_live.js";
 import { ModelLoad } from "./model_load.js";
@@ -39,11 +39,10 @@ export function Model({ name }) {
 function Head({ name }) {
   const model = models.of(name).value;
   if (!model) return html`<h1>${name}</h1><p class="error" role="alert">sparkd knows no model of this name. <a href=${to("models")}>All models</a></p>`;
-  const starting = ["LOADING", "WARMING", "SIZING"].includes(model.state);
   return html`<div class="page-head"><h1>${name}</h1><${State} model=${model} /><${ModelActions} name=${name} /><${MoreActions} name=${name} /></div>
     ${model.message && html`<p class=${model.state === "FAILED" ? "error" : ""}>${model.reason && html`<b>${model.reason}</b>: `}${model.message}</p>`}
     ${model.doubt && html`<p class="error">${model.doubt}</p>`}
-    ${starting && html`<div class="stack"><${Progress} fraction=${model.progress?.fraction} label="Progress of ${name}" /><p class="figure" role="status">${stage(model.state, model.progress)}</p></div>`}
+    ${isStarting(model) && html`<div class="stack"><${Start} name=${name} model=${model} /></div>`}
     <dl class="figures wide-figures">
       <div><dt>source</dt><dd title=${model.source}>${model.source}</dd></div>
       <div><dt>in this state for</dt><dd><${Since} atS=${model.since_s} /></dd></div>
@@ -53,7 +52,7 @@ function Head({ name }) {
       <div><dt>KV use</dt><dd class="figure">${percent(model.rates?.kv_usage)}</dd></div>
       <div><dt>requests</dt><dd class="figure">${model.in_flight}${model.queued ? ` +${model.queued}` : ""}</dd></div>
       <div><dt>nodes</dt><dd>${model.ranks.map((rank) => rank.node).join(", ") || model.node || UNKNOWN}</dd></div>
-      <div><dt>wanted by</dt><dd>${model.wanted_by}</dd></div>
+      <div><dt>wanted by</dt><dd>${model.want === "RUNNING" ? model.wanted_by : UNKNOWN}</dd></div>
       <div><dt>entry from</dt><dd>${model.origin === "api" ? "the admin API" : "the configuration file"}</dd></div>
     </dl>`;
 }

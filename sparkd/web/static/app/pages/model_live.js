@@ -1,10 +1,11 @@
 // Owns the tab of a model's figures over time.
 
+import { Chart } from "../components/chart.js";
 import { OneChart } from "../components/one_chart.js";
-import { LONG_S, SHORT_S } from "../history.js";
-import { computed, html, useMemo, useSignal } from "../lib.js";
+import { LONG_S, SHORT_S, useHistory } from "../history.js";
+import { computed, html, useComputed, useMemo, useSignal } from "../lib.js";
 import { models, nodes } from "../store.js";
-import { celsius, count, gib, joules, percent, rate, seconds, tokensPerS, watts } from "../units.js";
+import { celsius, count, GIB, gib, joules, percent, rate, seconds, tokensPerS, watts } from "../units.js";
 
 /** title, the series of the model with their labels, how a figure reads, and the upper end of the scale. @type {[string, [string, string][], (value: any) => string, number?][]} */
 const CHARTS = [
@@ -14,7 +15,6 @@ const CHARTS = [
   ["Whole request", [["e2e_p95_s", "p95"]], seconds],
   ["Requests", [["running", "running"], ["waiting", "waiting"]], count],
   ["KV cache use", [["kv_usage", "in use"]], percent, 1],
-  ["Memory", [["memory_bytes", "engine"]], gib],
 ];
 
 /** @param {{name: string}} props */
@@ -29,10 +29,30 @@ export function ModelLive({ name }) {
     </div>
     <div class="charts">
       ${CHARTS.map(([title, series, text, most]) => html`<${OneChart} key=${title + span.value} title=${title} names=${series.map(([figure]) => `model.${name}.${figure}`)} labels=${series.map(([, label]) => label)} text=${text} most=${most} span=${span.value} />`)}
-      ${addresses.length > 0 && html`<${OneChart} key=${`power${span.value}${place}`} title="GPU power" names=${addresses.map((address) => `node.${address}.gpu_power_w`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${watts} span=${span.value} />
-        <${OneChart} key=${`heat${span.value}${place}`} title="GPU temperature" names=${addresses.map((address) => `node.${address}.gpu_celsius`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${celsius} span=${span.value} />`}
+      <${Memory} key=${`memory${span.value}`} name=${name} span=${span.value} />
+      ${addresses.length > 0 && html`<${OneChart} key=${`power${span.value}${place}`} title="GPU power" names=${addresses.map((address) => `node.${address}.gpu_power_w`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${watts} span=${span.value} optional />
+        <${OneChart} key=${`heat${span.value}${place}`} title="GPU temperature" names=${addresses.map((address) => `node.${address}.gpu_celsius`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${celsius} span=${span.value} optional />`}
     </div>
   </div>`;
+}
+
+/** @type {import("../components/chart.js").Series[]} */
+const MEMORY = [
+  { label: "reserved", colour: "--series-4", filled: true },
+  { label: "in use", colour: "--series-1", filled: true },
+];
+
+/** What the engine uses, on what is reserved for it: a reservation that comes into use changes no total. @param {{name: string, span: number}} props */
+function Memory({ name, span }) {
+  const { data, refused } = useHistory([`model.${name}.memory_bytes`], span);
+  const stacked = useComputed(() => {
+    const [times = [], used = []] = data.value;
+    const model = models.of(name).value;
+    const reserved = (model?.memory_gib ?? 0) * GIB * new Set(model?.ranks.map((rank) => rank.node)).size;
+    return [times, used.map((bytes) => (bytes === null || !reserved ? null : Math.max(bytes, reserved))), used];
+  });
+  if (refused.value) return html`<figure class="chart"><figcaption>Memory</figcaption><p class="error">${refused.value}</p></figure>`;
+  return html`<${Chart} title="Memory" series=${MEMORY} data=${stacked} text=${gib} />`;
 }
 
 /** @param {{name: string}} props */

@@ -11,7 +11,7 @@ import { act, sentence } from "../components/toast.js";
 import { html, useMemo, useState } from "../lib.js";
 import { models } from "../store.js";
 import { UNKNOWN } from "../units.js";
-import { entryText, shown } from "../yaml.js";
+import { entryText, shown, tokens } from "../yaml.js";
 
 /** @typedef {{key: string, configured: unknown, resolved: unknown, engines: unknown[], differs: boolean}} Setting */
 
@@ -31,7 +31,7 @@ export function ModelSettings({ name }) {
       ${model?.origin === "api" && !editing && html`<button type="button" onClick=${() => setEditing(true)}>Edit keys</button>`}
       ${model?.origin === "file" && html`<button type="button" onClick=${reload}>Reload the configuration</button><span class="hint">This entry is in the configuration file: change it there.</span>`}
       <${Copy} text=${() => entryText(name, answer.configured ?? {})} label="Copy entry" />
-      <${Copy} text=${`sparkd export ${quoted(name)} DIR`} label="Copy export command" />
+      <${Copy} text=${`sparkd export ${quoted(name)} DIR`} label="Copy the command sparkd export" />
     </div>
     ${editing && html`<${Editor} name=${name} configured=${answer.configured} onEnd=${() => (setEditing(false), again())} />`}
     <${Table} label="Settings" rows=${rows} columns=${columns} rowKey=${(/** @type {Setting} */ row) => row.key} search="Search settings" more=${html`<${Check} label="Differences only" checked=${only} onChange=${setOnly} />`} />
@@ -46,10 +46,13 @@ function settingsOf(answer) {
   const keys = new Set([...Object.keys(configured), ...Object.keys(resolved), ...ranks.flatMap((/** @type {any} */ rank) => Object.keys(rank.engine ?? {}))]);
   return [...keys].sort().map((key) => {
     const engines = ranks.map((/** @type {any} */ rank) => rank.engine?.[key]);
-    const known = [configured[key], resolved[key], ...engines].filter((value) => value !== undefined);
-    return { key, configured: configured[key], resolved: resolved[key], engines, differs: known.some((value) => shown(value) !== shown(known[0])) };
+    const known = [configured[key], resolved[key], ...engines].map(comparable).filter((value) => value !== undefined);
+    return { key, configured: configured[key], resolved: resolved[key], engines, differs: known.some((value) => value !== known[0]) };
   });
 }
+
+/** Text that is equal where two values mean the same: `auto` and null leave the choice open, 32K is 32768. Lists and mappings have many spellings. @param {unknown} value */
+const comparable = (value) => (value === null || value === undefined || value === "auto" || typeof value === "object" ? undefined : shown(typeof value === "string" ? tokens(value) : value));
 
 /** @param {any[]} ranks @returns {import("../components/table.js").Column<Setting>[]} */
 function columnsFor(ranks) {
@@ -78,8 +81,8 @@ function Editor({ name, configured, onEnd }) {
     }
   };
   return html`<form class="panel" onSubmit=${save}>
-    <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
     ${!!refusal && !keyOf(refusal, rows) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
+    <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
     <div class="actions"><button class="main">Save</button><button type="button" onClick=${onEnd}>Cancel</button>${running && html`<span class="hint">The engine starts again if a key that it depends on changes.</span>`}</div>
   </form>`;
 }

@@ -5,19 +5,19 @@ import { AddModel } from "../components/add_model.js";
 import { confirmed, Dialog } from "../components/dialog.js";
 import { Check, Field } from "../components/form.js";
 import { ModelActions } from "../components/model_actions.js";
-import { Progress, Since, State } from "../components/state.js";
+import { isStarting, Since, Start, State } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { act, sentence } from "../components/toast.js";
 import { html, useComputed, useMemo, useSignal, useState } from "../lib.js";
 import { go, route, to } from "../router.js";
 import { models, nodes } from "../store.js";
-import { count, decimal, rate, seconds, size, stage, UNKNOWN } from "../units.js";
+import { count, decimal, rate, seconds, size, UNKNOWN } from "../units.js";
 
 const seen = (/** @type {string} */ name) => models.of(name).value;
 /** @param {LiveModel | null} model */
 const isResident = (model) => model !== null && (model.state !== "STOPPED" || model.want === "RUNNING");
 /** @param {LiveModel | null} model */
-const isWaiting = (model) => model !== null && (model.turn != null || model.wait != null || model.queued > 0);
+const isWaiting = (model) => model !== null && (model.turn != null || (model.state !== "FAILED" && (model.wait != null || model.queued > 0)));
 
 /** @type {[string, string, (model: LiveModel | null) => boolean][]} */
 const FILTERS = [
@@ -63,10 +63,10 @@ const PLAIN = [
   figure("Tokens/s", (model) => model.rates?.generation_tokens_per_s, rate),
   { ...figure("Requests", (model) => model.in_flight + model.queued, count), cell: (name) => html`<span class="figure">${requestsOf(seen(name))}</span>` },
   text("Node", (model) => model.ranks.map((rank) => rank.node).join(", ") || model.node),
-  text("Source", (model) => model.source),
 ];
 /** @type {ModelColumn[]} */
 const WIDE = [
+  text("Source", (model) => model.source),
   text("Want", (model) => model.want),
   figure("Load", (model) => model.load_s, seconds),
   figure("KV cache", (model) => model.progress?.kv?.pool_bytes, size),
@@ -96,8 +96,7 @@ function nameCell(name) {
 function stateCell(name) {
   const model = seen(name);
   if (!model) return null;
-  const loading = model.state === "LOADING" || model.state === "WARMING" || model.state === "SIZING";
-  return html`<${State} model=${model} />${loading && html`<div class="state-more"><${Progress} fraction=${model.progress?.fraction} label="Progress of ${name}" /><span class="quiet-text figure">${stage(model.state, model.progress)}</span></div>`}
+  return html`<${State} model=${model} />${isStarting(model) && html`<div class="state-more"><${Start} name=${name} model=${model} /></div>`}
     ${model.message && html`<span class="wrap quiet-text" title=${model.message}>${model.message}</span>`}`;
 }
 

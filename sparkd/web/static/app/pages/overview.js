@@ -3,7 +3,7 @@
 import { ADMIN, get } from "../api.js";
 import { MemoryBar } from "../components/memory_bar.js";
 import { ModelActions } from "../components/model_actions.js";
-import { Since, State, Word } from "../components/state.js";
+import { isStarting, Since, State, Word } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { html, signal, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { to } from "../router.js";
@@ -61,7 +61,7 @@ function NodeCard({ address }) {
     ${reading?.level_why && html`<p class="error">${reading.level_why}</p>`}
     <dl class="figures">
       <${Pair} name="available" value=${gib(reading?.mem_available_bytes)} />
-      <${Pair} name="slope" value=${slope(reading?.slope_bytes_per_s)} />
+      <${Pair} name="slope" value=${slope(slopeOf(node))} />
       <${Pair} name="to the floor" value=${reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
       <${Pair} name="PSI some / full" value=${`${psi(reading?.psi_some_avg10)} / ${psi(reading?.psi_full_avg10)}`} />
       <${Pair} name="GPU" value=${percent(fractionOf(node.gpu?.busy_percent ?? reading?.gpu_busy_percent))} />
@@ -98,6 +98,11 @@ const Pair = ({ name, value }) => html`<div><dt>${name}</dt><dd class="figure">$
 const fractionOf = (value) => (value == null ? null : value / 100);
 /** @param {number | null | undefined} value */
 const psi = (value) => (value == null ? UNKNOWN : `${value.toFixed(1)}%`);
+/** The slope that the time to the floor stands for: the steeper of two spans where memory shrinks. @param {LiveNode} node */
+function slopeOf({ reading, limits }) {
+  const [available, floor, inS] = [reading?.mem_available_bytes, limits?.floor, reading?.floor_in_s];
+  return available != null && floor != null && inS ? (floor - available) / inS : reading?.slope_bytes_per_s;
+}
 /** @param {number | null | undefined} bytesPerS */
 const slope = (bytesPerS) => (bytesPerS == null ? UNKNOWN : `${bytesPerS < 0 ? "−" : "+"}${size(Math.abs(bytesPerS))}/s`);
 
@@ -156,7 +161,7 @@ function Resident() {
 }
 
 /** @param {LiveModel} model */
-const isWaiting = (model) => model.wait != null || model.turn != null || model.queued > 0 || model.retry_in_s != null || ["PLANNED", "LOADING", "WARMING", "SIZING"].includes(model.state);
+const isWaiting = (model) => model.turn != null || (model.state !== "FAILED" && (model.wait != null || model.queued > 0 || model.retry_in_s != null || isStarting(model)));
 
 function Waiting() {
   // A text, so that the list is drawn again only where its names or their order change.

@@ -1,12 +1,12 @@
 // Owns the page of a plan: the questions of `sparkd plan` as a form, and its answer.
 
-import { ADMIN, post, Refused } from "../api.js";
+import { ADMIN, paramOf, post } from "../api.js";
 import { Choice, Fit } from "../components/fit.js";
 import { Check, Field } from "../components/form.js";
 import { sentence } from "../components/toast.js";
 import { html, useState } from "../lib.js";
 import { models } from "../store.js";
-import { typed } from "../yaml.js";
+import { tokens, typed } from "../yaml.js";
 
 /** The fields of the question, with the options of the command line. @type {[string, string, {hint?: string, kind: "text" | "whole" | "number", options?: [string, string][]}][]} */
 const FIELDS = [
@@ -21,25 +21,19 @@ const FIELDS = [
   ["margin_gib", "Margin, GiB", { kind: "number" }],
 ];
 
-/** @param {string} text */
-function tokens(text) {
-  const found = /^([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])$/.exec(text);
-  if (!found) return typed(text);
-  const letter = found[2] ?? "";
-  return Math.floor(Number(found[1]) * (letter === letter.toLowerCase() ? 1000 : 1024) ** ("kmgt".indexOf(letter.toLowerCase()) + 1));
-}
-
-/** The field that a refusal is about: its parameter, or a field that its sentence names. @param {unknown} refusal */
-function fieldOf(refusal) {
-  if (!(refusal instanceof Refused)) return "";
-  const names = ["model", ...FIELDS.map(([name]) => name)].sort((a, b) => b.length - a.length);
-  const dashed = (/** @type {string} */ name) => [`body.${name}`, `--${name.replaceAll("_", "-")}`, name];
-  return names.find((name) => name === refusal.param?.split(".").pop()) ?? names.find((name) => dashed(name).slice(0, 2).some((word) => refusal.message.includes(word))) ?? "model";
-}
+/** The machines of `--hardware`, and what each asks for. @type {[string, string, Record<string, unknown>][]} */
+const HARDWARE = [
+  ["node", "this node", {}],
+  ["spark", "a Spark", { hardware: "spark" }],
+  ["sparks", "two Sparks", { hardware: "spark", nodes: 2 }],
+  ["h200", "an H200", { hardware: "h200" }],
+];
+const NAMES = ["model", "hardware", ...FIELDS.map(([name]) => name)];
 
 export function Plan() {
   const [model, setModel] = useState("");
   const [values, setValues] = useState(/** @type {Record<string, string>} */ ({}));
+  const [hardware, setHardware] = useState("node");
   const [eager, setEager] = useState(false);
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
@@ -49,7 +43,7 @@ export function Plan() {
     setBusy(true);
     setRefusal(null);
     /** @type {Record<string, unknown>} */
-    const question = { model: model.trim() };
+    const question = { model: model.trim(), ...HARDWARE.find(([name]) => name === hardware)?.[2] };
     for (const [name, , { kind }] of FIELDS) {
       const text = (values[name] ?? "").trim();
       if (text) question[name] = kind === "text" ? (text.startsWith("{") ? typed(text) : text) : tokens(text);
@@ -63,14 +57,16 @@ export function Plan() {
     }
     setBusy(false);
   };
-  const wrong = fieldOf(refusal);
+  const wrong = paramOf(refusal);
   const errorAt = (/** @type {string} */ name) => (wrong === name ? sentence(refusal) : null);
   return html`<section class="page">
     <h1>Plan</h1>
     <p class="quiet-text">Whether a model fits, from its headers alone; no weights are read.</p>
     <form class="panel" onSubmit=${submit}>
+      ${!!refusal && !NAMES.includes(wrong) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Model" value=${model} onInput=${setModel} required mono list=${models.keys.value} error=${errorAt("model")} hint="A known model, a folder or a hub id." />
       <div class="fields">
+        <${Field} label="Hardware" value=${hardware} onInput=${setHardware} options=${HARDWARE.map(([name, text]) => [name, text])} error=${errorAt("hardware")} />
         ${FIELDS.map(([name, label, { hint, options }]) => html`<${Field} key=${name} label=${label} value=${values[name] ?? ""} hint=${hint} options=${options} error=${errorAt(name)}
           onInput=${(/** @type {string} */ text) => setValues({ ...values, [name]: text })} />`)}
       </div>

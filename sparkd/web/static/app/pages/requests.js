@@ -4,13 +4,18 @@ import { ADMIN, get, remove, request } from "../api.js";
 import { Word } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { act, sentence } from "../components/toast.js";
-import { html, useEffect, useState } from "../lib.js";
+import { html, useEffect, useMemo, useState } from "../lib.js";
 import { to } from "../router.js";
 import { models, now } from "../store.js";
 import { count, duration, moment, rate, seconds, size, UNKNOWN } from "../units.js";
 
 const EVERY_S = 1;
 const PAGE = 200;
+/** As many as sparkd keeps. */
+const MOST = 10_000;
+/** The characters before the month of a moment. */
+const YEAR = 5;
+const LINE_END = "\r\n";
 
 /** @typedef {import("../components/table.js").Column<any>} RequestColumn */
 /** @type {RequestColumn} */
@@ -18,7 +23,7 @@ const MODEL = { head: "Model", value: (one) => one.model, cell: (one) => (one.mo
 /** @type {RequestColumn} */
 const KEY = { head: "Key", value: (one) => one.key, cell: (one) => one.key ?? UNKNOWN };
 /** @type {RequestColumn} */
-const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route };
+const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route.replace(/^\/v1\//, "") };
 
 /** @type {RequestColumn[]} */
 const IN_FLIGHT = [
@@ -36,10 +41,10 @@ const IN_FLIGHT = [
 
 /** @type {RequestColumn[]} */
 const FINISHED = [
-  { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap">${moment(one.started_s)}</span>` },
+  { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap" title=${moment(one.started_s)}>${moment(one.started_s).slice(YEAR)}</span>` },
   MODEL,
   KEY,
-  { head: "Code", end: true, value: (one) => one.status, cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} />` },
+  { head: "Code", value: (one) => [one.status ?? "gone", one.code].filter(Boolean).join(" "), cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} /> ${one.code}` },
   { head: "In", end: true, hint: "tokens of the prompt", value: (one) => one.prompt_tokens, cell: (one) => count(one.prompt_tokens) },
   { head: "Cached", end: true, hint: "of those, from the prefix cache", value: (one) => one.cached_tokens, cell: (one) => count(one.cached_tokens) },
   { head: "Out", end: true, hint: "tokens of the answer", value: (one) => one.completion_tokens, cell: (one) => count(one.completion_tokens) },
@@ -47,9 +52,8 @@ const FINISHED = [
   { head: "Tokens/s", end: true, value: (one) => one.tokens_per_s, cell: (one) => rate(one.tokens_per_s) },
   { head: "Queued", end: true, value: (one) => one.queued_s, cell: (one) => seconds(one.queued_s) },
   { head: "Took", end: true, value: (one) => one.seconds, cell: (one) => seconds(one.seconds) },
-  { head: "Error", value: (one) => one.code, cell: (one) => one.code ?? UNKNOWN },
   ROUTE,
-  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code>${one.request_id}</code>` },
+  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
 ];
 
 /** A stream that broke off has the status 200 and a code. @param {any} one */
@@ -61,21 +65,24 @@ export function Requests() {
   const [model, setModel] = useState("");
   const [flight, setFlight] = useState(/** @type {any[]} */ ([]));
   const [finished, setFinished] = useState(/** @type {any[]} */ ([]));
-  const [next, setNext] = useState(/** @type {string | null} */ (null));
-  const [older, setOlder] = useState(/** @type {any[]} */ ([]));
+  const [next, setNext] = useState(/** @type {number | null} */ (null));
   const [outcome, setOutcome] = useState("");
   const [problem, setProblem] = useState("");
   useEffect(() => {
     let ended = false;
     let timer = 0;
-    setOlder([]);
+    /** @type {any[]} */
+    let newest = [];
     const look = async () => {
       try {
         const page = await get(`${ADMIN}/requests?limit=${PAGE}&${queryOf(model)}`);
         if (ended) return;
         setFlight(page.in_flight);
-        setFinished((before) => (same(before, page.finished) ? before : page.finished));
-        setNext(page.next);
+        const known = page.finished.findIndex((/** @type {any} */ one) => one.number === newest[0]?.number);
+        // More have ended since the last look than a page holds: what is older than the gap is asked for anew.
+        if (known < 0) (setFinished(page.finished), setNext(page.next));
+        else if (known > 0) setFinished((before) => [...page.finished.slice(0, known), ...before].slice(0, MOST));
+        newest = page.finished;
         setProblem("");
       } catch (error) {
         if (!ended) setProblem(sentence(error));
@@ -89,41 +96,45 @@ export function Requests() {
     };
   }, [model]);
   const more = async () => {
-    const cursor = older.length ? older[older.length - 1].next : next;
-    const page = await act(() => get(`${ADMIN}/requests?limit=${PAGE}&before=${encodeURIComponent(cursor ?? "")}&${queryOf(model)}`));
-    if (page) setOlder([...older, { rows: page.finished, next: page.next }]);
+    const page = await act(() => get(`${ADMIN}/requests?limit=${PAGE}&before=${next}&${queryOf(model)}`));
+    if (page) (setFinished((before) => [...before, ...page.finished]), setNext(page.next));
   };
   const csv = () =>
     act(async () => {
-      const response = await request("GET", `${ADMIN}/requests?${queryOf(model)}`, { headers: { accept: "text/csv" } });
-      saved(await response.blob(), "requests.csv");
+      let text = await csvOf(model, outcome === "failed");
+      if (outcome === "ok") {
+        const failed = new Set((await csvOf(model, true)).split(LINE_END).slice(1));
+        text = text.split(LINE_END).filter((line) => line === "" || !failed.has(line)).join(LINE_END);
+      }
+      saved(new Blob([text], { type: "text/csv" }), "requests.csv");
     });
-  const rows = [...finished, ...older.flatMap((page) => page.rows)].filter(
-    (one, place, all) => (place === 0 || one.request_id !== all[place - 1].request_id) && (outcome === "" || (outcome === "ok") === answered(one)),
-  );
-  const last = older.length ? older[older.length - 1].next : next;
+  const rows = useMemo(() => finished.filter((one) => outcome === "" || (outcome === "ok") === answered(one)), [finished, outcome]);
   return html`<section class="page">
     <div class="page-head"><h1>Requests</h1>
       <select class="slim" aria-label="Model" value=${model} onChange=${(/** @type {any} */ event) => setModel(event.currentTarget.value)}>
         <option value="">All models</option>${models.keys.value.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
       </select>
-      <button type="button" onClick=${csv}>Save as CSV</button>
     </div>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     <section><h2>In flight</h2>
-      <${Table} label="Requests in flight" rows=${flight} columns=${IN_FLIGHT} rowKey=${(/** @type {any} */ one) => one.request_id} empty="No request is in flight." />
+      <${Table} label="Requests in flight" rows=${flight} columns=${IN_FLIGHT} rowKey=${(/** @type {any} */ one) => `${one.started_s} ${one.request_id}`} empty="No request is in flight." />
     </section>
     <section><h2>Finished</h2>
-      <${Table} label="Finished requests" rows=${rows} columns=${FINISHED} rowKey=${(/** @type {any} */ one) => one.number ?? one.request_id} search="Search requests" empty="No request has ended yet." limit=${2000}
+      <${Table} label="Finished requests" rows=${rows} columns=${FINISHED} rowKey=${(/** @type {any} */ one) => one.number} search="Search requests" empty="No request has ended yet." limit=${2000}
         more=${html`<select class="slim" aria-label="Outcome" value=${outcome} onChange=${(/** @type {any} */ event) => setOutcome(event.currentTarget.value)}>
-          <option value="">Any outcome</option><option value="ok">Answered</option><option value="failed">Failed</option></select>`} />
-      ${last && html`<div class="actions"><button type="button" onClick=${more}>Older requests</button></div>`}
+          <option value="">Any outcome</option><option value="ok">Answered</option><option value="failed">Failed</option></select>
+          <button type="button" onClick=${csv} title="The finished requests of this model and this outcome">Save as CSV</button>`} />
+      ${next !== null && html`<div class="actions"><button type="button" onClick=${more}>Older requests</button></div>`}
     </section>
   </section>`;
 }
 
-/** @param {any[]} before @param {any[]} after */
-const same = (before, after) => before.length === after.length && before[0]?.request_id === after[0]?.request_id && before[before.length - 1]?.request_id === after[after.length - 1]?.request_id;
+/** The finished requests of a model, each on a line of its own, which has its number. @param {string} model @param {boolean} failed only those that failed */
+async function csvOf(model, failed) {
+  const query = queryOf(model);
+  if (failed) query.set("state", "failed");
+  return (await request("GET", `${ADMIN}/requests?${query}`, { headers: { accept: "text/csv" } })).text();
+}
 
 /** @param {Blob} content @param {string} name */
 export function saved(content, name) {
