@@ -238,7 +238,7 @@ class Cluster:
             await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
-            # What Ray reserved on a node went with its raylet.
+            # A raylet that ended took its node's reservations with it: reserve them again.
             await self.places.again(met)
             if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
                 await self.places.reconcile(*self._last_look)
