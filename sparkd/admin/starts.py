@@ -109,7 +109,7 @@ def _end_of(view: ModelView) -> str:
 
 
 def _phase_of(view: ModelView) -> str:
-    """What a model that starts is doing: by its state, and within it by its log, its loader and its worker."""
+    """The phase of a start, from the model's state and the progress that the engine's log, loader and worker report."""
     progress = view.progress
     if view.state is ModelState.PLANNED:
         return MEMORY
