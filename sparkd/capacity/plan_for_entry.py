@@ -194,7 +194,7 @@ def _taken(
 ) -> Offer:
     """The checkpoint that `quantize: auto` takes instead of quantizing: the model of args."""
     headers = Headers.of(args, checkpoint, read)
-    # Of another checkpoint, which vLLM was not asked about.
+    # The sizes of this checkpoint are computed here: vLLM was asked about the other one only.
     own = _wish(args, args, headers, hardware, serving_of(args, headers, hardware), evidence)
     return Offer(args.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
 

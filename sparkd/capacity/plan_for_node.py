@@ -106,7 +106,7 @@ async def planned_here(
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await _PLANS.run(hardware_here, question.hardware, config)
-            # Another machine's nodes are nobody's yet, and so are their cables.
+            # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
             spec = find(question.model)
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
@@ -138,7 +138,7 @@ def _answer_of_process(
     places: Collection[str] | None,
     runtime: NodeRuntime | None,
 ) -> dict[str, Any]:
-    """`_answer` in a process of its own, which gets nobody's keys and no other model's entry."""
+    """`_answer` in a separate process, which receives no API keys and no other model's entry."""
     if config is not None:
         config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     try:
@@ -178,7 +178,7 @@ def _answer(
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
-    # vLLM is asked in quiet moments (sparkd.daemon.foresight), and not while somebody waits.
+    # This plan uses vLLM's kept answers only. sparkd.daemon.foresight asks vLLM itself, when no client waits.
     ask = Witness(partial(kept_answers, runtime=answers))
     plan = answer(
         PlanRequest(**question.model_dump(exclude={"hardware"})),
@@ -194,7 +194,7 @@ def _answer(
 
 
 def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:
-    """As many as there are to be, where nobody says so as many as the entry asks for."""
+    """The number of nodes in the question, else the tensor-parallel size of the entry, else 1."""
     own = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
     return question.nodes or own
 

@@ -72,7 +72,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What `entry_of` says, and every other key as the configuration has it where nobody sets it."""
+    """The keys that `entry_of` sets; every other key has the configuration's default."""
 
     name: str
     model: str
@@ -96,7 +96,7 @@ class _Entry:
 
 
 def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
-    """Whose vLLM a plan's numbers may be of: its version is null where there is none, and answered tells whether it said anything."""
+    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
     return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
 
 

@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG = "config.json"
-# What Mistral's own format has instead.
+# The file of Mistral's own format that stands for config.json.
 PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
 # Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
@@ -71,7 +71,7 @@ class Source(Protocol):
         """All of a file, at most MAX_JSON_BYTES."""
 
     def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        """In the order of `files`: file -> bytes that its header has about, 0 where nobody knows."""
+        """Each file's shard and tensors, in the order of `files`: file -> approximate bytes of its header, 0 where unknown."""
 
 
 @dataclass(frozen=True, slots=True)

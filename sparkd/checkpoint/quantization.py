@@ -34,10 +34,10 @@ class SourceQuantization:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of the KV cache where nobody names one and the checkpoint is served as it is: `fp8` if it says so, else `auto`.
+        """The KV cache's dtype by default, where the checkpoint is served as it is: `fp8` if its configuration asks for it, else `auto`.
 
-        As vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) reads ModelOpt's, and layers/attention/attention.py the scheme of
-        compressed-tensors. Four bits are counted as if they were the model's own, which is more.
+        vLLM reads ModelOpt's in vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) and the scheme of compressed-tensors in
+        layers/attention/attention.py. A 4-bit cache is counted in the model's own dtype, which overestimates it.
         """
         inner = self.details.get("quantization")
         places = [inner, self.details] if isinstance(inner, Mapping) else [self.details]

@@ -161,7 +161,7 @@ def resolve(choice: RecipeUse, book: RecipeLibrary, release: Release | None = RE
 
 
 def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
-    """Resolve every choice. A sentence that holds for several is told once, with the first of them."""
+    """Resolve every choice. A message that several choices share is reported once, with the first of them."""
     result, reported = Checked(), set[str]()
 
     def tell(choice: RecipeUse, message: str, severity: str) -> None:

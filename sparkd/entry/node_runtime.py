@@ -25,8 +25,8 @@ Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class NodeRuntime:
-    """facts: workers.host.runtime.Runtime as JSON. node: whose. only: the nodes that have one like it, None where this node has it and
-    nobody else was asked."""
+    """facts: workers.host.runtime.Runtime as JSON. node: the node that has it. only: the nodes with the same runtime, None where this node
+    has it and no other was asked."""
 
     facts: Mapping[str, Any]
     node: str

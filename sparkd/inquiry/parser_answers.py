@@ -34,16 +34,15 @@ Subject = tuple[Sequence[str], Mapping[str, str]]
 TIMEOUT_S = 120.0
 MOST_KEPT = 1024
 _PROGRAM = Path(workers.__file__).parent / "engine" / "parse_args.py"
-# Flags whose plain numbers every vLLM takes: what a plan chooses for them is no new question.
+# Flags whose plain numbers every vLLM accepts: another number of theirs is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
-# What this process has asked itself, where no folder keeps it, and the environments that gave no answer: none is asked again.
+# Answers that this process received and no folder keeps. _silent: environments that gave no answer; they are not asked again.
 _answered: dict[str, RefusedArgs] = {}
 _silent: set[str] = set()
 
 
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
-    """The arguments that the parser of this environment's vLLM will refuse, a sentence for each. Translated as the start translates them.
-    ask: see `answers`."""
+    """A note for each argument that the parser of this runtime's vLLM will refuse, once translated as for a start. ask: see `answers`."""
     return refused_of([(args, env)], runtime, state_dir, ask=ask)[0]
 
 
@@ -77,11 +76,11 @@ def announce() -> None:
 def answers(
     lines: Sequence[Sequence[str]], runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None
 ) -> list[RefusedArgs | None]:
-    """What the parser refuses of each list of arguments. runtime: an interpreter, None for the one that this runs in. folders: where
-    answers are kept, the first that can be written to.
+    """The refused arguments of each list in `lines`; None for a list where there is no vLLM or no answer.
 
-    ask: what is not kept is asked, all in one child, which takes as long as vLLM's import; an environment that fails is not asked again by
-    this process. `first` is called before. None where there is no vLLM, or no answer.
+    runtime: an interpreter, None for sparkd's own. folders: they keep answers; a new one goes to the first that is writable. ask: ask
+    vLLM for the missing answers, all in one child process, which takes as long as vLLM's import; an environment that fails is not asked
+    again by this process. first: called before the child starts.
     """
     interpreter = Path(sys.executable) if runtime is None else runtime
     version = full_version_in(runtime)
@@ -159,7 +158,8 @@ def _keep(text: str, kept: Sequence[Path]) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """Write it by a rename, so that nobody reads half of it, and remove the oldest of its folder beyond MOST_KEPT. Raises OSError."""
+    """Write the file by a rename, so that no reader sees half of it, and remove the oldest files of its folder beyond MOST_KEPT. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:

@@ -31,7 +31,7 @@ from sparkd.errors import CheckpointError
 from sparkd.models.hub import Hub, RepositoryListing, in_parallel
 from sparkd.models.source import snapshot_of, source_of
 
-# The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
+# The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
 FIRST_BYTES = 100_000
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"

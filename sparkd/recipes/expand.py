@@ -121,7 +121,7 @@ def offered(file: RecipeFile, variant: str | None) -> list[Method]:
 
 
 def default_method(file: RecipeFile, variant: str | None) -> str:
-    """How a model of the recipe speculates where nobody chooses: one of METHODS, or vLLM's name of what the recipe's own flags ask for."""
+    """The recipe's default for speculation: one of METHODS, or vLLM's name for the method in the recipe's own flags."""
     named = file.speculation(variant).default
     args = [str(arg) for table in file.settings(variant) if isinstance(listed := table.get(_ARGS), list) for arg in listed]
     config = speculative_config(args)
@@ -150,7 +150,7 @@ def _of_file(problem: ConfigProblem) -> str:
 
 
 def _with_some_model(entry: Table) -> Table:
-    """So that a recipe that cannot be used is told of once, not once more as a model that is missing."""
+    """The entry, with a placeholder where `model` is missing: an unusable recipe is then reported once, not again as a missing model."""
     stand_in = Table()
     _lay(stand_in, entry)
     if "model" not in stand_in:

@@ -76,7 +76,7 @@ class Draft(Section):
 
 
 class Speculation(Section):
-    """default: what a model of this recipe does where nobody chose."""
+    """The drafts of a recipe. default: the method of a model whose entry does not set one."""
 
     default: Method = "off"
     mtp: Draft | None = None

@@ -34,7 +34,7 @@ _FORMATS = {"1": "eugr/spark-vllm-docker", "2": "sparkrun"}
 _RUNTIMES = ("", "vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
 # A recipe of version 2 without a command: its defaults are vLLM's flags in snake_case, these three shortened.
 _RENAMED = {"tensor_parallel": "tensor-parallel-size", "pipeline_parallel": "pipeline-parallel-size", "data_parallel": "data-parallel-size"}
-# The switches that vLLM has on unless told otherwise, so that `false` has to be said.
+# Switches that are on by default in vLLM, so that `false` needs a flag of its own.
 _NEGATED = (
     "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_flashinfer_autotune", "scheduler_reserve_full_isl",
 )  # fmt: skip
@@ -72,9 +72,9 @@ def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """recipe: ours, plain values. text: the same as a file. notes: one sentence for each thing that is not as it was. missing: one for
-    each thing that its command uses and that neither it nor vLLM brings, which is told before the notes. risks: one for each thing by
-    which it runs a stranger's code or reads this machine's files, which is told first (sparkd.config.recipe_check.with_risks)."""
+    """A recipe in sparkd's format. recipe: plain values; text: the same as a file. notes: one sentence for each difference from the source.
+    missing: one for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes. risks: one
+    for each setting that runs foreign code or reads this machine's files, shown first (sparkd.config.recipe_check.with_risks)."""
 
     recipe: Mapping[str, Any]
     text: str

@@ -99,8 +99,8 @@ class RecipeLibrary:
         return holder, *holder.text(name)
 
     def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-        """By name, or by path where it holds a '/'. A name that nobody has is a problem without a place. variant: the word behind its '@',
-        which may be meant for a registry."""
+        """The recipe of a name, or of a path where it holds a '/'. An unknown name yields a problem without a place. variant: the word
+        after '@', which may name a registry."""
         if name in self._kept:
             return self._kept[name], []
         if VARIANT in name and self.split(name) == (name, None):

@@ -39,8 +39,8 @@ _WHERE = "in a recipe of a registry that is used by its name"
 
 @dataclass(frozen=True, slots=True)
 class CommitSignature:
-    """A commit's signature, as git judges it. state: good, untrusted (a good one, of a key that nobody vouches for), expired, unknown
-    (there is no key here to check it by) or none. signer: as the key names itself; empty where nothing was checked."""
+    """A commit's signature, as git judges it. state: good, untrusted (good, by a key that this machine does not trust), expired, unknown
+    (no key to check it with) or none. signer: the name in the key; empty where nothing was checked."""
 
     state: str
     signer: str = ""

@@ -16,7 +16,7 @@ from sparkd.vllm.translate import PER_BATCH, SPECULATIVE, flag_name, schedule
 
 # From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).
 BATCH_LIMIT = 32
-# Where nobody sets max_num_seqs, vLLM's own number is above the limit (arg_utils.py, get_batch_defaults).
+# Stands for vLLM's default of max_num_seqs, which is above the limit (arg_utils.py, get_batch_defaults).
 _MANY = 256
 _NATIVE = ("auto", "bfloat16")
 # A ValueError at the start of vLLM 0.32, with methods that draft on the CPU (config/vllm.py, "async scheduling is only supported with").
@@ -49,9 +49,9 @@ NOTES: Mapping[str, str] = {
 
 
 def speculating(method: Method, offered: Speculation | None, model: str, max_num_seqs: Any, quantized: bool = False) -> Speculating:
-    """What `method` means for a model. Raises ValueError, a reason and a cure, where it cannot be done.
+    """vLLM's flags for `method` and a model. Raises ValueError, with a reason and a fix, where the method is not possible.
 
-    offered: what the recipe offers, None without a recipe. model: its folder or hub id. max_num_seqs: None where vLLM chooses.
+    offered: the drafts of the recipe, None without a recipe. model: folder or hub id. max_num_seqs: None where vLLM chooses.
     quantized: the model is quantized while it loads.
     """
     if method == "off":

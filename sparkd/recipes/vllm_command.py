@@ -61,7 +61,7 @@ _SWITCHES = {"trust-remote-code": "trust_remote_code", "enforce-eager": "enforce
 # Set again by the key tool_call_parser.
 _IMPLIED = ("enable-auto-tool-choice",)
 _WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
-# Every flag that is not handed on as it is written, so that its beginnings have to be told apart.
+# The flags that sparkd reads instead of passing them on: their abbreviations must be unambiguous.
 _READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
 
 

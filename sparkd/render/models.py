@@ -24,9 +24,9 @@ __all__ = ["duration", "printable", "say_json"]
 GIB = 1 << 30
 MIB = 1 << 20
 NARROW = 100
-# Of `sparkd ps --wide`: the pool, requests of full length that it holds, bytes of a token, what was to stay free and what was.
+# Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
-# The parsers of its engine, chosen or set.
+# Columns for the engine's parsers, chosen by sparkd or set in the entry.
 PARSER_COLUMNS = ("TOOLS", "REASONING")
 BAR_CELLS = 20
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}

@@ -136,7 +136,7 @@ def check_node_ip(value: str) -> str:
 
 
 def not_empty(value: Any) -> Any:
-    """An empty text would be the working folder, and a blank one a folder that nobody finds."""
+    """Refuse an empty path, which would mean the working folder, and a blank one."""
     if isinstance(value, str) and not value.strip():
         raise ValueError("a path is expected, and this is empty")
     return value

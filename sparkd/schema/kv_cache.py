@@ -1,4 +1,4 @@
-"""Owns what a model's `kv_cache:` key stands for: its spellings, what contradicts it, what the worker is told. Never measures."""
+"""Owns the meaning of a model's `kv_cache:` key: its spellings, the keys that contradict it, the worker's settings. Never measures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 GIB = 1 << 30
 AUTO = "auto"
 WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
-# Engines that are known to take a worker class. Another module gets one only where somebody set kv_cache.
+# Engines that are known to accept a worker class. Another module gets one only where the entry sets kv_cache.
 _ENGINES = (COMMAND_LINE, API_SERVER, "workers.stub")
 _WAYS = ("bytes", "tokens", "sequences", "utilization")
 _EXAMPLES = "{bytes: 8GiB}, {tokens: 32768}, {sequences: 4, at: 8192} or {utilization: 0.8}"
@@ -79,7 +79,7 @@ def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
 
 
 def utilization_of(model: EngineKeys) -> float | None:
-    """The share of the memory that vLLM is to take by its own sizing; None where nobody asked for that."""
+    """The share of the memory that vLLM's own sizing may take; None where the entry does not set one."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
@@ -138,11 +138,10 @@ def without_variables(env: Mapping[str, str]) -> dict[str, str]:
 def sizing_of(
     model: EngineKeys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
-    """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
+    """The fields of a RankSpec that make sparkd's worker class size the KV cache; empty where vLLM sizes it.
 
-    profiles: the folder of what was learned, None keeps nothing. reserved_bytes: what the whole engine may take on a node, which `auto`
-    stays within by what the engine really holds; None where nobody said. On a CPU, where the machine is somebody's desk as often as not,
-    `auto` takes CPU_KV_CACHE_GIB unless it was asked for.
+    profiles: the folder of kept profiles, None keeps none. reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by
+    measuring what the engine holds; None without a limit. On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
         return {}

@@ -40,7 +40,7 @@ def table_of(values: Mapping[str, Any], place: Location) -> Table:
 
 
 def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProblem], path: tuple[str, ...] = ()) -> Table:
-    """A copy under our own key names. A key that nobody knows becomes a problem, with the nearest known one, and is dropped."""
+    """A copy with sparkd's own key names. An unknown key becomes a problem that names the nearest known key, and is dropped."""
     top, model = not path, section is ModelConfig
     ours = aliases.TOP if top else aliases.MODEL if model else {}
     foreign = aliases.TOP_FOREIGN if top else aliases.MODEL_FOREIGN if model else {}
@@ -56,7 +56,7 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         else:
             near = _nearest(key, [*known, *ours])
             renamed.meant |= {ours.get(near, near)} if near else set()
-            # A blank or a sign that nobody sees is shown by its number.
+            # Blanks and invisible characters are shown as escapes.
             spelled = key if key.isprintable() and key.split() == [key] else ascii(key)
             problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}"))
     for key, value in list(renamed.items()):
@@ -112,7 +112,7 @@ def overlay_environ(
 def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[ConfigProblem]:
     """pydantic's errors, one problem per place; the members of a union that all failed become one sentence.
 
-    A key that is missing because it was misspelt has been told of already.
+    A key that is missing because it is misspelt is already among the problems.
     """
     found: dict[tuple[Any, ...], tuple[Location, Any, list[str]]] = {}
     for one in error.errors(include_url=False, include_input=False):

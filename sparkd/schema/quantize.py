@@ -1,4 +1,4 @@
-"""Owns what a model's `quantize:` key stands for: its recipe, what it excludes, and what the loader is told. Never reads a checkpoint."""
+"""Owns the meaning of a model's `quantize:` key: its recipe, the keys it excludes, the loader's settings. Never reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
 
 
 def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
-    """What `sparkd check` warns of, once the model can be loaded."""
+    """The warnings of `sparkd check` for an entry without errors."""
     if model.quantize == AUTO:
         return ()
     if model.quantize is not None:
