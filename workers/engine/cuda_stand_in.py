@@ -71,7 +71,7 @@ class Absent(types.ModuleType):
 
 
 class _Name(type):
-    """Whatever is looked up in an absent module. No number and no tensor: where a class needs one it fails."""
+    """Stands for any name of an absent module. It is neither a number nor a tensor, so a class that needs one fails."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

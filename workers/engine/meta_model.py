@@ -32,7 +32,7 @@ _LONGEST = 4000
 _SMALL = 4096
 
 
-# Lengths at which a request's share of the cache is told, besides the longest.
+# The shortest length for which the answer has a request's share of the cache; the other lengths lie between it and the longest.
 _SHORTEST = 1024
 # The errors of a class of vLLM that will not have a model. Any other error, and one of these out of torch, tells of this process.
 _WORDS = (ValueError, RuntimeError, AssertionError)
@@ -292,8 +292,8 @@ _EMPTY = {torch.empty, torch.rand, torch.randn, torch.randint, torch.empty_strid
 
 
 class _MetaMode(TorchFunctionMode):
-    """Whatever device is named, a tensor has no memory. A small one that a class may read back is on the CPU; beside one without memory it
-    loses its own."""
+    """Creates tensors without memory, on any device that a class names. A small tensor that a class may read back is on the CPU; combined
+    with a tensor without memory, its result has none either."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

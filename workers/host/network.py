@@ -27,7 +27,7 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "ip-neighbour.json": ("neighbour", "show"),
 }
 _IP_PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
-# The variables that sparkd computes for an engine: a node's own environment may say otherwise, and only these of it are told.
+# The variables that sparkd computes for an engine. A node's own environment may set them differently, so the node reports these, no other.
 VARIABLES = (
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_MERGE_NICS",
     "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN", "NCCL_DEBUG", "MAX_JOBS", "FLASHINFER_NVCC_THREADS",
@@ -228,7 +228,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _text(path: Path) -> str | None:
-    """None for what is not there, what the driver does not know (EOPNOTSUPP), and what cannot be told now (EINVAL)."""
+    """The text of a file; None where it is missing, unknown to the driver (EOPNOTSUPP) or not readable at present (EINVAL)."""
     try:
         return regular_file.read(path).decode(errors="replace").strip()
     except OSError:

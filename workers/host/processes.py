@@ -206,10 +206,10 @@ def send(who: Identity, number: signal.Signals) -> bool:
 
 
 def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, between: Callable[[float], object] = time.sleep) -> list[int]:
-    """SIGKILLs what `find` returns until it returns nothing; the pids that live after timeout_s seconds (uninterruptible waits).
+    """SIGKILL the processes of `find` until it returns none. Returns the pids that live after timeout_s seconds (uninterruptible waits).
 
-    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and remove the shared
-    memory that those left in /dev/shm, which nobody else would. `between` is called with the seconds to wait between two looks.
+    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and only they remove the
+    shared memory that those left in /dev/shm. `between` is called with the seconds to wait between two looks.
     """
     started_s = time.monotonic()
     while left := find():

@@ -1,4 +1,4 @@
-"""Owns the commits whose code an engine may run, as it is told them: a value. Never reads a file."""
+"""Owns the value that tells an engine which commits' code it may run. Never reads a file."""
 
 from __future__ import annotations
 

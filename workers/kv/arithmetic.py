@@ -257,12 +257,12 @@ class _Case:
 
     @property
     def within(self) -> int:
-        """The part of it that memory_gib leaves."""
+        """`left`, limited by the model's reservation (memory_gib)."""
         return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
 
     @property
     def size(self) -> int:
-        """Of the cache; negative where there is no room for any."""
+        """Bytes of the KV cache; negative where no memory is left for one."""
         asked = self.asked(self.need)
         if asked is not None:
             return asked

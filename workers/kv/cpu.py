@@ -38,14 +38,14 @@ class CpuRehearsal:
         self._sharers = self._ranks = max(1, worker.parallel_config.local_world_size)
 
     def meet(self, gather: Gather[Any]) -> None:
-        """Which ranks are on this host, and which of those take their memory of the same nodes. On the thread that vLLM has bound, once it
-        has: a policy is a thread's own."""
+        """Count the ranks on this host and those that share this rank's NUMA nodes. Call it on the thread that vLLM has bound, after the
+        binding: a memory policy belongs to a thread."""
         self._kept = nodes_bound(PROC)
         mine = (boot_id(), self._kept)
         try:
             here = [nodes for host, nodes in gather(mine) if host == mine[0]]
         except Missing:
-            return  # it is told where the ranks settle what they do
+            return  # the missing symbol is reported where the ranks agree on their sizes
         self._ranks = len(here)
         self._sharers = sum(nodes is None or self._kept is None or bool(nodes & self._kept) for nodes in here)
 

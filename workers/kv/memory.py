@@ -22,9 +22,9 @@ EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
+    """Bytes. cgroup_left: left under this process's memory limit, None without one. device_free, device_total: from the driver, None on a
     CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory; ranks:
-    all that are on it, where some have the memory of other nodes (0: nobody else). total, available, free, reclaimable: of the nodes bound.
+    all ranks on this host, where some use other NUMA nodes (0: none does). total, available, free, reclaimable: of the bound NUMA nodes.
     """
 
     total: int

@@ -21,14 +21,14 @@ BLIND = 40
 
 
 def floor_of(margin: int) -> int:
-    """Bytes under which the rehearsal ends: half the margin, which is nobody's to use; within bounds where the margin is a wish."""
+    """Free bytes below which the rehearsal ends: half of the margin, within bounds, because an operator may set the margin."""
     return min(MOST_BYTES, max(LEAST_BYTES, int(margin * MARGIN_SHARE)))
 
 
 class Floor:
-    """While it is entered, `under` is called once, from a thread, with the first reading whose room is less than `floor` bytes.
+    """A context in which a thread calls `under` once, with the first reading whose room is less than `floor` bytes.
 
-    A reading that fails ends nothing: the first is logged, and so is that nobody watches where they go on failing.
+    A failed reading ends nothing. The first is logged; where readings go on failing, the log says that memory is not watched.
     """
 
     def __init__(self, read: Callable[[], MemoryReading], floor: int, under: Callable[[MemoryReading], None]) -> None:

@@ -35,7 +35,7 @@ class NumaMemory:
 
 
 def policy() -> frozenset[int] | None:
-    """The nodes that this thread's memory is bound to, and that of threads it starts; None where it is bound to none or nobody says so."""
+    """The NUMA nodes that the memory of this thread and of threads it starts is bound to; None where it is not bound or unknown."""
     number = _GET_MEMPOLICY.get(platform.machine())
     if number is None:
         return None

@@ -195,7 +195,7 @@ def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def _profiling(initialize: Callable[..., Any]) -> dict[str, bool]:
-    """Releases since 0.30 want to be told that a cache is not the real one."""
+    """Keyword arguments for a cache that is not the final one: releases since 0.30 need is_profiling."""
     code = getattr(initialize, "__code__", None)
     return {"is_profiling": True} if code is not None and "is_profiling" in code.co_varnames[: code.co_argcount] else {}
 
@@ -243,7 +243,7 @@ def _sampled(runner: Any) -> int:
                     continue
                 manager._capture_descs = {mode: [every[mode][number]]}
                 taken = max(GRAPH_BYTES, int(capture()))
-                # The driver's word: where a graph costs more than the larger one before it, somebody else took memory meanwhile.
+                # The driver reports these bytes: where a graph costs more than the larger one before it, another process took memory.
                 total += first.setdefault(mode, taken) if number == 0 else min(taken, first[mode]) * (len(every[mode]) - 1)
         del manager
     return total

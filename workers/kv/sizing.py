@@ -42,8 +42,8 @@ class Rehearsal(Batches, Protocol):
     """The platform's part."""
 
     def warm(self) -> int:
-        """The first step of every start, before its cache is there: the model is compiled. Bytes that its batch took for a moment, 0 where
-        nobody knows. Raises RanOut."""
+        """Run the first step of a start, before the KV cache exists: vLLM compiles the model. Returns the peak bytes of its batch, 0 where
+        unknown. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
         """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
@@ -353,7 +353,7 @@ class Sizing:
         self._report.tell("refused", why=reason)
         message = f"{reason}. To start now, set a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights."
         if self._ranks > 1:
-            # The others wait for this one within the batch; that its process is gone they are told.
+            # The other ranks wait for this one within the batch; only the end of this process frees them.
             logger.critical("sparkd: %s", message)
             logging.shutdown()
             self._leave(EXIT_CODE)

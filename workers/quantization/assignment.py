@@ -154,7 +154,7 @@ def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
 
 
 def _refuse_unknown_fp8(module: str, tensor: TensorRef, checkpoint: Checkpoint) -> None:
-    """Nobody takes it as it is beside layers that are quantized anew."""
+    """Raise CheckpointError for packed FP8 experts in an unknown layout: vLLM cannot serve them as stored beside quantized layers."""
     if packed_of(module) is None or min(tensor.shape[-2:]) < MIN_DIMENSION:
         reason = f"packed experts in FP8 of shape {list(tensor.shape)} are in a layout that is not known here"
         raise CheckpointError(reason, file=tensor.path, tensor=tensor.name, cure="Leave out `quantize`, and vLLM serves them as they are")
@@ -162,7 +162,7 @@ def _refuse_unknown_fp8(module: str, tensor: TensorRef, checkpoint: Checkpoint) 
 
 
 def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:
-    """Why these modules cannot have fp8-block, told without their numbers; None where they can. Raises CheckpointError if one was named."""
+    """Why these modules cannot have fp8-block, without layer numbers; None where they can. Raises CheckpointError where a rule names it."""
     for module in group.modules:
         tensor = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
         problem = misfit(module, group.kind, tensor, checkpoint.config)

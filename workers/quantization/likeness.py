@@ -1,6 +1,6 @@
-"""Owns what weights that vLLM runs as one, or side by side, must have in common. Never decides a format.
+"""Owns the equal properties of weights that vLLM runs as one or side by side. Never decides a format.
 
-vLLM's classes find out too, when they are handed a tensor, but an export and a plan have nobody else to ask.
+vLLM's classes check the same when they receive a tensor, but an export and a plan run without vLLM.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ __all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe
 MAX_RULES = 256
 # The most for all of them together, once repetitions are written out: they are read within 0.1 s.
 MAX_RULE_CHARACTERS = 20_000
-# The most refusals of one value that are told at once.
+# The most refusals of one value in one message.
 _MOST_TOLD = 20
 # The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
 _RULE_STEPS = 50
@@ -209,7 +209,7 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
 
 @contextmanager
 def _told(wrong: list[ConfigError]) -> Iterator[None]:
-    """A refusal goes to the others, so that all are told at once."""
+    """Collect a refusal in `wrong`, so that one error reports all of them."""
     try:
         yield
     except ConfigError as error:

@@ -106,8 +106,8 @@ def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
 
 
 def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
-    """Raises CheckpointError for what this vLLM's model class could not take. Where there is no vLLM, or one that does not tell,
-    nobody can be asked: another may serve it."""
+    """Raise CheckpointError for formats that this vLLM's model class could not take. Refuse nothing where there is no vLLM, or one without
+    the symbols to ask: another vLLM may serve the export."""
     # Its logger writes to the stdout that it finds, and ours is for our reader.
     with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(MissingSymbol):
         refuse_unserved(checkpoint, formats, tensor_parallel_size=1)

@@ -1,7 +1,7 @@
-"""Which tensors of a load hold a NaN or an infinity, told by flags that stay on the device until many are looked at. Never keeps a tensor.
+"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once. Never keeps a tensor.
 
-A flag is the least or largest value of a tensor, which a NaN or an infinity shows in: one reduction for each, nothing in memory beside it
-and no wait. Which of several tensors that share a flag it was is only looked up, in their files, once one is known to be bad.
+A flag is the least or largest value of a tensor, in which a NaN or an infinity shows: one reduction for each tensor, no further memory and
+no wait. Several tensors may share a flag; the loader reads their files to find the bad one only once the flag shows a fault.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?
 
 
 class Finite:
-    """The flags of one load on one device. weights_only: nobody said which tensors a model takes, so of others `look` sees a NaN only.
-    into: what is bad is put there and not refused, because nothing that was loaded takes it."""
+    """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
+    other than weights. into: collects bad tensors that are not refused, because the loaded model does not take them."""
 
     def __init__(self, device: torch.device, *, weights_only: bool = False, into: set[TensorRef] | None = None) -> None:
         self._device = device

@@ -53,8 +53,8 @@ class LoadSession:
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
         cached: CachedCheckpoint | None = None,
     ) -> LoadSession:
-        """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
-        cached: the quantized cache that `virtual` is, closed with the source."""
+        """trace: the tensors that the model takes, None where it could not be asked. placed: called with the names of tensors that have
+        reached their parameters. cached: the quantized cache behind `virtual`, closed with the source."""
         receivers = Receivers(watcher=progress, straight={} if trace is None else trace.straight, placed=placed)
         pipeline = Pipeline(virtual, device, reader, _needed(virtual, trace), receivers, dtype=dtype, trusted=cached is not None)
         return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)

@@ -48,7 +48,7 @@ class CacheSink(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told how far the pass is."""
+    """Receives the progress of the pass."""
 
     def advance(self, bytes_done: int, units_done: int) -> None: ...
 
@@ -384,7 +384,7 @@ class Pipeline:
         self._placed([name])
 
     def forget(self) -> None:
-        """After the pass: nothing of it holds a parameter, or who was told."""
+        """After the pass: drop the references to parameters and to the receiver of placed names."""
         self._straight.clear()
         self._told = lambda _names: None
 

@@ -1,8 +1,8 @@
-"""Owns which parts of a virtual checkpoint are read and worked on together: a unit, a batch of like ones, a run of neighbours. Never reads
-a byte.
+"""Owns which parts of a virtual checkpoint are read and processed together: a unit, a batch of like units, a run of neighbours. Never
+reads a byte.
 
-A GPU is quick with a matrix and slow to be told about it, and so is a parameter that 18,000 experts go into one by one. Units of one shape
-become one tensor [units, ..] for the quantizer, and tensors that lie one behind the other in the file and in a parameter become one copy.
+A GPU processes a matrix quickly but each kernel launch costs time, and so does each of 18,000 copies of experts into one parameter. Units
+of one shape become one tensor [units, ..] for the quantizer; tensors that are adjacent in the file and in a parameter become one copy.
 """
 
 from __future__ import annotations

@@ -275,10 +275,10 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(slots=True)
 class Trace:
-    """The answer: a region for every tensor that was asked about. A tensor that was never copied is not needed (region None).
+    """The regions that the model takes: one for every tensor it was offered. A tensor that it never copied is not needed (region None).
 
-    straight: where those go that need not be handed to the model at all (experts.py). seen: how many copies there were of each tensor when
-    the model asked for the next one; where it copies later, nobody can say when a tensor has reached its parameter (`late`).
+    straight: targets of tensors that need not pass through the model's weight loader (expert_placement.py). seen: copies of each tensor at
+    the time the model asked for the next one. A model that copies later (`late`) hides when a tensor has reached its parameter.
     """
 
     taken: dict[str, Taken] = field(default_factory=dict)

@@ -1,12 +1,12 @@
 """Owns the weights that a model leaves out of its checkpoint, and whether its quantized cache holds that all the same. Never reads a
 weight, never knows vLLM.
 
-A model leaves out layers that predict tokens ahead (MTP) where nothing speculates, a vision tower that `limit_mm_per_prompt` or
-`language_model_only` takes away, a head that pools. An entry without them would have a name of its own, because another start may want
-them: which it is could only be told once the model has been asked about the whole checkpoint, and neither that start nor an export could
-use it. So they are made after the load, on the CPU and from the source, as what the disk was too slow for is, and the entry is the whole
-model's. Not where they are more than what the model takes: a draft in the folder of its target, or a stage of a pipeline, would quantize
-a model that it has nothing to do with.
+A model leaves out layers that predict tokens ahead (MTP) where it does not speculate, a vision tower that `limit_mm_per_prompt` or
+`language_model_only` disables, and a pooling head. A cache entry without them would need a name of its own, because another start may need
+them; the loader could choose that name only after it has asked the model about the whole checkpoint, and neither another start nor an
+export could use the entry. So the loader makes them after the load, on the CPU and from the source, like tensors for which the disk was too
+slow, and the entry holds the whole model. Not where they outweigh the tensors that the model takes: a draft in the folder of its target, or
+a stage of a pipeline, would quantize a foreign model.
 """
 
 from __future__ import annotations

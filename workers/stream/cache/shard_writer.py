@@ -59,10 +59,10 @@ class Staging:
 
 
 class ShardWriter:
-    """`put` is called by one thread at a time. The files appear in the folder that `prepare` returns, which the writing thread calls first.
+    """One thread at a time calls `put`. The files appear in the folder that `prepare` returns; the writing thread calls it first.
 
-    ended: is told, on that thread and with the files closed, what ended the writing, where something did (a full disk).
-    bytes_written: what the files have so far.
+    ended: the writing thread calls it with the error that ended the writing (a full disk), once the files are closed; not without one.
+    bytes_written: bytes in the files so far.
     """
 
     def __init__(

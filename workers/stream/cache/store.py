@@ -120,9 +120,9 @@ class CachedCheckpoint:
 def find(
     cache_dir: str, checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None, *, say: Callable[[str], None] = logger.info
 ) -> CachedCheckpoint | None:
-    """The entry for this source, canonical recipe and slice; None where there is no valid one, and `say` is told why in a sentence.
+    """The entry for this source, canonical recipe and slice; None where there is no valid one: then `say` receives the reason.
 
-    Cheap: sizes, headers, small files and the source's identity, no weights. An entry that is not valid is removed and made anew.
+    Cheap: reads sizes, headers, small files and the source's identity, no weights. An invalid entry is removed; the load makes a new one.
     """
     folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
     if not os.path.isdir(folder):
@@ -257,7 +257,7 @@ def swept(cache_dir: str) -> int:
 
 
 def written_now(cache_dir: str) -> int:
-    """Bytes of what is in the making, or was: what nobody writes any more counts until it is swept. Raises OSError."""
+    """Bytes of entries in the making. An abandoned one counts until it is swept. Raises OSError."""
     try:
         return sum(_size(entry.path) for entry in os.scandir(cache_dir) if entry.name.startswith(WRITING) and entry.is_dir())
     except FileNotFoundError:

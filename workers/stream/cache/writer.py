@@ -192,7 +192,7 @@ class CacheWriter:
                 self._writer.settle()
                 self._publish()
                 self._end(None)
-        except Exception as error:  # noqa: BLE001 - the reason is kept and told: the model serves without its cache
+        except Exception as error:  # noqa: BLE001 - the reason is kept and reported: the model serves without its cache
             self._end(error)
         self._close()
         return self.state
@@ -245,8 +245,8 @@ class CacheWriter:
             raise CheckpointError("it was never handed over", tensor=left[0].name)
 
     def _copy(self, writer: ShardWriter, gaps: list[tuple[Slot, int, int]]) -> None:
-        """From the source's files to ours. Raises CheckpointError; not for a NaN in what the model leaves out, at which nobody has looked:
-        that is no reason to quantize all the rest at every start."""
+        """Copy tensors from the source's files into the cache. Raises CheckpointError; not for a NaN in a tensor that the model leaves out,
+        because all the rest would be quantized again at every start."""
         pieces = []
         for slot, start, stop in gaps:
             ref = self._checkpoint.tensors[slot.name]

@@ -1,5 +1,5 @@
-"""Weights that a checkpoint stores in FP8: brought back to the precision they are quantized from, or told anew in a layout that holds their
-own codes and scales. It never reads a file."""
+"""Weights that a checkpoint stores in FP8: dequantized to the precision that another format is quantized from, or rearranged into a layout
+that keeps their codes and scales. Never reads a file."""
 
 from __future__ import annotations
 

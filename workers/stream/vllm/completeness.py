@@ -1,10 +1,10 @@
-"""Which parameters of vLLM's model nothing fills: what a checkpoint lacks though neither a shard nor the index says so. Never reads a
+"""Finds parameters of vLLM's model that no tensor fills: gaps in a checkpoint that neither a shard nor the index shows. Never reads a
 weight, never changes a parameter.
 
-vLLM by itself looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is
-every linear layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). A missing one keeps
-the memory's old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels
-may round shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
+vLLM itself checks this only without quantization, and even then skips every module that has a quantization method, which is every linear
+layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). An unfilled parameter keeps the
+memory's old content, and the model generates nonsense. Here the loader watches the model's copies during the trace (trace.py). Kernels may
+round shapes up and models may leave scales at their defaults, so not every element must be written. A tensor is missing where
 
 * nothing at all is written to a parameter, and the model does not say that it was loaded;
 * nothing is written to one of the parts that a linear layer multiplies as one matrix (k of q/k/v);
@@ -162,7 +162,7 @@ def _is_spare_bias(module: torch.nn.Module, name: str) -> bool:
 
 
 def _shares(parent: torch.nn.Module) -> bool:
-    """Whether attention uses another layer's keys and values (Gemma 3n, Gemma 4): nobody needs its own."""
+    """Whether attention uses another layer's keys and values (Gemma 3n, Gemma 4), so that its own projections are not needed."""
     return any(getattr(child, "kv_sharing_target_layer_name", None) is not None for child in parent.children())
 
 

@@ -33,10 +33,11 @@ class _Waiting:
 
 
 class Early:
-    """`placed` is told what has reached its parameter and calls the methods of the modules that are whole then.
+    """Repacks a module's weights as soon as all of them are in place. `placed` takes the names of tensors that have reached their
+    parameters and calls the quantization methods of the modules that this completes.
 
-    model: its modules that have a quantization method. trace: where every tensor goes; it is only looked at now, because a place keeps the
-    memory that the kernel's layout replaces. unread: how names end, of tensors and parameters, that no kernel reads. device: a GPU, on
+    model: modules with a quantization method are repacked. trace: the target of every tensor; only read here, because a target keeps the
+    memory that the kernel's layout replaces. unread: endings of names of tensors and parameters that no kernel reads. device: a GPU, on
     whose current stream a thread calls the methods; None calls them at once. `placed` and `wait` raise CheckpointError where a method
     refuses its module.
     """

@@ -215,7 +215,7 @@ def _home(part: torch.Tensor, experts: int, step: int, homes: list[torch.Tensor]
 
 
 def _positional(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments by position; those that were given by name are taken out of kwargs as far as no one before them is missing."""
+    """The arguments by position. Named arguments move from kwargs to their position, up to the first missing one."""
     code = stock.__code__
     positional = list(args)
     for name in code.co_varnames[len(args) : code.co_argcount]:
