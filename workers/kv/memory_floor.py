@@ -1,6 +1,6 @@
-"""Watches what is left while a rehearsal takes memory, and ends this process before the machine freezes. Never frees anything by itself.
+"""Watches free memory during a rehearsal, and ends this process before the machine freezes. Never frees anything by itself.
 
-On unified memory nothing else would: there is no out-of-memory kill for what a driver holds, the machine stands still instead.
+On unified memory nothing else would: the kernel has no out-of-memory kill for a driver's memory, and the machine freezes instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 LEAST_BYTES, MOST_BYTES = 256 * 2**20, 2 * 2**30
 MARGIN_SHARE = 0.5
-# So many readings in a row that fail are no accident: 2 s.
+# Failed readings in a row after which the log says that memory is not watched: 2 s.
 BLIND = 40
 
 
