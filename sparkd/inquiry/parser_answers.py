@@ -1,6 +1,6 @@
-"""Owns what the parser of each installed vLLM refuses of arguments: asked of a child in its Python environment, and kept on disk.
+"""Owns the arguments that an installed vLLM's parser refuses: asked in a child of its Python environment, and kept on disk.
 
-Never imports vLLM. The packages beside it are part of the key, because a plugin may add flags.
+Never imports vLLM. The packages of the environment are part of the key, because a plugin may add flags.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, s
 def refused_of(
     subjects: Sequence[Subject], runtime: Path | None, state_dir: Path, *, ask: bool, first: Callable[[], None] | None = None
 ) -> list[tuple[FlagNote, ...]]:
-    """As `refused`, for several engines of one environment: what is not kept of them is asked together."""
+    """Like `refused`, for several engines of one runtime: one child answers all questions whose answers are not kept."""
     version = full_version_in(runtime)
     if version is None:
         return [() for _ in subjects]
@@ -104,13 +104,13 @@ def answers(
 
 
 def places(state_dir: Path) -> list[Path]:
-    """Where answers are kept: the daemon's folder where it is there, and the user's own."""
+    """The folders that keep answers: the daemon's where it exists, and the user's own."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [*([state_dir / "vllm-flags"] if state_dir.is_dir() else []), *([own / "sparkd" / "vllm-flags"] if own.is_absolute() else [])]
 
 
 def _environment(interpreter: Path, version: str) -> str:
-    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child has these from us, as an engine has
+    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child inherits these, as an engine does
     parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *neighbours(interpreter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def _question(line: Sequence[str]) -> list[str]:
 
 
 def neighbours(interpreter: Path) -> Iterator[str]:
-    """The names of what is installed beside it, versions included."""
+    """The names, with versions, of the distributions in an interpreter's environment."""
     own = [Path(entry) for entry in sys.path if entry.endswith("-packages")] if interpreter == Path(sys.executable) else []
     for packages in dict.fromkeys([*packages_of(interpreter), *own]):
         with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def _kept(key: str, folders: Sequence[Path]) -> RefusedArgs | None:
 
 
 def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, RefusedArgs]] | None:
-    """An answer for each, as it is kept and as it is read."""
+    """(text to keep, parsed answer) for each list of arguments; None where the child gave no answer."""
     try:
         raw = json.loads(_run(interpreter, json.dumps({"lines": lines})) or "")["refused"]
         said = [(json.dumps(each), tuple(map(RefusedArg.of, each))) for each in raw]
@@ -177,7 +177,7 @@ def put(path: Path, text: str) -> None:
 
 
 def _run(interpreter: Path, request: str) -> str | None:
-    """The program's output; None where it fails or takes too long, and then nothing of it is left."""
+    """The program's output; None where it fails or takes too long. None of its processes is left running then."""
     command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
