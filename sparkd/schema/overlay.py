@@ -1,4 +1,4 @@
-"""Owns how file, environment and flags become one tree, and pydantic's errors problems with a place. Holds no key and no default."""
+"""Owns the merge of file, environment and flags into one tree, and the place of each of pydantic's errors. Holds no key and no default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY"
 OTHER_ENV_FAMILY = "SPARKD_STUB_"
 
 _QUOTED = re.compile(r"'([^']*)'")
-# Below these keys nothing is ever repeated in a message: keys, tokens, and arguments that may hold them.
+# Keys whose values never appear in a message: API keys, tokens, and arguments that may hold them.
 _SECRET_KEYS = frozenset({"keys", "env", "extra_args", "inference", "admin"})
 _PATH_KEYS = frozenset(
     {"state_dir", "runtime_dir", "keys.inference_file", "keys.admin_file", "cluster.token_file", "engine.runtime", "quantized_cache.dir"}
@@ -72,7 +72,7 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
 
 
 def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigProblem], section: type[BaseModel]) -> None:
-    """Flags by dotted key; None means that the flag was not given. `models` is merged per model, everything else replaces."""
+    """Put flags, by dotted key, over the tree. None: the flag was not given. `models` is merged per model; any other value is replaced."""
     for key, value in flags.items():
         if value is None:
             continue
@@ -88,9 +88,10 @@ def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigPr
 def overlay_environ(
     tree: Table, environ: Mapping[str, str], referenced: Iterable[str], problems: list[ConfigProblem], section: type[BaseModel]
 ) -> None:
-    """SPARKD_LISTEN, SPARKD_CLUSTER__ADDRESS ...: single values of the top and of its sections. An empty one counts as not set.
+    """Put variables such as SPARKD_LISTEN and SPARKD_CLUSTER__ADDRESS over the tree: single values of the top level and of its sections. An
+    empty variable counts as not set.
 
-    A SPARKD_ variable that is no key is a problem, so that a typing error does not go unnoticed; unless the file itself names it.
+    A SPARKD_ variable that is no key is a problem, so that a typing error is noticed, unless the file itself names the variable.
     """
     variables = {f"{ENV_PREFIX}{'__'.join(path).upper()}": path for path in _scalars(section)}
     for name in sorted(environ):
@@ -110,7 +111,7 @@ def overlay_environ(
 
 
 def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[ConfigProblem]:
-    """pydantic's errors, one problem per place; the members of a union that all failed become one sentence.
+    """pydantic's errors as problems, one for each place; the failed members of a union become one sentence.
 
     A key that is missing because it is misspelt is already among the problems.
     """
@@ -135,13 +136,13 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
 
 
 def blamed(error: ValidationError, tree: Table) -> list[tuple[str | int, ...]]:
-    """The location of each of pydantic's errors, as far as it was written; the key's own name where that is missing."""
+    """The location of each of pydantic's errors, up to its last written part; the key's name where the key is missing."""
     locations = ((*one["loc"], *_item(one)) for one in error.errors(include_url=False, include_input=False))
     return list(dict.fromkeys(_locate(tree, location)[0] for location in locations))
 
 
 def without_key(tree: Table, location: Sequence[str | int]) -> bool:
-    """Take the innermost written key of `location` out of the tree, with all of its value; False where none of it was written."""
+    """Remove the innermost written key of `location`, with its value, from the tree. False where no part of it was written."""
     value: Any = tree
     holder: Table | None = None
     key = ""
@@ -158,7 +159,7 @@ def without_key(tree: Table, location: Sequence[str | int]) -> bool:
 
 
 def _item(error: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """The key that a validator of a whole entry blames."""
+    """The key that a validator of a whole entry names in its error."""
     item = error.get("ctx", {}).get("item") if error["type"] == "refused" else None
     return () if item is None else (item,)
 
@@ -178,7 +179,7 @@ def error_of(problems: Sequence[ConfigProblem]) -> ConfigError:
 
 
 def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
-    """By line; what has no line (an environment variable, a flag, a whole file) stands last."""
+    """The problems sorted by line; those without a line (an environment variable, a flag, a whole file) last."""
     return sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
 
 
@@ -262,7 +263,7 @@ def _text(value: str) -> str:
 
 
 def _from_here(key: str, value: Any) -> Any:
-    """A relative path on the command line counts from the working folder, one in the file from the file's."""
+    """The value of a flag, with a relative path made absolute from the working folder; a path in the file counts from the file's folder."""
     if key in _PATH_KEYS and isinstance(value, str | Path) and str(value):
         return str(Path.cwd() / Path(value)) if not str(value).startswith("~") else str(value)
     return value
@@ -274,7 +275,7 @@ def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _optional(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section of a key that may be null."""
+    """The section type of a key that may be null; None for any other key."""
     members = get_args(section.model_fields[key].annotation) if key in section.model_fields else ()
     inner = next((one for one in members if isinstance(one, type) and issubclass(one, BaseModel)), None)
     return inner if NoneType in members else None
@@ -309,7 +310,7 @@ def _hint(near: str | None, path: Sequence[str]) -> str:
 
 
 def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Location, Any]:
-    """The longest beginning of `location` that was written somewhere; pydantic appends the names of union members and the like."""
+    """(the longest written prefix of `location`, its place, its value). pydantic appends names of union members and the like."""
     value: Any = tree
     place = Location()
     found: list[str | int] = []
