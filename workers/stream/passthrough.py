@@ -1,5 +1,5 @@
-"""A tensor that passes through and is never whole in memory: its bytes go where it is copied to as they come off the disk. Never
-quantizes, never knows vLLM.
+"""Copies a tensor that passes through unchanged, chunk by chunk from the disk to its parameter, never whole in memory. Never quantizes,
+never knows vLLM.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from workers.stream.virtual import Emitted
 
 
 class ChunkSink(Protocol):
-    """Takes a tensor's bytes as they come, for the quantized cache."""
+    """Takes a tensor's bytes as they arrive, for the quantized cache."""
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
 
 
 class Passing:
-    """A tensor that is never whole in memory: when it is copied into its parameter, its bytes go there as they come off the disk."""
+    """A stand-in for a tensor that is never whole in memory: when it is copied into its parameter, its bytes go there from the disk."""
 
     def __init__(
         self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None, look: Callable[[torch.Tensor], None]
     ) -> None:
-        """look: is given what was copied, once."""
+        """look: called once with the copied tensor."""
         self._look = look
         self._emitted = emitted
         self._first_byte = first_row * self._row_bytes()

@@ -27,8 +27,8 @@ def left_out(virtual: VirtualCheckpoint, taken: Container[str]) -> list[Emitted]
 
 
 def can_be_completed(virtual: VirtualCheckpoint, left: Sequence[Emitted]) -> bool:
-    """Whether it is less than what is taken, in bytes, and no unit is taken in part: its weights share a scale, which the load makes of
-    those that are taken alone."""
+    """Whether the left-out tensors can be added to the cache: they are fewer bytes than those taken, and no unit is taken in part, because
+    the load computes the unit's shared scale from the taken weights only."""
     units: dict[int, set[str]] = {}
     for tensor in left:
         units.setdefault(tensor.unit, set()).add(tensor.name)
@@ -37,12 +37,13 @@ def can_be_completed(virtual: VirtualCheckpoint, left: Sequence[Emitted]) -> boo
 
 
 def completed(virtual: VirtualCheckpoint, taken: Tensors) -> tuple[Tensors, frozenset[str]]:
-    """As `layout_of`, what is taken first: what comes later is apart from it, so that only one block of a file has to wait for both."""
+    """The layout of `layout_of`, with the taken tensors first. The left-out ones arrive later and lie apart, so that only one block of a
+    file waits for both."""
     whole, plain = layout_of(virtual)
     return {**taken, **{name: what for name, what in whole.items() if name not in taken}}, plain
 
 
 def recipe_without(recipe: Mapping[str, Any], left: Sequence[Emitted]) -> dict[str, Any]:
-    """The key of an entry that lacks them."""
+    """The canonical recipe, extended to the key of an entry without the left-out tensors."""
     names = "\0".join(sorted(tensor.name for tensor in left))
     return {**recipe, "without": hashlib.sha256(names.encode()).hexdigest()[:16]}
