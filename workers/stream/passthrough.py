@@ -38,7 +38,7 @@ class Passing:
         self._read = False
 
     def copy(self, target: torch.Tensor, phantom: Phantom) -> None:
-        """Raises NotAView for a second copy: the trace saw one."""
+        """Copy the bytes from the disk to `target`. Raises NotAView for a second copy, because the trace saw only one."""
         if self._read:
             raise NotAView(self._emitted.name)
         self._read = True
@@ -61,7 +61,7 @@ class Passing:
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
 
     def drain(self) -> None:
-        """Reads past the tensor where nothing was copied after all."""
+        """Skip the tensor's bytes where the model has not copied it."""
         if not self._read:
             self._pass(None, 0, 0)
 
