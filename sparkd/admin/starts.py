@@ -72,7 +72,7 @@ class Starts:
         for name, view in snapshot.models.items():
             start = self._starts.get(name)
             if view.state in STARTING:
-                # A start that was adopted began before anybody looked.
+                # An adopted start began before this daemon's first observation.
                 if start is None or start.ended is not None:
                     start = self._starts[name] = _Start(snapshot.at_s)
                 start.look(_phase_of(view), _read_bytes(view), snapshot.at_s)
@@ -97,7 +97,7 @@ class Starts:
 
 
 def _read_bytes(view: ModelView) -> int | None:
-    """As the loader says; stock vLLM's log gives shards, which come to bytes of weights."""
+    """Bytes that the loader reports as read; for stock vLLM, bytes of weights from the shards in its log. None without progress."""
     progress = view.progress
     if progress is None:
         return None

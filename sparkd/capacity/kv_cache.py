@@ -269,7 +269,7 @@ def _state_blocks(shape: Shape, serving: Serving) -> int | None:
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
-    """That a request of max_model_len tokens takes of one group."""
+    """The blocks of one group that a request of max_model_len tokens takes."""
     if not block_tokens:
         # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
         return (2 if serving.prefix_caching else 1) + serving.speculative_tokens

@@ -129,7 +129,7 @@ def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Che
 
 
 def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Checkpoint]) -> Drafting:
-    """As much as is seen of it: EAGLE's drafts are often pickled, and their classes no formula's."""
+    """A draft without formulas, with the facts that its headers show: EAGLE's drafts are often pickled."""
     if isinstance(draft, str):
         with suppress(SparkdError, OSError):
             checkpoint = read(draft)

@@ -169,7 +169,7 @@ class RayHead:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep_closed(self) -> None:
-        """Ray lets everybody write to its temp-dir, where its sockets are, when it makes it and when a driver joins (ray/_common/utils.py,
+        """Ray lets every user write to its temp-dir, where its sockets are, when it makes it and when a driver joins (ray/_common/utils.py,
         try_to_create_directory). Raises OSError."""
         self.folder.chmod(0o700)
 

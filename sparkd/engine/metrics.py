@@ -212,7 +212,7 @@ async def page_of(upstream: Upstream) -> str | None:
 
 
 async def _sound_page(upstream: Upstream, model: str) -> str | None:
-    """As page_of, but one that would spoil the scrape is left out and counted."""
+    """The engine's metrics page. A page that would spoil the scrape is left out (None) and counted."""
     page = await _fetched(upstream)
     if page is None:
         return None

@@ -107,7 +107,7 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
 
 
 def shown(rate: Rate, names: Mapping[str, str], *, held: bool = True) -> dict[str, Any]:
-    """As plain JSON, with the verdict; nodes by name. held: as in `finding`."""
+    """A rate as plain JSON, with the verdict; nodes by name. held: see `finding`."""
     judged = finding(rate, names, held=held)
     own = {"a": names.get(rate.a, rate.a), "b": names.get(rate.b, rate.b), "idle": list(rate.idle)}
     own |= {"links": list(rate.links), "sockets": list(rate.sockets)}

@@ -47,7 +47,7 @@ class NotAsked(Exception):
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Those of a repository's files that are fetched, in their order. GGUF and the like only where there are no safetensors."""
+    """The files of a repository to fetch, in their order. GGUF and the like only where there are no safetensors."""
     listed = [name for name in names if not _any(name, OTHER_FOLDERS)]
     weights = [name for name in listed if name.endswith(".safetensors") and "/" not in name]
     if not weights:

@@ -123,7 +123,7 @@ def bar_in(conditions: Iterable[Condition]) -> Condition | None:
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
-    """The same for as long as a model stands where it does, whatever its numbers: see Line. reason: of its failure."""
+    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line. reason: of its failure."""
     return " ".join((state, *((wait["reason"], *wait["models"]) if wait else (reason or "",))))
 
 

@@ -129,7 +129,7 @@ def stand_in(capability: tuple[int, int]) -> bool:
 
 
 def _packages() -> None:
-    """Those that a CUDA build brings along and a class asks for by name before it is made."""
+    """Stand in for the packages of a CUDA build that a class looks up by name before its construction."""
     from vllm.utils import import_utils
 
     import_utils.has_deep_gemm = lambda: True
