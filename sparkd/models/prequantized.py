@@ -1,4 +1,4 @@
-"""Owns finding a published quantized checkpoint of a model on this machine. Never takes one checkpoint for another.
+"""Owns finding an existing quantized checkpoint of a model on this machine. Never takes one checkpoint for another.
 
 The plan offers such a checkpoint under its own name. The match is strict, because a fine-tune has the same shape as its model: the name is
 the model's followed by the words of a quantization, the shape is equal in every number, and under another owner the model card names the
