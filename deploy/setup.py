@@ -279,7 +279,7 @@ def _set_up(engine: Engine, *, dev: bool, model: Path | None, anew: bool) -> Non
 def _install(engine: Engine, *, anew: bool, dev: bool) -> None:
     python = platform.python_version()
     print(f"Setting up .venv: Python {python}, {engine.requirement} ({engine.reason}); details in {LOG.relative_to(ROOT)}", flush=True)
-    STAMP.unlink(missing_ok=True)  # from here to the end an interruption leaves a .venv that no one trusts
+    STAMP.unlink(missing_ok=True)  # without the stamp the next run makes the .venv again, should this one be interrupted
     if anew:
         _empty(VENV)
         check_disk(engine, shutil.disk_usage(VENV).free, VENV)

@@ -21,9 +21,9 @@
       - FlagRefused             the vLLM of its runtime would not take a flag
       - ContextTooLong          its vLLM would not take so long a max_model_len
       - LoadRefused             its loader would not take the checkpoint in that format
-      - CommitUnknown           nobody here knows the commit whose code it may run
-      - ModelUnusable           what its entry names is not there or is no model: only its owner can mend it
-  + RequestError                4xx: the caller can mend it
+      - CommitUnknown           no node knows the commit whose code the model may run
+      - ModelUnusable           the entry's path or id is missing or is no model: its owner must fix it
+  + RequestError                4xx: the caller can fix it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
@@ -212,11 +212,11 @@ class FlagRefused(RankError):
 
 
 class ContextTooLong(RankError):
-    """Its engine would fail for this under the same name (workers.rank.signatures), told before one is started."""
+    """Raised before an engine is started, which would fail for the same reason (workers.rank.signatures)."""
 
 
 class LoadRefused(RankError):
-    """The loader would fail for this under the same name, told before an engine is started."""
+    """Raised before an engine is started, because the loader would fail for the same reason."""
 
 
 class CommitUnknown(RankError):

@@ -40,7 +40,7 @@ SPARK = Hardware("spark", 127_535_224 * 1024, True, 4 * GIB, 273e9, 3.9e9, 20.5e
 # 141 GB HBM3e at 4.8 TB/s (data sheet); the rest as measured on a rented one.
 H200 = Hardware("h200", 139 * GIB, False, 0, 4.8e12, 2.2e9, 300e9, 10e-6)
 KNOWN = {one.name: one for one in (SPARK, H200)}
-# Nobody has measured the rates of a machine that serves by its CPU: it is as likely a desk as a server.
+# The rates of a machine that serves by its CPU are unknown: it may be a desktop or a server.
 UNKNOWN_RATES: Mapping[str, Any] = dict.fromkeys(("bandwidth_bytes_s", "disk_bytes_s", "link_bytes_s", "link_latency_s"))
 
 

@@ -18,7 +18,7 @@ from prometheus_client import (
 
 from sparkd import __version__
 
-# Else every series comes with a second one that holds its time of birth, which nobody draws.
+# Otherwise every series comes with a second one for its time of creation, which no dashboard shows.
 disable_created_metrics()
 
 REGISTRY = CollectorRegistry()

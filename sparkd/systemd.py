@@ -124,7 +124,7 @@ class Systemd:
                 channel.settimeout(SEND_TIMEOUT_S)
                 channel.connect(address)
                 channel.send("\n".join(lines).encode())
-        except OSError:  # the manager is gone or hangs: no reason for the service to end, and nobody left to tell
+        except OSError:  # systemd is gone or hangs: the service goes on, and no message would reach it
             return False
         return True
 

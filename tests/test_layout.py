@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 API = (ROOT / "docs/api.md").read_text()
 MODULES = sorted([*ROOT.glob("sparkd/**/*.py"), *ROOT.glob("workers/**/*.py")])
+SENTENCES = sorted([*MODULES, *ROOT.glob("deploy/**/*.py")])
 LINES = 600
 METHODS, PARAMETERS = 12, 8
 # What asyncio, uvicorn and httptools call on a protocol of theirs is the interface of the base, not of the class.
@@ -88,6 +92,39 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     names = [part.arg for part in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names += [part.arg for part in (arguments.vararg, arguments.kwarg) if part is not None]
     return [name for name in names if name not in ("self", "cls")]
+
+
+# A sentence that begins like this has lost its subject, and one about nobody or somebody hides the actor.
+_VAGUE_BEGINNING = re.compile(r"(?:^|[.!?:;]\s+|\n\s*\n\s*|\n\s*[*-] )(?:Of|Who|What|Whose)\b.{0,60}")
+_VAGUE_ACTOR = re.compile(r"\b(?:nobody|somebody)\b.{0,60}", re.IGNORECASE)
+
+
+def test_a_sentence_names_its_subject() -> None:
+    vague = []
+    for path in SENTENCES:
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"\b(?:Of|Who|What|Whose|[Nn]obody|[Ss]omebody)\b", text):
+            prose = "\n\n".join(_prose(text))
+            found = [*_VAGUE_BEGINNING.finditer(prose), *_VAGUE_ACTOR.finditer(prose)]
+            vague += [f"{path.relative_to(ROOT)}: {words[0].strip()}" for words in found]
+
+    assert not vague, "name the actor: the daemon, the loader, vLLM, the client, the operator"
+
+
+def _prose(text: str) -> Iterator[str]:
+    """The docstrings of a module, and its comments; lines of a comment that follow each other are one text."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (docstring := ast.get_docstring(node)):
+            yield docstring
+    lines, last = list[str](), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield " ".join(lines)
+                lines.clear()
+            lines.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield " ".join(lines)
 
 
 def test_no_drawer_for_everything() -> None:

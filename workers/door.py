@@ -1,7 +1,7 @@
 """The door of an engine that listens on an address: asks for the engine's key on every path, websockets included. Never sees a body.
 
 vLLM's own key guards four prefixes (vllm/entrypoints/serve/middleware/authenticate.py, GUARDED_PREFIX); `/invocations`, `/tokenize`,
-`/metrics`, `/docs` and `/scale_elastic_ep` answer anybody. vLLM puts the class that its last `--middleware` names around all others
+`/metrics`, `/docs` and `/scale_elastic_ep` answer every client. vLLM puts the class that its last `--middleware` names around all others
 (register.py beside it). The standard library alone: this runs in the engine's own Python.
 """
 

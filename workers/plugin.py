@@ -72,7 +72,7 @@ def _guard_media() -> None:
 
 
 def _refuse(sentence: str) -> None:
-    """Every model that does not ask for our format is served as before; one that does is told why it cannot be."""
+    """Register a loader that refuses sparkd's load format with this sentence. Models with another load format are served as before."""
     logger.warning("sparkd: %s", sentence)
     try:
         from vllm.model_executor.model_loader import register_model_loader

@@ -362,7 +362,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
-    """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
+    """Answer 400 with the place and the reason of each fault. FastAPI's own text repeats the input, which may hold a secret."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     faults = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
     # The first part of a place is where in the request it is: body, query or path.

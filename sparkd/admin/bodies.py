@@ -20,7 +20,7 @@ MAX_NAME = 128
 
 
 def _shallow(spec: dict[str, Any]) -> dict[str, Any]:
-    """As deep as the configuration file may be."""
+    """Refuse an entry that is nested more deeply than a configuration file may be."""
     check_depth(spec)
     return spec
 

@@ -82,7 +82,7 @@ class Client:
             self._http.close()
 
     def listens(self) -> bool:
-        """Whether anybody does at its address; to ask sparkd itself takes the import of httpx."""
+        """Whether a program listens at the daemon's address; a request to sparkd itself would need the import of httpx."""
         at = urlsplit(self.base_url)
         try:
             socket.create_connection((at.hostname or "", at.port or 443), CONNECT_TIMEOUT_S).close()

@@ -37,7 +37,7 @@ class Verifying(BaseModel, extra="forbid"):
 
 
 class Disk:
-    """What the nodes keep, and which models use it."""
+    """The models, quantized weights and profiles on the nodes' disks, and which models use them."""
 
     def __init__(self, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster) -> None:
         self._boundary = supervisor.boundary

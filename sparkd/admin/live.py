@@ -103,7 +103,7 @@ class LiveStream:
         news.set()
 
     def forget(self) -> None:
-        """When nobody looks: hold nothing."""
+        """Drop the document and its changes: no page is open."""
         self._document = self._whole = None
         self._changes.clear()
 
@@ -133,7 +133,7 @@ class LiveStream:
             if seen < self._seq:
                 if self._seq - seen > BEHIND:
                     return
-                # One page in a turn of the loop: between two of them a chunk of somebody's answer goes out.
+                # The loop serves one page in a turn, so that the gateway can send a chunk of an answer between two pages.
                 async with self._turns:
                     await asyncio.sleep(0)
                 texts, seen = self._since(seen), self._seq
@@ -200,7 +200,7 @@ class Live:
         self.stream = LiveStream()
         self.starts = Starts()
         journal.snapshots.follow(self._watch)
-        # What the supervisor's last look showed, and when the last document was made (its wall clock).
+        # The snapshot of the supervisor's last tick, and the wall clock of the last document.
         self._seen: Snapshot | None = None
         self._shown_s = float("-inf")
         self._supervisor = supervisor

@@ -31,8 +31,8 @@ _GPU = ("name", "power_w", "busy_percent", "celsius", "clock_mhz", "throttled")
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a snapshot lacks. limits: the guard's, of a node with so many bytes; pins: the models that are pinned; rates: by model;
-    cables: see `cables_of`; last_seq: of the events; last_incident: its id."""
+    """The facts that a snapshot lacks. limits: the guard's limits for a node's MemTotal in bytes; pins: the pinned models; rates: by model;
+    cables: see `cables_of`; last_seq: number of the newest event; last_incident: id of the newest incident."""
 
     boot: str
     limits: Callable[[int], MemoryLimits]
@@ -148,7 +148,7 @@ _MODEL_SERIES = (
 
 
 def _flat(noun: object, names: Sequence[str]) -> Tree:
-    """As dataclasses.asdict, without its copies: 200 models a second."""
+    """The named fields as a map: dataclasses.asdict without its copies, for 200 models a second."""
     return {name: getattr(noun, name) for name in names}
 
 
@@ -210,7 +210,7 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def _power_w(view: ModelView, snapshot: Snapshot, readings: Mapping[str, Reading]) -> float | None:
-    """What the GPUs of its nodes draw together; None where another engine is on one of them: no driver tells their shares."""
+    """Sum of the power draw of the GPUs of a model's nodes; None where another engine shares a node: no driver reports shares."""
     nodes = {engine.node for engine in snapshot.engines if engine.model == view.name}
     if not nodes or any(engine.node in nodes and engine.model != view.name for engine in snapshot.engines):
         return None
@@ -219,7 +219,7 @@ def _power_w(view: ModelView, snapshot: Snapshot, readings: Mapping[str, Reading
 
 
 def _shown(operations: Mapping[str, Operation]) -> list[Operation]:
-    """Those that run, and the newest others."""
+    """The running operations and the newest others."""
     running = [operation for operation in operations.values() if operation.state is OperationState.RUNNING]
     ended = [operation for operation in operations.values() if operation.state is not OperationState.RUNNING]
     return [*ended[-OPERATIONS:], *running]

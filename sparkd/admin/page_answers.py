@@ -92,7 +92,7 @@ class LiveIncidents(BaseModel):
 
 
 class LiveDocument(BaseModel):
-    """What the page shows. The stream sends it once, then JSON merge patches: there null removes a member, which is then unknown."""
+    """The page's data. The stream sends it once, then JSON merge patches: there null removes a member, which is then unknown."""
 
     boot: str = Field(description="Another after each start of the daemon")
     version: str

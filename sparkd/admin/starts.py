@@ -84,7 +84,7 @@ class Starts:
         for name, view in snapshot.models.items():
             start = self._starts.get(name)
             if view.state in STARTING:
-                # A start that was adopted began before anybody looked.
+                # An adopted start began before this daemon's first observation.
                 if start is None or start.ended is not None:
                     start = self._starts[name] = _Start(snapshot.at_s)
                 start.look(_phase_of(view), _read_bytes(view), snapshot.at_s)
@@ -111,7 +111,7 @@ class Starts:
 
 
 def _read_bytes(view: ModelView) -> int | None:
-    """As the loader says; of vLLM's own loader the size of the weights, which its log tells once they are loaded."""
+    """Bytes that the loader reports as read; for vLLM's own loader the size of the weights, which its log tells once they are loaded."""
     progress = view.progress
     if progress is None:
         return None
@@ -125,7 +125,7 @@ def _end_of(view: ModelView) -> str:
 
 
 def _phase_of(view: ModelView) -> str:
-    """What a model that starts is doing: by its state, and within it by its log, its loader and its worker."""
+    """The phase of a start, from the model's state and the progress that the engine's log, loader and worker report."""
     progress = view.progress
     if view.state is ModelState.PLANNED:
         return MEMORY

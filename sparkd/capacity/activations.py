@@ -75,7 +75,8 @@ def _feed(shape: Shape, text: Mapping[str, Any], serving: Serving, *, is_dense: 
 
 
 def _workspace(shape: Shape, text: Mapping[str, Any], serving: Serving) -> int:
-    """Of all layers with experts, never given back (v1/worker/workspace.py; triton_moe.py and marlin_moe.py, workspace_shapes)."""
+    """Bytes of the workspace that all expert layers share. vLLM never frees it (v1/worker/workspace.py; workspace_shapes of triton_moe.py
+    and marlin_moe.py)."""
     inner = max(1, shape.expert_width // serving.tensor_parallel)
     width = max(inner, shape.hidden) + max(_gates(text) * inner, shape.hidden)
     return serving.max_num_batched_tokens * shape.dtype_bytes * shape.active_experts * width
@@ -138,7 +139,7 @@ def _requests(serving: Serving) -> int:
 
 
 def _pieces(serving: Serving, size: int) -> int:
-    """Of `size` tokens; a request's end ends one too."""
+    """The most pieces of `size` tokens in one batch. The last piece of each request may be shorter."""
     tokens = serving.max_num_batched_tokens
     return -(-tokens // size) + min(serving.max_num_seqs, tokens // size)
 

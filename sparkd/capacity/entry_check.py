@@ -63,7 +63,7 @@ def _exact(args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware, evidenc
 
 
 def _layers(args: EngineArgs, hardware: Hardware, evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """As a load is refused over it."""
+    """(key, message) of the faults in the layers for which a load would be refused."""
     try:
         if (candidate := _candidate(args)) is not None:
             account(candidate, hardware, evidence, args.split)

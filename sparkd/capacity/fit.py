@@ -145,7 +145,7 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
         return
     yield AS_STORED, AS_IT_IS
     if source is None or source.requantizable:
-        # What is FP8 already does not become so.
+        # FP8 weights are not quantized to FP8 again.
         yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
 
 

@@ -17,11 +17,11 @@ from workers.kv.advice import largest, most_written
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
-# vLLM's own where nobody says, for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
+# vLLM's defaults for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
 # With asynchronous scheduling, vLLM's default, a second batch is in flight (vllm/config/vllm.py, max_concurrent_batches).
-# From so many at a time on nothing is drafted: sparkd says so to vLLM (sparkd.recipes.speculation, BATCH_LIMIT).
+# From this many requests on vLLM drafts nothing: sparkd's flags set this limit (sparkd.recipes.speculation, BATCH_LIMIT).
 DRAFTED_REQUESTS = 32
 BATCHES_IN_FLIGHT = 2
 
@@ -269,7 +269,7 @@ def _state_blocks(shape: Shape, serving: Serving) -> int | None:
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
-    """That a request of max_model_len tokens takes of one group."""
+    """The blocks of one group that a request of max_model_len tokens takes."""
     if not block_tokens:
         # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
         return (2 if serving.prefix_caching else 1) + serving.speculative_tokens

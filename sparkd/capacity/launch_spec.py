@@ -15,7 +15,7 @@ from sparkd.schema import kv_cache, quantize
 from sparkd.vllm.translate import Translation, values_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 
-# vLLM reads the address with gRPC unless told otherwise, and without a name its spans are of "unknown_service".
+# By default vLLM exports to the address by gRPC, and names its service "unknown_service".
 _OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.

@@ -63,7 +63,7 @@ def _refusals(model: FormattedModel, ranks: int, stages: int) -> Iterator[str]:
 
 
 def _torn_blocks(model: FormattedModel) -> Iterator[str]:
-    """As workers/stream/vllm/supported.py refuses them."""
+    """Reasons why blocks do not divide the columns, as in workers/stream/vllm/supported.py."""
     for one in model.groups:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:

@@ -1,4 +1,4 @@
-"""Plans a model by its checkpoint alone; for one that is configured, sparkd.capacity.plan_for_entry plans its entry. Draws nothing."""
+"""Plans a model from its checkpoint alone; sparkd.capacity.plan_for_entry plans a configured model. Never renders a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def answer(
 
         return plan_for_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
     shape, platform = shape_of(checkpoint.config), hardware.platform
-    # All formats of a model without an entry are tried anyway.
+    # Without an entry `auto` means the same as no format: all formats are tried.
     quantize = None if question.quantize in (None, AUTO) else QuantizationRecipe.parse(question.quantize)
     kv_asked = question.kv_cache_dtype or "auto"
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
@@ -91,7 +91,7 @@ def answer(
     choice = choose(known, hardware, wish)
     choice = replace(choice, notes=(*choice.notes, *unread(known, choice.options, consulted.doubt())))
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
-    # Mistral's own format names none, and what vLLM has built it knows.
+    # A configuration in Mistral's format names no architecture, and a model that vLLM has built is known to vLLM.
     named = checkpoint.config_file == CONFIG and not is_answered(choice.options)
     if named and (unknown := remark(checkpoint.config, site.runtime)) is not None:
         choice = replace(choice, notes=(*choice.notes, unknown))
@@ -111,13 +111,13 @@ def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) 
 
 
 def _as_stored(wish: FitRequest, checkpoint: Checkpoint, question: PlanRequest, drafted: Drafting | None) -> FitRequest:
-    """For another checkpoint of the model, with the cache that it asks for."""
+    """The request for another checkpoint of the model, served as stored, with the KV cache dtype of that checkpoint."""
     stored = _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto"
     dtype = kv_dtype(question.kv_cache_dtype or "auto", drafted, stored)
     return replace(wish, quantize=AS_IT_IS, serving=replace(wish.serving, kv_dtype=dtype))
 
 
 def _stored_kv_dtype(checkpoint: Checkpoint) -> str:
-    """The cache of its own type, which is more, of whatever else it may become."""
+    """The dtype of the KV cache that a checkpoint asks for; `auto`, the larger one, where its weights may be quantized again."""
     source = checkpoint.quantization
     return "auto" if source is None or source.requantizable else source.kv_dtype

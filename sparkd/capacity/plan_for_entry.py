@@ -67,14 +67,14 @@ from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-# The keys that a model of the entry takes from the command line instead, and those of the entry that give way to them.
+# By option of the command line: the keys of the entry that it replaces.
 _INSTEAD = {
     "quantize": ("quantization", "load_format"),
     "kv_cache": ("gpu_memory_utilization",),
     "kv_margin_gib": ("gpu_memory_utilization",),
 }
 
-# And of its extra_args, beside the flag of the key's own name.
+# By key: the flags of extra_args that it replaces, besides the flag with the key's own name.
 _FLAGS_INSTEAD = {
     "quantize": ("quantization", "load-format", "model-loader-extra-config"),
     "kv_cache": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
@@ -84,8 +84,8 @@ _FLAGS_INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """A configured model. vllm: the release of its runtime on this machine, None where that has none; entrypoint: the module that is its
-    engine. origin: the file or daemon that has the entry."""
+    """A configured model. vllm: the vLLM release of its runtime, None without vLLM; entrypoint: the engine's module. origin: the file or
+    daemon that has the entry."""
 
     spec: ModelConfig
     config: Config
@@ -99,8 +99,8 @@ class PlannedEntry:
 
 
 def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None) -> PlannedEntry:
-    """Asks the model's runtime what it has, as a start does. there: that of another node, where this one has none. Where it is nowhere,
-    flags are shown as they are written. Its files are those of the commit that a start would take."""
+    """The entry with the facts of its runtime, asked as at a start. there: another node's runtime, where this node lacks it. Without any
+    runtime the flags stay as written. The model's files are those of the commit that a start would use."""
     spec = at_trusted_commit(spec, config)
     facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
     with suppress(RankError):
@@ -121,7 +121,8 @@ def answer(
     others: Others | None = None,
     ask: Ask = nobody,
 ) -> dict[str, Any]:
-    """As sparkd.capacity.plan_for_checkpoint.answer; the question overrides the entry. Raises ConfigError and CheckpointError."""
+    """The plan of an entry, in the JSON of sparkd.capacity.plan_for_checkpoint.answer; the question overrides the entry. Raises ConfigError
+    and CheckpointError."""
     written = entry.spec.tensor_parallel
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
@@ -155,7 +156,7 @@ def answer(
             continue
         options += [(option, candidate) for option in choose(headers.model, hardware, own_wish).options]
         if spec.quantize == AUTO:
-            # Why none of the better ones, and what else there would be.
+            # The other formats show why no better one was chosen, and the alternatives.
             every = choose(headers.model, hardware, replace(own_wish, quantize=None)).options
             options += [(option, candidate) for option in every if _is_beside(option, options[-1][0])]
     most_gib = max(1, _free(hardware) // GIB)
@@ -194,7 +195,7 @@ def _taken(
 ) -> Offer:
     """The checkpoint that `quantize: auto` takes instead of quantizing: the model of args."""
     headers = Headers.of(args, checkpoint, read)
-    # Of another checkpoint, which vLLM was not asked about.
+    # The sizes of this checkpoint are computed here: vLLM was asked about the other one only.
     own = _wish(args, args, headers, hardware, serving_of(args, headers, hardware), evidence)
     return Offer(args.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
 
@@ -214,7 +215,7 @@ def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, 
     requested: dict[str, Any] = {
         "tensor_parallel": AUTO if short else None,
         "max_model_len": question.max_model_len,
-        # As many as are to run at once: of a load the batch, the sampler's rows and the graphs follow from it.
+        # The number of concurrent requests: the batch, the sampler's rows and the graphs depend on it.
         "max_num_seqs": question.max_num_seqs or question.requests,
         "max_num_batched_tokens": question.max_num_batched_tokens,
         "kv_cache": {"sequences": question.requests} if question.requests is not None else None,
@@ -246,8 +247,8 @@ def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, 
 
 
 def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
-    """extra_args without what these keys of an entry say instead: vLLM takes the last of a flag, and these stand last."""
-    # A switch has no value that would go with it.
+    """extra_args without the flags that these keys replace: extra_args come last, and vLLM takes the last flag."""
+    # A switch has no value to remove with it.
     switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in keys else ()
     left = [arg for arg in args if flag_name(arg) not in switch]
     for key in keys:
@@ -258,7 +259,7 @@ def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
 
 
 def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardware, serving: Serving, evidence: Evidence) -> FitRequest:
-    """The numbers that every format and way has in common. plain: args in no format of `auto`."""
+    """The numbers that all formats and splits share. plain: args with the checkpoint as stored in place of `auto`."""
     room, limit = room_of(args, hardware, _free(hardware)), None
     if args.share is not None:
         limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {args.share:g}")
@@ -299,7 +300,7 @@ def _is_beside(option: Option, chosen: Option) -> bool:
 
 
 def _length(args: EngineArgs, headers: Headers) -> int:
-    """The length of a resolved entry: where `auto` found nothing that fits, as much as the model has."""
+    """The length of a resolved entry, or the model's own where `auto` found no length that fits."""
     return args.max_model_len if isinstance(args.max_model_len, int) else headers.model.shape.max_len
 
 
@@ -319,7 +320,7 @@ def _guessed(spec: ModelConfig, args: EngineArgs, serving: Serving, doubt: str |
 
 
 def _refuse_flags(spec: ModelConfig, entry: PlannedEntry) -> Translation:
-    """Its flags as the runtime's vLLM gets them. Raises ConfigError where that would not be started so."""
+    """The entry's flags, translated for the runtime's vLLM. Raises ConfigError where that vLLM would refuse them."""
     translation = said_to(spec, entry.config, entry.vllm)
     if translation.refused:
         raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")
@@ -327,7 +328,8 @@ def _refuse_flags(spec: ModelConfig, entry: PlannedEntry) -> Translation:
 
 
 def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
-    """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
+    """The start of the option, in JSON. config: the keys that were `auto`, with their values. Raises ConfigError where the runtime's vLLM
+    would refuse the flags."""
     spec, notes = _pinned(spec, entry)
     if spec.runs_vllm(entry.config.engine):
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
@@ -363,8 +365,8 @@ def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardw
 
 
 def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[str]]:
-    """The entry at the commits whose code it may run, and a note where they are not known here. Raises ConfigError where a start would
-    refuse its code."""
+    """(the entry at the commits whose code it may run, notes where these are unknown on this machine). Raises ConfigError where a start
+    would refuse the code."""
     try:
         if spec.trusts_code() and is_absent(spec, entry.env):
             look(spec, entry.env)
@@ -376,12 +378,12 @@ def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[s
 
 
 def _is_shown(name: str, own: Mapping[str, str]) -> bool:
-    """The variables that sparkd sets itself, and those of the entry that engines and kernels read."""
+    """Whether a variable is shown: sparkd sets it, or it is one of the entry's that engines and kernels read, and no secret."""
     return name not in own or (name.startswith(FAMILIES) and not _SECRET.search(name))
 
 
 def _container(entry: PlannedEntry) -> dict[str, Any] | None:
-    """The image that its recipe names, the variant's before the recipe's."""
+    """The container image of the entry's recipe; the variant's image overrides the recipe's."""
     if entry.spec.recipe is None:
         return None
     book = entry.config.book()

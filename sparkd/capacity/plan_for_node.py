@@ -46,9 +46,9 @@ from workers.host import processes
 from workers.host.meminfo import mem_total_bytes
 from workers.host.runtime import GPU_SIGNS
 
-# For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
+# The time limit of a plan, with all headers of a model from the hub, because an HTTP client does not wait for ever.
 LIMIT_S = 60.0
-# Each thread waits for one plan, also when its caller has left: two at once, and two that wait.
+# Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
 _PLANS = Threads("plan", 2, 4)
 
 
@@ -56,12 +56,12 @@ class Unlinked(Protocol):
     async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
 
 
-# Finds another node's runtime for an interpreter that this node has not got.
+# Finds another node's runtime for an interpreter that this node lacks.
 Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 class QuestionHere(BaseModel):
-    """A PlanRequest with the machine that it is asked for. hardware: node is the one that the daemon runs on."""
+    """A PlanRequest with the hardware to plan for. hardware: `node` is the daemon's own machine."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,7 +80,7 @@ class QuestionHere(BaseModel):
 
 
 def hardware_here(name: str, config: Config | None = None) -> Hardware:
-    """`node`: this machine, with all but the system's reserve to plan with, as `config` has both; else a known one."""
+    """The hardware of a name. `node`: this machine, without the reserve for the system, by `config`; else a known machine."""
     if name in KNOWN:
         return KNOWN[name]
     total = mem_total_bytes()
@@ -99,14 +99,14 @@ async def planned_here(
     places: Collection[str] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
-    may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. places: see
-    model_folder.unusable. elsewhere: raises ClusterError where no node has it. Raises ConfigError, CheckpointError, and Unavailable after
-    LIMIT_S or where as many plans are made already."""
+    """The plan as plain JSON. find: the entry of a configured model. unlinked: by number of nodes, why that many of the daemon's nodes
+    cannot share a model. in_sight: the number of nodes that answer, over which the daemon would spread an entry without a size. places: see
+    model_folder.unusable. elsewhere: raises ClusterError where no node has the runtime. Raises ConfigError, CheckpointError, and
+    Unavailable after LIMIT_S or where too many plans are in progress."""
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await _PLANS.run(hardware_here, question.hardware, config)
-            # Another machine's nodes are nobody's yet, and so are their cables.
+            # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
             spec = find(question.model)
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
@@ -119,7 +119,7 @@ async def planned_here(
 
 
 async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> NodeRuntime | None:
-    """That of another node, by which the model is counted where this one has none."""
+    """Another node's runtime, for a model whose runtime has no vLLM on this node; else None."""
     if not spec.runs_vllm(config.engine) or await asyncio.to_thread(full_version_in, spec.runtime_of(config.engine)) is not None:
         return None
     try:
@@ -138,7 +138,7 @@ def _answer_of_process(
     places: Collection[str] | None,
     runtime: NodeRuntime | None,
 ) -> dict[str, Any]:
-    """`_answer` in a process of its own, which gets nobody's keys and no other model's entry."""
+    """`_answer` in a separate process, which receives no API keys and no other model's entry."""
     if config is not None:
         config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     try:
@@ -150,8 +150,8 @@ def _answer_of_process(
 
 
 def _answer_hidden(_: bytes, *arguments: Any) -> dict[str, Any]:
-    """The process's work. Its entry may hold a token, as the daemon's memory does. Beside the main thread large headers are read with
-    bounds of their own (sparkd.checkpoint.foreign_file)."""
+    """The work of the separate process. It hides its memory, because the entry may hold a token. A second thread makes the plan, so that
+    large headers are parsed within limits (sparkd.checkpoint.foreign_file)."""
     processes.hide()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_answer, *arguments).result()
@@ -166,8 +166,8 @@ def _answer(
     places: Collection[str] | None = None,
     there: NodeRuntime | None = None,
 ) -> dict[str, Any]:
-    """spec: the model that is asked for, where the daemon knows it. there: its runtime, where this node has none. Blocks. Raises as
-    planned_here."""
+    """The plan. spec: the entry of a configured model. there: the model's runtime on another node, where this node lacks it. Blocks. Raises
+    like planned_here."""
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
@@ -178,7 +178,7 @@ def _answer(
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
-    # vLLM is asked in quiet moments (sparkd.daemon.foresight), and not while somebody waits.
+    # This plan uses vLLM's kept answers only. sparkd.daemon.foresight asks vLLM itself, when no client waits.
     ask = Witness(partial(kept_answers, runtime=answers))
     plan = answer(
         PlanRequest(**question.model_dump(exclude={"hardware"})),
@@ -194,13 +194,13 @@ def _answer(
 
 
 def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:
-    """As many as there are to be, where nobody says so as many as the entry asks for."""
+    """The number of nodes in the question, else the tensor-parallel size of the entry, else 1."""
     own = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
     return question.nodes or own
 
 
 def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | None) -> bool:
-    # Here, since a plan without other nodes needs none of it.
+    # Imported here, because a plan for one node does not need it.
     from sparkd.fabric.environment import wants_rdma
 
     if config is None:
@@ -217,9 +217,10 @@ def checkpoint_here(
     places: Collection[str] | None = None,
     there: NodeRuntime | None = None,
 ) -> tuple[str, Checkpoint, PlannedEntry | None]:
-    """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
+    """(folder or hub id, headers, the entry of a configured model). Headers come from the hub where this node's cache is incomplete.
+    Blocks.
 
-    spec: that of a model that the daemon knows. progress: as sparkd.models.remote_headers. places: see model_folder.unusable. there: see
+    spec: the entry of a configured model. progress: see sparkd.models.remote_headers. places: see model_folder.unusable. there: see
     sparkd.capacity.plan_for_entry.entry_of. Raises ConfigError, CheckpointError.
     """
     if spec is None and name.startswith((".", "~")):

@@ -1,4 +1,4 @@
-"""Owns a plan as data: the command line draws it and the admin API returns it. Never reads a checkpoint, never starts anything."""
+"""Owns a plan as data: the command line renders it and the admin API returns it. Never reads a checkpoint, never starts anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
-# Where a packaged sparkd keeps both; a plan is made without its configuration.
+# The state folder of a packaged sparkd, for a plan without a configuration.
 STATE_DIR = "/var/lib/sparkd"
 PROFILES = "kv-profiles"
 OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
@@ -45,9 +45,9 @@ OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "P
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The settings of the machine that starts what is planned, but for the model's own. runtime: the interpreter with vLLM, None for our
-    own. quantized: the folder of quantized weights, which may hold quantized_limit bytes; profiles: the folder of what starts measured.
-    None: nothing is kept, without a limit."""
+    """The settings of the machine that would start the planned model. runtime: the interpreter with vLLM, None for sparkd's own. quantized:
+    the folder of quantized weights, None for none; quantized_limit: its limit in bytes, None for no limit; profiles: the folder of measured
+    profiles, None for none."""
 
     runtime: Path | None = None
     quantized: str | None = f"{STATE_DIR}/quantized"
@@ -62,7 +62,7 @@ class Site:
 
     @staticmethod
     def without_config(environ: Mapping[str, str]) -> Site:
-        """For a user without a sparkd.yaml: what `sparkd serve` would use, or nothing where it could not make that."""
+        """The site of a user without a sparkd.yaml: the folders of `sparkd serve`, or none where that user could not make them."""
         folder = environ.get("SPARKD_STATE_DIR") or STATE_DIR
         if folder == STATE_DIR and not os.path.isdir(folder) and not os.access(os.path.dirname(folder), os.W_OK):
             return Site(quantized=None, profiles=None)
@@ -72,7 +72,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What `entry_of` says, and every other key as the configuration has it where nobody sets it."""
+    """The keys that `entry_of` sets; every other key has the configuration's default."""
 
     name: str
     model: str
@@ -96,13 +96,13 @@ class _Entry:
 
 
 def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
-    """Whose vLLM a plan's numbers may be of: its version is null where there is none, and answered tells whether it said anything."""
+    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
     return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Another checkpoint on this machine, of the same model and quantized already. model: folder or hub id."""
+    """A quantized checkpoint of the same model on this machine. model: folder or hub id."""
 
     model: str
     inventory: Inventory
@@ -124,9 +124,8 @@ def to_json(
     how: Mapping[str, Any] | None = None,
     site: Site | None = None,
 ) -> dict[str, Any]:
-    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats, null where they are not known. Each option names the model
-    that it is of. how: what the ranks of the best are started with where an entry says it, else how_of by site.
-    entry: for who has one to say."""
+    """The plan as plain JSON: bytes as integers, seconds and tokens/s as floats, null for unknown values. Each option names its model.
+    how: the start of the best option for a configured model; else how_of computes it from site."""
     checkpoint, shape = inventory.checkpoint, inventory.shape
     ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
     ways += [
@@ -172,7 +171,7 @@ def _offered(offer: Offer, model: str, chosen: str) -> str:
 
 
 def option_json(option: Option) -> dict[str, Any]:
-    """footprint: null where vLLM would not split the model so."""
+    """An option as JSON. footprint: null where vLLM cannot split the model that way."""
     found = option.footprint
     told: dict[str, Any] = {
         "format": option.format,
@@ -212,8 +211,9 @@ def option_json(option: Option) -> dict[str, Any]:
 
 
 def how_of(model: str, option: Option, wish: FitRequest, hardware: Hardware, site: Site) -> dict[str, Any]:
-    """config: the model's entry in sparkd.yaml, null for stages of several ranks, which no entry can ask for; ranks: vLLM's command on each
-    node and the environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
+    """The start of an option. config: the model's entry for sparkd.yaml, null for pipeline stages of several ranks, which no entry can
+    express; ranks: vLLM's command on each node and the environment that sparkd adds. Raises ConfigError for a model that the configuration
+    would refuse."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
         raise ConfigError(f"{shown(model)}: a model's name or path has no control characters; rename it.", param="model")
     entry = entry_of(model, option, wish)
@@ -226,7 +226,7 @@ def how_of(model: str, option: Option, wish: FitRequest, hardware: Hardware, sit
 def learned_with(
     model: str, wish: FitRequest, site: Site, hardware: Hardware
 ) -> Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None]:
-    """The measurements that earlier starts of the engines of a plan's entries made on this machine."""
+    """A function that finds the peaks measured by earlier starts of the same engine on this machine."""
     env, vllm = wish.drafting.env if wish.drafting is not None else {}, full_version_in(site.runtime)
     profiles, held = profiles_in(site.profiles or ""), folder_of(model, None, env)
     checkpoint = None if held is None else checkpoint_of(held)
@@ -242,7 +242,7 @@ def learned_with(
 
 
 def entry_of(model: str, option: Option, wish: FitRequest) -> dict[str, Any]:
-    """The numbers that the plan counted with are said, also where vLLM has a default: that depends on its release and on the device."""
+    """The entry of an option. It contains the plan's numbers even where vLLM has a default, which depends on its release and the device."""
     entry: dict[str, Any] = {"model": model}
     if option.format != AS_STORED:
         entry["quantize"] = wish.quantize.canonical() if wish.quantize is not None and wish.quantize.rules else option.format
@@ -298,16 +298,16 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
 
 
 def rank_at(number: int, nodes: int, fields: Mapping[str, Any]) -> RankSpec:
-    """A rank as a start would make it, on a node that has no name yet. fields: as sparkd.capacity.launch_spec has them."""
+    """The RankSpec of a start, on a placeholder node. fields: those of sparkd.capacity.launch_spec."""
     own = {"rank_id": "plan", "generation": 0, "node_id": "node", "run_dir": "/run/sparkd", "log_path": "/dev/null", "config_hash": ""}
     return RankSpec.from_dict({**fields, **own, "rank": number, "world": nodes})
 
 
 def network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
-    """The variables that sparkd.fabric.environment computes for each rank, as far as it is known without a look at the nodes."""
+    """The variables of sparkd.fabric.environment for each rank, as far as they are known without the nodes' interfaces."""
     found = dict(JIT_CAPS) if hardware.unified else {}
     if nodes > 1:
-        # Here, since most plans are of one node and all are to be quick.
+        # Imported here, because most plans are for one node and must be fast.
         from sparkd.fabric.environment import expected, wants_rdma
 
         found |= expected(rdma=wants_rdma(hardware.platform, configured))

@@ -10,7 +10,7 @@ from sparkd.checkpoint import Checkpoint
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-# A user's name of a model -> folder or hub id, its headers, and its PlannedEntry where it is configured.
+# A user's name of a model -> (folder or hub id, headers, the PlannedEntry of a configured model or None).
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 

@@ -16,7 +16,7 @@ from workers.kv.profiles import KeptProfile
 # These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
 # not believed.
 _TALK = ("tool-call-parser", "reasoning-parser", "enable-auto-tool-choice", "override-generation-config")
-# The variables that vLLM, torch, NCCL and the kernels read; not a token of somebody's.
+# Prefixes of the variables that vLLM, torch, NCCL and the kernels read. No prefix admits a secret such as a hub token.
 FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFER_", "TRITON_", "OMP_", "SPARKD_")
 
 # The name of each known machine's GPU: a profile is that of the machine that it was made on. `node` is the one that asks.

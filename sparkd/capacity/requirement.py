@@ -188,7 +188,7 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     runtime = spec.runtime_of(config.engine)
     if unknown := (*unknown_parsers(said.args, env, runtime), *unknown_drafts(said.args, env, runtime)):
         return replace(said, refused=unknown)
-    # For the values of keys alone nobody waits for an import of vLLM.
+    # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     ask = ask and bool(spec.extra_args)
     return replace(said, refused=refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask))
 

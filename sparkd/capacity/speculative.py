@@ -129,7 +129,7 @@ def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Che
 
 
 def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Checkpoint]) -> Drafting:
-    """As much as is seen of it: EAGLE's drafts are often pickled, and their classes no formula's."""
+    """A draft without formulas, with the facts that its headers show: EAGLE's drafts are often pickled."""
     if isinstance(draft, str):
         with suppress(SparkdError, OSError):
             checkpoint = read(draft)
@@ -139,10 +139,10 @@ def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Check
 
 
 def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
-    """The dtype of the cache, as sparkd.capacity.kv_cache has it: a draft that works with one only decides where nobody does, and then the
-    checkpoint does.
+    """The dtype of the KV cache, as sparkd.capacity.kv_cache spells it. The entry decides; else a draft that supports one dtype only; else
+    the checkpoint.
 
-    stored: what that says (SourceQuantization.kv_dtype)."""
+    stored: the checkpoint's dtype (SourceQuantization.kv_dtype)."""
     needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"
     if asked == "auto" and needed == "auto":
         return stored

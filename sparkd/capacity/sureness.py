@@ -32,6 +32,6 @@ def of_cache(shape: Shape, exact: Exact, unknown: Collection[str] = ()) -> str:
 
 
 def of_both(shape: Shape, source: SourceQuantization | None, exact: Exact, unknown: Collection[str] = ()) -> tuple[str, str, str]:
-    """Of the weights, of the cache, and the worse of the two; as of_weights and of_cache."""
+    """(sureness of the weights, sureness of the KV cache, the worse of the two); see of_weights and of_cache."""
     both = of_weights(shape, source, exact, unknown), of_cache(shape, exact, unknown)
     return *both, max(both, key=_BEST_FIRST.index)

@@ -90,7 +90,7 @@ def uneven(args: EngineArgs) -> str | None:
 
 
 def unmet(args: EngineArgs) -> tuple[str, ...]:
-    """As Inventory.unmet, for the entry's `quantize`; empty where the headers are not on this machine."""
+    """The result of Inventory.unmet for the entry's `quantize`; empty where the headers are not on this machine."""
     model = _quantized_here(args)
     return () if model is None or args.recipe is None else model.unmet(args.recipe)
 

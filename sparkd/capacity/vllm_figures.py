@@ -100,7 +100,7 @@ def _counted(layout: KvLayout, stage: Stage, answer: ModelAnswer) -> KvLayout | 
 
 
 def _group(group: Mapping[str, Any], layers: Mapping[str, LayerCache]) -> tuple[int, int | None, bool]:
-    """As sparkd.capacity.kv_cache.KvLayout has it."""
+    """(block tokens, window or None, whether it is a chunk) of a group, for sparkd.capacity.kv_cache.KvLayout."""
     first = next((layers[name] for name in group["layers"] if name in layers), None)
     # A decoder keeps its encoder's output at one length, like a state.
     if first is None or first.state_bytes or first.spec == "CrossAttentionSpec":

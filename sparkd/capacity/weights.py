@@ -231,7 +231,7 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         shape = of_layers(shape, checkpoint.config, max(numbers) + 1)
     text = text_config(checkpoint.config)
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
-        # Nobody says so, and the classes of most models say no: a head of its own settles it.
+        # config.json leaves it open, and most model classes default to untied: a stored lm_head confirms that.
         shape = replace(shape, tied=False)
     values = {name.partition(".v_proj.")[0] for name in kept if ".v_proj." in name} if text.get("attention_k_eq_v") else None
     parts = []

@@ -1,4 +1,4 @@
-"""Owns what the weights of a checkpoint are, from config.json and the safetensors headers. Never reads a weight, never imports torch.
+"""Owns the description of a checkpoint's weights, from config.json and the safetensors headers. Never reads a weight, never imports torch.
 
 Only the standard library is needed: the loader imports this inside Python environments that are not sparkd's.
 """
@@ -23,25 +23,25 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG = "config.json"
-# What Mistral's own format has instead.
+# The file of Mistral's own format that stands for config.json.
 PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
-# Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
+# Limit far above any real file (an index of 190,000 tensors is 18 MB); a file of another kind under such a name is refused unparsed.
 MAX_JSON_BYTES = 32 << 20
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
-# In the order in which an engine looks for them; of several that are there it takes the first (vllm/model_executor/model_loader/
-# default_loader.py, _prepare_weights).
+# In the order in which vLLM looks for them; it loads the first kind that exists (vllm/model_executor/model_loader/default_loader.py,
+# _prepare_weights).
 FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INDEX_END = ".index.json"
 COMPLETE = "Download the model again; complete files are kept"
-# The files that a trainer leaves beside them (weight_utils.py, filter_files_not_needed_for_inference).
+# Files that a trainer leaves beside the weights (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: what config_file says."""
+    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: the content of config_file."""
 
     folder: str
     config: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 class Source(Protocol):
-    """Where the files are. place: what their paths begin with; names: of the files there."""
+    """A folder or hub repository with a checkpoint. place: the prefix of its paths; names: the names of its files."""
 
     @property
     def place(self) -> str: ...
@@ -68,15 +68,15 @@ class Source(Protocol):
     def path(self, name: str) -> str: ...
 
     def content(self, name: str) -> bytes:
-        """All of a file, at most MAX_JSON_BYTES."""
+        """The content of a file of at most MAX_JSON_BYTES."""
 
     def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        """In the order of `files`: file -> bytes that its header has about, 0 where nobody knows."""
+        """Each file's shard and tensors, in the order of `files`: file -> approximate bytes of its header, 0 where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files that count, in order, and the names of the tensors that the index has in each; None without an index."""
+    """The weights files to use, in order, and the names of each file's tensors in the index (None without an index)."""
 
     config_file: str
     config: Mapping[str, Any]
@@ -100,11 +100,11 @@ def is_weights(name: str) -> bool:
 
 
 def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> frozenset[str]:
-    """Files of weights that the others speak of, by an index, else by the numbers in their names, and that are not there.
+    """The missing weights files: files that an index names, or else the numbers in other files' names imply.
 
-    Asked of each folder for the format that an engine takes there, so half a set of *.bin beside whole safetensors lacks nothing, nor does
-    the index of Mistral's second copy where that was left out. names: of files that are whole, below one folder; content: of an index,
-    which may raise CheckpointError or OSError: then its numbers count.
+    Only the format that vLLM takes in a folder counts, so an incomplete set of *.bin beside complete safetensors lacks nothing, nor does a
+    folder without Mistral's second copy. names: the complete files below one folder; content: reads an index; where it raises
+    CheckpointError or OSError, the numbers count.
     """
     folders: dict[str, list[str]] = {}
     for name in names:
@@ -114,7 +114,7 @@ def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> 
 
 
 def selected(source: Source) -> Selection:
-    """A source's small files. Raises CheckpointError."""
+    """Read a source's configuration and index, and select its weights files. Raises CheckpointError."""
     file = next((name for name in (CONFIG, PARAMS) if name in source.names), None)
     if file is None:
         raise _without_config(source)
@@ -130,7 +130,7 @@ def selected(source: Source) -> Selection:
 
 
 def assembled(source: Source, selection: Selection) -> Checkpoint:
-    """The checkpoint of a selection of its source's files. Raises CheckpointError."""
+    """The checkpoint of the selected files of a source. Raises CheckpointError."""
     index = dict(selection.index) if selection.index is not None else None
     expected = {file: _header_bytes(index[file]) if index is not None else 0 for file in selection.files}
     shards: list[Shard] = []
@@ -139,9 +139,9 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
     for file, (shard, tensors) in zip(selection.files, source.headers(expected), strict=True):
         shards.append(shard)
         files.append(tensors)
-        # Popped: the names of 190,000 tensors need not be there twice.
+        # Popped, so that the names of 190,000 tensors are not in memory twice.
         strays.append(_strays(tensors, index.pop(file), file, source) if index is not None else frozenset())
-    # Without a stray each file has what the index says, and the index says nothing twice.
+    # Without strays each file has exactly the tensors of the index, which names none twice.
     if index is None or any(strays):
         files = _without_copies(files, strays)
         _refuse_copies(files)
@@ -179,10 +179,10 @@ class Folder:
 
 
 def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]) -> set[str]:
-    """As `lacking_weights`, of one folder: all files of weights that there should be. names: without the folder."""
+    """All weights files that one folder should have, for `lacking_weights`. names: without the folder."""
     weights = [name for name in names if is_weights(name)]
     kinds = {os.path.splitext(name)[1] for name in weights}
-    # Before the first file of a download is whole only its index speaks.
+    # Before the first file of a download is complete, only the index shows which files belong to it.
     begun = INDEX in names and not folder
     kind = next((suffix for suffix in FORMATS if suffix in kinds), ".safetensors" if begun else None)
     if kind is None:
@@ -195,20 +195,20 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
             path = os.path.join(folder, name)
             indexed |= read_index(content(path), path).keys()
         except (CheckpointError, OSError):
-            continue  # who loads it says what is wrong with it
+            continue  # the loader reports the fault of this index
     if indexed:
         return indexed
     return _numbered(weights)
 
 
 def _numbered(weights: Iterable[str]) -> set[str]:
-    """All files of the sets that the numbers in these names speak of."""
+    """All files of the numbered sets (N-of-M) to which these names belong."""
     sets = filter(None, map(_NUMBERED.fullmatch, weights))
     return {f"{match[1]}-{number:05d}-of-{match[2]}{match[3]}" for match in sets for number in range(1, int(match[2]) + 1)}
 
 
 def _without_config(source: Source) -> CheckpointError:
-    """With what may be meant: a folder below, or a format that vLLM reads and sparkd does not count."""
+    """The error for a folder without config.json. It names a model's folder below, or a format that vLLM reads and sparkd cannot count."""
     reason = f"there is no {CONFIG} in it"
     below = next((name for name in sorted(source.names) if os.path.isfile(os.path.join(source.place, name, CONFIG))), None)
     if below is not None:
@@ -227,19 +227,19 @@ def _without_config(source: Source) -> CheckpointError:
 
 
 def _first_copy(names: list[str], beside: Collection[str] = ()) -> list[str]:
-    """Without consolidated*, Mistral's second copy, where model* is there too."""
+    """The names without consolidated*, Mistral's second copy, where model* exists too."""
     if any(name.startswith("model") for name in (*names, *beside)):
         return [name for name in names if not name.startswith("consolidated")]
     return names
 
 
 def _header_bytes(names: bytes) -> int:
-    """About, and hardly less: an entry has up to 95 bytes beside its name (two dimensions, offsets of 11 digits)."""
+    """An upper estimate of a header's bytes: an entry has up to 95 bytes besides its name (two dimensions, offsets of 11 digits)."""
     return len(names) + 95 * (names.count(b"\n") + 1) + 1024
 
 
 def _strays(tensors: FileTensors, indexed: bytes, file: str, source: Source) -> frozenset[bytes]:
-    """Names in a file that the index does not have there. Raises CheckpointError where it has one there that is not."""
+    """The tensors of a file that the index does not assign to it. Raises CheckpointError where the file lacks a tensor of the index."""
     names = tensors.split_names()
     if b"\n".join(sorted(names)) == indexed:
         return frozenset()
@@ -251,7 +251,7 @@ def _strays(tensors: FileTensors, indexed: bytes, file: str, source: Source) -> 
 
 
 def _without_copies(files: list[FileTensors], strays: list[frozenset[bytes]]) -> list[FileTensors]:
-    """Leaves out of each file what the index has in another one; what it does not have at all counts where it is."""
+    """The files without tensors that the index assigns to another file. A tensor that the index does not name counts where it is."""
     everywhere = frozenset().union(*strays)
     if not everywhere:
         return files

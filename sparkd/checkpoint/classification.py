@@ -1,4 +1,4 @@
-"""Owns the names that checkpoints give their tensors: which kind of layer a tensor belongs to. Never looks at a weight."""
+"""Owns the class of a tensor by its name: the kind of layer that it belongs to. Never looks at a weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# One component of the dotted name that marks a tower, a projector or a generator of another modality than text.
+# Components of a dotted name that mark a tower, a projector or a generator of another modality than text.
 VISION_PARTS = _words(
     """visual vision vision_model vision_tower vision_encoder vision_embed_tokens vision_embedder vision_projection vit image_newline
     image_encoder patch_embed multi_modal_projector mm_projector multimodal_projector embed_vision embed_audio vision_language_adapter
@@ -26,10 +26,10 @@ VISION_PARTS = _words(
     token2wav tts vocoder audio_tokenizer audio_invert_tower discrete_vision_model time_series mimo_layers mimo_output audio_projection
     vision_embedding resampler_model layerwise_projectors spatial_projectors"""
 )
-# InternVL's projector, where it is the first component.
+# InternVL's projector, as the first component of a name.
 _VISION_ROOTS = _words("mlp1")
-# Names that are the layers of a text model (BERT, T5), and the tower and its projector as the first component of a model that has a
-# configuration of another modality beside the text's (Granite Speech, Step-Audio).
+# First components that are layers in a text model (BERT, T5), but a tower and its projector in a model whose configuration has a section
+# for another modality (Granite Speech, Step-Audio).
 _ENCODER_ROOTS = _words("encoder adapter")
 _MODALITIES = ("vision", "audio", "speech", "sound", "image", "encoder")
 _EMBEDDINGS = _words(
@@ -50,28 +50,28 @@ _MLP = _words(
     wi_0 wi_1 linear_1 linear_2"""
 )
 _MLP_PARENTS = _words("mlp ffn feed_forward shared_expert shared_experts shared_mlp block_sparse_moe mixer moe")
-# A tensor that only serves another one's weight: what quantized checkpoints store beside it.
+# Last components of tensors that quantized checkpoints store beside a weight.
 _SCALES = _words(
     """weight_scale weight_scale_inv weight_scale_2 weight_global_scale input_scale input_global_scale weight_shape weight_zero_point
     input_zero_point qzeros scales g_idx weight_g_idx k_scale v_scale q_scale output_scale activation_scale scale scale_inv SCB"""
 )
 _SCALE_ENDS = ("_scales", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point")
-# Between a layer and its weight where adapters lie beside it (PEFT; Phi-4-multimodal is published so).
+# The component between a layer and its weight where the layer has adapters (PEFT; for example Phi-4-multimodal).
 WRAPPED = "base_layer"
 _NORM = re.compile(r"norm|(?:^|_)ln(?:_|$)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def towers_of(config: Mapping[str, Any]) -> frozenset[str]:
-    """First components of names that are towers in the model of this config.json, and something else in others."""
+    """First components of names that are towers in the model of this config.json but text layers in other models."""
     parts = (key for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping))
     return _ENCODER_ROOTS if any(modality in part for part in parts for modality in _MODALITIES) else frozenset()
 
 
 def tensor_class(name: str, shape: Sequence[int], towers: Collection[str] = ()) -> str:
-    """One of CLASSES, by the tensor's name; three dimensions tell packed experts from the one projection of the same name.
+    """One of CLASSES, by the tensor's name; three dimensions distinguish packed experts from a single projection of the same name.
 
-    towers: as `towers_of` has them.
+    towers: see `towers_of`.
     attention: the large projections of a token mixer (softmax, linear attention, Mamba); state_space: its small parameters and
     convolutions; expert: routed experts, one by one or packed; vision: towers, projectors and generators of any modality other than text.
     """

@@ -1,7 +1,7 @@
-"""Owns how a foreign file is read in a process of its own: bounded in memory and time, and no thread of this one waits for its parser.
+"""Owns parsing a foreign file in a separate process: with limits on memory and time, and without blocking this process.
 
-Python's JSON reader holds the interpreter's lock from the first byte to the last, so that a thread beside the loop is not enough: 96 MB of
-small objects kept a daemon silent for 20 s, and took 2.4 GiB. Only the standard library is needed, as an agent has no more.
+Python's JSON parser holds the interpreter's lock for the whole text, so a thread is not enough: 96 MB of small objects blocked a daemon
+for 20 s and took 2.4 GiB. Only the standard library is needed, because an agent has no more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sparkd.errors import CheckpointError
 from sparkd.execution.bounded_call import NoAnswer, call
 
-# Less is read in this process: JSON of this size takes some 60 ms.
+# Smaller files are parsed in this process: JSON of this size takes some 60 ms.
 SMALL_BYTES = 256 << 10
 MEMORY_BYTES = 1536 << 20
 TIME_S: float = 30
@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 
 
 def is_apart(size_bytes: int) -> bool:
-    """Whether a read of this size needs a process of its own. The main thread needs none: a program's other work does not wait for it."""
+    """Whether a file of this size is parsed in a separate process. Not on the main thread, whose program has no other work to block."""
     return size_bytes > SMALL_BYTES and threading.current_thread() is not threading.main_thread()
 
 
 def apart(function: Callable[..., _T], raw: bytes, path: str, *more: Any) -> _T:
-    """Call `function(raw, path, *more)`, a function of a module of sparkd's, in a process of its own; return its plain values.
+    """Call `function(raw, path, *more)`, a module-level function of sparkd's, in a separate process; return its plain values.
 
-    Raises CheckpointError if the function raises it, if the process takes more memory or time than it may, if none can be started, and
-    if it ends in any other way: its own words are in the log then.
+    Raises CheckpointError if the function raises it, if the process exceeds its memory or time, if it cannot be started, and if it ends in
+    any other way: then the log has its output.
     """
     try:
         return call(function, path, *more, raw=raw, time_s=TIME_S, memory_bytes=MEMORY_BYTES)

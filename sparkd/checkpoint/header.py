@@ -1,8 +1,8 @@
-"""Owns one safetensors file's header: what it says, checked against the file. Never reads a weight, never imports numpy or torch.
+"""Owns one safetensors file's header: its content, checked against the file. Never reads a weight, never imports numpy or torch.
 
 The format: github.com/huggingface/safetensors, README.md, "Format"; the checks are those of its Rust reader (`Metadata::validate`).
-A faultless header is decoded by msgspec; every other one is taken apart entry by entry, which takes four times as long, and only there a
-fault gets its sentence. The first way takes what the second takes, tensor for tensor.
+msgspec decodes a faultless header. Any other header is parsed entry by entry, which takes four times as long and yields the message about
+the fault. Both ways give the same tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sparkd.checkpoint.foreign_file import apart, is_apart
 from sparkd.checkpoint.tensors import FileTensors, TensorKind, TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 
-# Some 250,000 tensors in one file, more than any that is published. The reference reader takes 100 MB (tensor.rs, MAX_HEADER_SIZE).
+# Some 250,000 tensors in one file, more than in any published one. The reference reader accepts 100 MB (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 32 << 20
-# The limit of a JSON file that is no header and no index: a description of each of 40,000 experts has 3 MB and 200,000 values.
+# The limit for JSON files other than headers and indexes: settings for each of 40,000 experts have 3 MB and 200,000 values.
 MAX_VALUES = 500_000
-# A faultless header is read at 50 MB/s.
+# Up to this size a faultless header is decoded in this process, at 50 MB/s.
 QUICK_BYTES = 2 << 20
 MAX_DIMENSIONS = 64
-# The most that a 64-bit reader can count; also keeps a product of hostile sizes small.
+# The largest count of a 64-bit reader; it also bounds a product of hostile sizes.
 MAX_COUNT = 2**63 - 1
 PREFIX_BYTES = 8
 # Bits of one element (safetensors/src/tensor.rs, Dtype::bitsize).
@@ -62,14 +62,15 @@ DTYPE_BITS: Mapping[str, int] = {
 AGAIN = "Download the file again"
 _SHOWN = 120
 _BEGIN = b'{"__metadata__":'
-# The end of the metadata and the first entry behind them.
+# The end of the metadata and the first entry after them.
 _FIRST = re.compile(rb'\},\s*"[^"\\]*"\s*:\s*\{\s*"dtype"\s*:')
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file's identity. header_bytes: the JSON and its 8-byte length, the data begins there; header_sha256: hex, over those bytes."""
+    """One file's identity. header_bytes: size of the JSON with its 8-byte length, after which the data begins; header_sha256: their
+    digest."""
 
     path: str
     size_bytes: int
@@ -81,7 +82,7 @@ class Shard:
 def read_header(path: str) -> tuple[Shard, FileTensors]:
     """One file's identity and its tensors in the order of their offsets. path: absolute. Raises CheckpointError.
 
-    Reads the header only: memory is bounded by what the file really holds, whatever the length field claims.
+    Reads the header only. The file's real size bounds the memory, whatever the length field claims.
     """
     try:
         with open_regular(path) as file:
@@ -94,7 +95,7 @@ def read_header(path: str) -> tuple[Shard, FileTensors]:
 
 
 def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
-    """Bytes of the JSON. prefix: the first 8 bytes of the file, or all that it has; size_bytes: the file's. Raises CheckpointError."""
+    """Bytes of the JSON. prefix: the first 8 bytes of the file, fewer if it is shorter; size_bytes: the file's. Raises CheckpointError."""
     if len(prefix) < PREFIX_BYTES:
         raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
     if prefix.startswith(b"version "):
@@ -110,7 +111,7 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
 
 
 def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tuple[Shard, FileTensors]:
-    """header: the JSON without its length, checked against the file's size. Raises CheckpointError."""
+    """Parse a header and check it against the file's size. header: the JSON without its length. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
     data_bytes = size_bytes - begin
     tensors = _recognised(header, path, data_bytes) if len(header) <= QUICK_BYTES or not is_apart(len(header)) else None
@@ -126,7 +127,7 @@ def _parsed(header: bytes, path: str, data_bytes: int) -> FileTensors:
 
 
 def open_regular(path: str) -> io.FileIO:
-    """A file, unbuffered. Raises CheckpointError where it is not there, is no regular file or cannot be opened."""
+    """Open a file, unbuffered. Raises CheckpointError where it is missing, is no regular file or cannot be opened."""
     try:
         # A FIFO or a device must neither block the start nor be read.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -141,11 +142,11 @@ def open_regular(path: str) -> io.FileIO:
 
 
 class _NoJson(ValueError):
-    """Something that Python's reader would let pass."""
+    """A fault of JSON that Python's parser accepts."""
 
 
 def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
-    """JSON as a foreign file has it, of at most MAX_VALUES values. Raises CheckpointError as parsed_json, and where it has more."""
+    """Parse a foreign file's JSON of at most MAX_VALUES values. Raises CheckpointError like parsed_json, and for more values."""
     return apart(_counted, raw, path, cure) if is_apart(len(raw)) else _counted(raw, path, cure)
 
 
@@ -161,10 +162,11 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
 
 
 def parsed_json(raw: bytes, path: str, cure: str, *, strict: bool = False) -> Any:
-    """Any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, or nested too deeply.
+    """Parse JSON with any number of values, in this process. Raises CheckpointError for text that is not UTF-8, not JSON, or nested too
+    deeply.
 
-    strict: refuse a key that stands twice, and NaN, Infinity and -Infinity. Python, transformers and vLLM read all of them, and publishers'
-    files have them; the reader of safetensors headers is Rust's, which does not.
+    strict: refuse a repeated key, NaN, Infinity and -Infinity. Python, transformers and vLLM accept them, and published files contain them;
+    the Rust reader of safetensors headers does not accept them.
     """
     hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": _constant} if strict else {}
     try:
@@ -198,7 +200,7 @@ def _header_bytes(file: io.FileIO, path: str, length: int) -> bytes:
 
 
 def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None:
-    """The tensors of a faultless header whose entries follow their data, the metadata before them; None for any other."""
+    """The tensors of a faultless header with the metadata first and the entries in the order of their data; None for any other header."""
     decode = _decoder()
     rest = _behind_metadata(header)
     if decode is None or rest is None or b"\\" in rest:
@@ -208,7 +210,7 @@ def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None
         kinds = tuple(_kind_of(entry.dtype, entry.shape) for entry in table.values())
     except (ValueError, CheckpointError):
         return None
-    # An entry has ten quotation marks: where there are more, one stands twice, or a part of one.
+    # An entry has ten quotation marks: more of them mean a repeated entry or a part of one.
     if rest.count(b'"') != 10 * len(table) or "" in table or _METADATA in table or not "".join(table).isprintable():
         return None
     bounds = list(accumulate(map(attrgetter("nbytes"), kinds), initial=0))
@@ -218,7 +220,7 @@ def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None
 
 
 def _behind_metadata(header: bytes) -> bytes | None:
-    """The header without its metadata where these come first; None where they are not such as the format has them."""
+    """The header without its leading metadata; None where the metadata do not have the format's form."""
     if not header.startswith(_BEGIN):
         return header
     first = _FIRST.search(header)
@@ -233,7 +235,7 @@ def _behind_metadata(header: bytes) -> bytes | None:
 
 @cache
 def _decoder() -> Callable[[bytes], Any] | None:
-    """Decodes a header without metadata, name -> entry; its errors are ValueErrors. None where there is no msgspec: an agent has none."""
+    """A decoder of a header without metadata: name -> entry; it raises ValueError. None without msgspec, which an agent lacks."""
     try:
         import msgspec
     except ImportError:
@@ -249,7 +251,7 @@ def _decoder() -> Callable[[bytes], Any] | None:
 
 @lru_cache(maxsize=4096)
 def _kind_of(dtype: str, shape: tuple[int, ...]) -> TensorKind:
-    """Raises CheckpointError or ValueError."""
+    """The kind of a tensor with this dtype and shape. Raises CheckpointError or ValueError."""
     bits = _bits(dtype, list(shape), "", "")
     if bits % 8:
         raise ValueError
@@ -329,7 +331,7 @@ def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
 
 
 def _check_cover(tensors: Sequence[TensorRef], path: str, begin: int, data_bytes: int) -> None:
-    """The format has the tensors cover the data without hole or overlap; a download that was cut off shows here."""
+    """Check that the tensors cover the data without gap or overlap, as the format demands; this finds a truncated download."""
     if tensors and (need := max(tensor.offset + tensor.nbytes for tensor in tensors) - begin) > data_bytes:
         last = max(tensors, key=lambda tensor: tensor.offset + tensor.nbytes)
         problem = f"the file is cut off: its header describes {need} bytes of data and {data_bytes} are there"

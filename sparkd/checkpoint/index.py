@@ -1,7 +1,6 @@
-"""Owns model.safetensors.index.json: which file each tensor is in. Never opens a file, never compares with what is there.
+"""Owns model.safetensors.index.json: the file of each tensor. Never opens a file, never compares the index with the folder.
 
-An index that is laid out plainly is split at its quotation marks; every other one is parsed as any JSON is, and only there a fault gets its
-sentence.
+An index in the usual layout is split at its quotation marks. Any other index is parsed as JSON, which yields the message about a fault.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ AGAIN = "Download the index again"
 _OPENING = re.compile(rb'(?<=[{,\s])"weight_map"\s*:\s*\{')
 _KEY = b'"weight_map"'
 _SPACE = b" \t\r\n"
-# Printable ASCII that stands in a JSON string as it is.
+# Printable ASCII that a JSON string contains unescaped.
 _PLAIN = bytes(code for code in range(0x20, 0x7F) if code not in b'"\\')
 _CHUNK_BYTES = 1 << 20
 
 
 def read_index(raw: bytes, path: str) -> dict[str, bytes]:
-    """File -> names of the tensors that are in it, UTF-8 and joined by line feeds. raw: the index. Raises CheckpointError.
+    """File -> names of its tensors, UTF-8 and joined by line feeds. raw: the index. Raises CheckpointError.
 
-    A file that may lie outside of the folder is refused: an index must not reach other files.
+    A path that may lead outside of the folder is refused, so that an index cannot reach other files.
     """
     if is_apart(len(raw)):
         return apart(_read, raw, path)
@@ -47,7 +46,7 @@ def _recognised(raw: bytes) -> dict[str, bytes] | None:
     if opening is None or b"\\" in raw:
         return None
     start, end = opening.end(), raw.find(b"}", opening.end())
-    # Without its members the map has to be the one that the whole object knows by this name.
+    # The map, without its members, must be the value of this key in the whole object.
     around = raw[:start] + raw[end:]
     if end < 0 or around.count(_KEY) != 1:
         return None
@@ -71,14 +70,14 @@ def _recognised(raw: bytes) -> dict[str, bytes] | None:
     names_of = {file.decode(): b"\n".join(names) for file, names in pieces.items()}
     if not all(map(_is_file_name, names_of)):
         return None
-    # Most are sorted, and that is cheaper to see than that no name stands twice.
+    # Most indexes are sorted, and a check of the order is cheaper than a search for repeated names.
     if not ascending and any_twice(name for joined in names_of.values() for name in joined.split(b"\n")):
         return None
     return names_of
 
 
 def _chunks(raw: bytes, start: int, end: int) -> Iterator[bytes]:
-    """raw[start:end], cut at commas that end a member: 190,000 members at once take 50 MB."""
+    """raw[start:end] in pieces that end with a member, because 190,000 members at once would take 50 MB."""
     while (cut := raw.find(b'",', min(start + _CHUNK_BYTES, end), end)) >= 0:
         yield raw[start : cut + 1]
         start = cut + 2
@@ -86,7 +85,7 @@ def _chunks(raw: bytes, start: int, end: int) -> Iterator[bytes]:
 
 
 def _members(chunk: bytes) -> tuple[list[bytes], list[bytes]] | None:
-    """Names and files of `"name": "file"` and so on; None where anything else stands there. Between quotation marks there is no escape."""
+    """(names, files) of a text `"name": "file", ..`; None for any other text. The strings have no escapes."""
     parts = chunk.split(b'"')
     if len(parts) < 5 or len(parts) % 4 != 1 or parts[0].strip(_SPACE) or parts[-1].strip(_SPACE):
         return None
@@ -121,7 +120,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def object_of(raw: bytes, path: str, cure: str) -> dict[str, Any]:
-    """A JSON object as a foreign file has it. Raises CheckpointError."""
+    """The JSON object in a foreign file. Raises CheckpointError."""
     return _object(loads(raw, path, cure), path, cure)
 
 

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint is quantized already, by what its configuration and its tensors say. Never reads a weight, never converts one."""
+"""Owns the existing quantization of a checkpoint, from its configuration and its tensors. Never reads a weight, never converts one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.checkpoint.tensors import TensorRef
 
-# The formats that the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
+# The formats that the loader can convert back to BF16, one tensor at a time; the others are served as stored.
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _BLOCK = [128, 128]
@@ -19,8 +19,8 @@ _BLOCK = [128, 128]
 class SourceQuantization:
     """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, modelopt_mixed, compressed-tensors, awq, gptq or other.
 
-    details: the configuration's own words. For the fp8 methods, `weight_scale_inv` or `weight_scale` stands beside each `weight`.
-    apart: they stand in hf_quant_config.json, and config.json says nothing.
+    details: the section of the configuration. For the fp8 methods, each `weight` has a `weight_scale_inv` or `weight_scale`.
+    apart: the section is in hf_quant_config.json, and config.json has none.
     """
 
     method: str
@@ -29,15 +29,15 @@ class SourceQuantization:
 
     @property
     def requantizable(self) -> bool:
-        """True where each weight can be dequantized and quantized anew; otherwise the checkpoint passes through unchanged."""
+        """True where each weight can be dequantized and quantized again; otherwise the checkpoint passes through unchanged."""
         return self.method in _FP8
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of the KV cache where nobody names one and the checkpoint is served as it is: `fp8` if it says so, else `auto`.
+        """The KV cache's dtype by default, where the checkpoint is served as it is: `fp8` if its configuration asks for it, else `auto`.
 
-        As vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) reads ModelOpt's, and layers/attention/attention.py the scheme of
-        compressed-tensors. Four bits are counted as if they were the model's own, which is more.
+        vLLM reads ModelOpt's in vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) and the scheme of compressed-tensors in
+        layers/attention/attention.py. A 4-bit cache is counted in the model's own dtype, which overestimates it.
         """
         inner = self.details.get("quantization")
         places = [inner, self.details] if isinstance(inner, Mapping) else [self.details]
@@ -51,25 +51,25 @@ class SourceQuantization:
         return "fp8" if str(scheme).lower() == "fp8" else "auto"
 
     def modelopt_file(self) -> dict[str, Any]:
-        """hf_quant_config.json, as far as vLLM reads it."""
+        """The parts of hf_quant_config.json that vLLM reads."""
         return {"producer": {"name": "modelopt"}, "quantization": {key: self.details[key] for key in self.details if key != "quant_method"}}
 
 
 def source_quantization(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, tensors: Mapping[str, TensorRef]
 ) -> SourceQuantization | None:
-    """config: config.json; modelopt: hf_quant_config.json, where there is one. None: the weights are as they were trained."""
+    """The quantization of a checkpoint; None for unquantized weights. config: config.json; modelopt: hf_quant_config.json, if it exists."""
     stated = _stated(config)
     details = stated or _modelopt_details(modelopt)
     if details is None:
-        # FP8 weights without a word about them in the configuration: the scales beside them tell the kind.
+        # The configuration does not mention FP8 weights: their scales show the method.
         scaled = _fp8_by_scales(tensors, details={})
         return SourceQuantization(scaled) if scaled else None
     return SourceQuantization(_method(details, tensors), details, apart=stated is None)
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """In config.json. The configuration of the text model counts where a multimodal one has it there."""
+    """The quantization section of config.json, or of the text model's part of it in a multimodal model."""
     places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
     for place in places:
         for key in ("quantization_config", "compression_config"):
@@ -81,7 +81,7 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _modelopt_details(modelopt: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     inner = modelopt.get("quantization") if modelopt is not None else None
-    # Without an algorithm ModelOpt has quantized the KV cache alone.
+    # Without an algorithm ModelOpt has quantized only the KV cache.
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else None
 
 
@@ -106,7 +106,7 @@ def _method(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str
 
 
 def _modelopt(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str:
-    """ModelOpt's quant_algo (vllm/model_executor/layers/quantization/modelopt.py)."""
+    """The method for ModelOpt's quant_algo (vllm/model_executor/layers/quantization/modelopt.py)."""
     inner = details.get("quantization")
     algorithm = str(details.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else "") or "").upper()
     if algorithm == "MIXED_PRECISION":
@@ -123,7 +123,7 @@ def _modelopt(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> s
 
 
 def _compressed_tensors(details: Mapping[str, Any]) -> str:
-    """By `format` and the groups' weights (compressed-tensors, config/base.py: CompressionFormat, QuantizationStrategy)."""
+    """The method for a `format` and its groups' weights (compressed-tensors, config/base.py: CompressionFormat, QuantizationStrategy)."""
     groups = details.get("config_groups")
     members = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
     formats = {str(group.get("format") or details.get("format") or "") for group in members} or {str(details.get("format") or "")}
@@ -145,7 +145,7 @@ def _compressed_tensors(details: Mapping[str, Any]) -> str:
 
 
 def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any]) -> str | None:
-    """The kind of the first scaled FP8 weight, None where there is no such weight."""
+    """The method of the first scaled FP8 weight, None where there is no such weight."""
     weights = dict(_fp8_weights(tensors.items()))
     wanted = {name.removesuffix("weight") + each for name in weights for each in _SCALE_NAMES}
     # Not looked up by name, see sparkd.checkpoint.tensors.Tensors.

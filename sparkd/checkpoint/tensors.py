@@ -1,4 +1,4 @@
-"""Owns what is known of a checkpoint's tensors, compactly: of 190,000 only names and kinds are kept, some 16 MiB. Never reads a file."""
+"""Owns a compact table of a checkpoint's tensors: it keeps only names and kinds, some 16 MiB for 190,000 tensors. Never reads a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE = attrgetter("nbytes")
 
 
 class TensorKind(NamedTuple):
-    """The properties that alike tensors share. dtype: safetensors code ("BF16", "F8_E4M3")."""
+    """The properties that similar tensors share. dtype: safetensors code ("BF16", "F8_E4M3")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class TensorKind(NamedTuple):
 
 
 class TensorRef(NamedTuple):
-    """Where one tensor lies. dtype: safetensors code; path: absolute, or a hub's hf:// one; offset: bytes from the start of the file.
+    """The place of one tensor. dtype: safetensors code; path: absolute, or a hub's hf:// path; offset: bytes from the start of the file.
 
     A tuple, because it is made 190,000 times in a walk over a large checkpoint, in a fifth of the time of a frozen dataclass.
     """
@@ -39,10 +39,10 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileTensors:
-    """One file's tensors in the order of their offsets, each where the one before it ends.
+    """One file's tensors in the order of their offsets, without gaps.
 
-    names: UTF-8, joined by line feeds, which no name has; begin: where the data begins, bytes from the start of the file; left_out: names
-    that do not count, because another file's tensor of this name does.
+    names: UTF-8, joined by line feeds, which no name contains; begin: offset of the data, bytes from the start of the file; left_out: names
+    that do not count, because another file's tensor with that name does.
     """
 
     path: str
@@ -61,16 +61,16 @@ class FileTensors:
         return self._counting(map(partial(tuple.__new__, TensorRef), fields))
 
     def refs_at(self, positions: Iterable[int], names: Sequence[str]) -> list[TensorRef]:
-        """Those of all tensors that are left out too. names: as `all_names`."""
+        """The references of the tensors at these positions, left-out tensors included. names: the result of `all_names`."""
         starts = list(accumulate(map(_SIZE, self.kinds), initial=self.begin))
         return [TensorRef(names[at], *self.kinds[at][:2], self.path, starts[at], self.kinds[at].nbytes) for at in positions]
 
     def all_names(self) -> list[str]:
-        """In the order of `kinds`, those that are left out too."""
+        """All names, left-out tensors included, in the order of `kinds`."""
         return self.names.decode().split("\n") if self.kinds else []
 
     def split_names(self) -> list[bytes]:
-        """All of them, those that are left out too."""
+        """All names as bytes, left-out tensors included."""
         return self.names.split(b"\n") if self.kinds else []
 
     def counting_names(self) -> Iterator[str]:
@@ -83,7 +83,7 @@ class FileTensors:
 
 
 class TensorGroup(NamedTuple):
-    """Tensors of one kind whose names differ in what was replaced only. name: with that; first: of them; total: how many there are."""
+    """Tensors of one kind whose names are equal after the replacement. name: that name; first: the first tensor; total: their number."""
 
     name: str
     first: TensorRef
@@ -91,7 +91,7 @@ class TensorGroup(NamedTuple):
 
 
 class Tensors(Mapping[str, TensorRef]):
-    """Tensors by name, in the order of the files, then of the offsets. A walk over them makes each anew; a look-up by name makes all, once.
+    """Tensors by name, in the order of the files, then of the offsets. An iteration makes each anew; the first look-up by name makes all.
 
     The files must not name a tensor twice.
     """
@@ -122,7 +122,7 @@ class Tensors(Mapping[str, TensorRef]):
         return iter(self._by_name.values()) if self._by_name is not None else (ref for file in self._files for ref in file)
 
     def alike(self, pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
-        """See the function of this name."""
+        """See the function `alike`."""
         if any(file.left_out for file in self._files):
             return _alike(self, pattern, replacement)
         groups: dict[tuple[str, TensorKind], TensorGroup] = {}
@@ -143,9 +143,9 @@ class Tensors(Mapping[str, TensorRef]):
 
 
 def alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[TensorGroup]:
-    """Groups of alike tensors, in the order in which they first occur: of 190,000 tensors of 60 layers of experts, some hundreds.
+    """Groups of similar tensors, in the order of their first tensors: some hundreds for 190,000 tensors in 60 layers of experts.
 
-    pattern, replacement: of re.sub; what the pattern finds may not hold a line feed.
+    pattern, replacement: as for re.sub; a match of the pattern may not contain a line feed.
     """
     return tensors.alike(pattern, replacement) if isinstance(tensors, Tensors) else _alike(tensors, pattern, replacement)
 
@@ -158,7 +158,7 @@ def _counted(names: Sequence[str], kinds: Sequence[TensorKind]) -> Mapping[tuple
 
 
 def _positions(names: Sequence[str], kinds: Sequence[TensorKind], keys: Iterable[tuple[str, TensorKind]]) -> Iterator[int]:
-    """Where each key first is. keys: in the order in which they first occur, so that none need be looked for before the one before it."""
+    """The first position of each key. keys: in the order of their first positions, so that each search begins after the last one."""
     at = -1
     for name, kind in keys:
         at = names.index(name, at + 1)
@@ -177,9 +177,9 @@ def _alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replaceme
 
 
 def any_twice(names: Iterable[Hashable]) -> bool:
-    """False where none stands there twice; True may also be two with the same hash of 64 bits.
+    """Whether a name occurs twice. True may also mean two names with the same 64-bit hash.
 
-    In parts, because the numbers of 190,000 hashes in one set take 14 MB.
+    The hashes are checked in parts, because 190,000 of them in one set take 14 MB.
     """
     parts = [array("q") for _ in range(16)]
     for value in map(hash, names):

@@ -314,7 +314,7 @@ def _own_rail() -> tuple[str, str] | None:
 
 
 def _token_file(config: Config) -> Path:
-    """As the units have it: systemd hands the system's file to them as a credential."""
+    """The file with the token, as for the units, to which systemd passes the system's file as a credential."""
     from sparkd.config.config import STATE_DIR
 
     if config.cluster.token_file is None and config.state_dir == STATE_DIR:
@@ -374,8 +374,8 @@ def _interrupt(joined: Joined) -> None:
 
 
 def _keeper(joined: Joined) -> Identity | None:
-    """That very process, if it lives and is a `sparkd join`: numbers are used again, and the record may name any. A record of an earlier
-    release has the number alone."""
+    """The recorded process, if it lives and is a `sparkd join`; pids are reused, so the record may name another one. A record of an earlier
+    release has only the pid."""
     keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id) if joined.boot_id else processes.identity(joined.pid)
     if keeper is None or not processes.is_alive(keeper):
         return None

@@ -48,8 +48,8 @@ class Session:
         self.err: Console = show.terminal(stderr=True)
 
     def of_cluster(self, path: str) -> dict[str, Any] | None:
-        """The daemon's answer about all nodes. None, after a word on stderr, where this node alone is looked at, which needs nobody: no
-        daemon is there, or it wants a key, or it is older."""
+        """The daemon's answer about all nodes. None, after a line on stderr, where the caller must read this node alone: no daemon answers,
+        or the daemon requires a key, or its release lacks the route."""
         try:
             return self.client.get(path)
         except Unavailable:

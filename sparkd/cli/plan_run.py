@@ -184,7 +184,7 @@ def found(
 
 
 def runtime_of(own: tuple[ModelConfig, Config, str] | None, around: Config | None) -> InquiryRuntime:
-    """Whose vLLM is asked about a model. own: its entry; around: the configuration of this machine. None where there is none."""
+    """The runtime whose vLLM is asked about a model. own: the model's entry; around: this machine's configuration; each may be None."""
     if around is None:
         return InquiryRuntime(None, places(Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR)))
     interpreter = around.engine.runtime if own is None else own[0].runtime_of(around.engine)

@@ -294,7 +294,7 @@ class _Repository:
 
 
 def _folders(entries: Mapping[str, _Entry], repository: _Repository) -> list[str]:
-    """Those that sparkrun's manifest names, else `recipes`, as eugr's has it, else the whole repository."""
+    """The folders of sparkrun's manifest, else `recipes` as in eugr's repository, else the whole repository."""
     manifest = entries.get(MANIFEST)
     if manifest is not None and manifest.mode.startswith("100") and manifest.size <= yaml_file.MAX_BYTES:
         (raw,) = repository.contents([manifest])

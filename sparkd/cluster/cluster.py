@@ -186,11 +186,11 @@ class Cluster:
         return dict(zip(nodes, await asyncio.gather(*(or_none(answer) for answer in asking)), strict=True))
 
     async def runtime(self, interpreter: str) -> NodeRuntime:
-        """That of this node, or of another where this one has no vLLM there. Raises RankError where no node in sight has it."""
+        """The runtime of this node, or of another node where this one has no vLLM for it. Raises RankError where no node has it."""
         return await runtime_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
 
     async def runtimes(self, interpreter: str) -> list[NodeRuntime]:
-        """The same, and one for each other release that another node has."""
+        """The runtime of `runtime`, and one for each other release of another node."""
         return await runtimes_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
 
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
@@ -238,7 +238,7 @@ class Cluster:
             await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
-            # What Ray reserved on a node went with its raylet.
+            # A raylet that ended took its node's reservations with it: reserve them again.
             await self.places.again(met)
             if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
                 await self.places.reconcile(*self._last_look)

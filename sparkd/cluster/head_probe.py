@@ -67,7 +67,7 @@ def find_head(text: str) -> Head:
 
 
 def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
-    """Seconds by which this node's clock is ahead of the head's, None where nobody there tells.
+    """Seconds by which this node's clock is ahead of the head's, None where the head does not report its clock.
 
     Raises RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence.
     """

@@ -43,7 +43,7 @@ class Joined:
 
 
 def read(config: Config) -> Joined | None:
-    """None where this node has joined nobody. Raises StateError for a record that cannot be read."""
+    """The record of the head that this node has joined, None where it has joined none. Raises StateError for an unreadable record."""
     path = config.state_dir / RECORD
     try:
         return Joined(**json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""What a model's files show before it runs, and its engine afterwards: whether there is one, its abilities and its parsers."""
+"""Owns what sparkd learns of a model from its files before the start and from its engine after it: presence, abilities and parsers."""
 
 from __future__ import annotations
 

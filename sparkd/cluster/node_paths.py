@@ -1,4 +1,4 @@
-"""Owns where a node's ranks keep what is theirs, and what its agent is told of it. Never makes a folder."""
+"""Owns the folders of a node's ranks, and the paths that the daemon passes to the node's agent. Never makes a folder."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ HELD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The sight of one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
+    """The state of the nodes at one moment. `ranks` is None where no node could be observed; `connected`: whether Ray can place a model.
 
-    `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
-    `dark_s` says for how long such a node has given no sign of life at all, not even a refused connection; `no_raylet` are those that
-    refuse one: the node is there, its raylet is not.
+    `reading` is this node's. `unseen` are nodes that answered a moment ago and do not answer now: their ranks are unknown, not gone.
+    `dark_s`: seconds without any sign of life of such a node, not even a refused connection. `no_raylet`: the nodes that refuse the
+    connection: the node is up, its raylet is not.
     """
 
     ranks: tuple[RankFact, ...] | None
@@ -71,9 +71,9 @@ class UnreadableFacts:
 
 
 class Sight:
-    """An engine on a node that was in sight a moment ago is unknown, not gone: starting it elsewhere would start it twice.
+    """Remembers nodes that do not answer. Their engines are unknown, not gone: starting one elsewhere would start it twice.
 
-    A node counts as gone once it was out of sight for NODE_GRACE_S. The time does not run while nobody can look.
+    A node counts as gone once it has not answered for NODE_GRACE_S. The time does not run while the daemon cannot observe any node.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Sight:
         self.no_raylet: frozenset[str] = frozenset()
 
     def begin(self, now_s: float) -> None:
-        """Before each look and after it: a time in which nobody looked at all does not run."""
+        """Called before and after each look. A pause of the daemon itself (over HELD_S) does not count against any node."""
         gap_s, self._began_s = now_s - (now_s if self._began_s is None else self._began_s), now_s
         if gap_s > HELD_S:
             self._heard_s = {address: at_s + gap_s for address, at_s in self._heard_s.items()}
@@ -92,9 +92,9 @@ class Sight:
             self._seen = {address: (node, at_s + gap_s) for address, (node, at_s) in self._seen.items()}
 
     def heard(self, address: str, now_s: float, *, refused: bool) -> None:
-        """It gave a sign of life, although nobody there could tell what runs. refused: where its raylet listened nobody does.
+        """Note a sign of life of a node whose agent did not answer. refused: its raylet's port refused the connection.
 
-        A connection that is accepted proves little: the kernel of a machine that has frozen does so. It counts for ACCEPTED_S.
+        An accepted connection proves little: the kernel of a frozen machine accepts it too. It counts for ACCEPTED_S.
         """
         if not refused and now_s - self._told_s.get(address, now_s) > ACCEPTED_S:
             return
@@ -113,7 +113,7 @@ class Sight:
         return address in self._seen
 
     def dark_s(self, address: str, now_s: float) -> float:
-        """For how long a node has given no sign of life; 0 for one that nobody ever heard of."""
+        """Seconds since a node's last sign of life; 0 for a node that has never given one."""
         return now_s - self._heard_s.get(address, now_s)
 
     def expect(self, addresses: Iterable[str], now_s: float) -> None:

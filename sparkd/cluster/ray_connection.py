@@ -172,7 +172,7 @@ class RayLink:
             await self._answer(self._release, model)
 
     async def _answer(self, ask: Callable[..., T], *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> T:
-        """What Ray's head says. Raises RayUnavailable where it says nothing, or that it cannot."""
+        """Ask Ray's head. Raises RayUnavailable where the head does not answer or answers with an error."""
         try:
             async with asyncio.timeout(timeout_s):
                 await _in_thread(_knock, self.address or "")
@@ -204,7 +204,7 @@ class RayLink:
                     await agent.open.remote()
         except Exception as error:
             if _has_died(error):
-                # Nobody hears what its constructor raised: an agent of another release takes other arguments.
+                # Ray does not pass on the error of the actor's constructor. An agent of another release takes other arguments.
                 await self._check_code(node_ip, node_id)
             raise _raised(error, node_ip, "did not start") from error
         if version != VERSION:

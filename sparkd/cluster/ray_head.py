@@ -1,4 +1,4 @@
-"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that somebody else started."""
+"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that sparkd did not start."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RayHead:
         self._starts = options.starts
         self._session = options.session
         self._rank_folders = options.rank_folders
-        # Alone on its loopback a node has nobody to meet.
+        # A node on its loopback address has no other node to connect to.
         self._fabric = options.fabric if node_ip != LOOPBACK else None
         self._essential = {"raylet"} if options.join else {"gcs_server", "raylet"}
         self._record = runtime_dir / "ray.json"
@@ -169,12 +169,12 @@ class RayHead:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep_closed(self) -> None:
-        """Ray lets everybody write to its temp-dir, where its sockets are, when it makes it and when a driver joins (ray/_common/utils.py,
+        """Ray lets every user write to its temp-dir, where its sockets are, when it makes it and when a driver joins (ray/_common/utils.py,
         try_to_create_directory). Raises OSError."""
         self.folder.chmod(0o700)
 
     def forget(self) -> None:
-        """Nobody keeps this node's Ray any more: a daemon may start a head of its own."""
+        """Remove the record of this node's Ray, so that a daemon may start a head of its own."""
         self._record.unlink(missing_ok=True)
 
     def costs(self) -> list[RayProcess]:
@@ -271,10 +271,10 @@ class RayHead:
             return None
 
     def _processes(self) -> Iterator[tuple[str, int]]:
-        """(name, pid) of every living process of this head: it carries our mark, or has a title of Ray's and a file of our folder open.
+        """(name, pid) of every living process of this head: it carries sparkd's mark, or a title of Ray's and has a file of the folder.
 
-        Ray's agents and workers set a title, which may overwrite the environment that /proc shows. Others who have files of ours open, a
-        daemon that has joined or somebody who reads a log, are not of this head.
+        Ray's agents and workers set a title, which may overwrite the environment that /proc shows. Other processes that have a file of the
+        folder open do not count: a daemon that has joined, or a program that shows a log.
         """
         mark = f"{MARK}={self.folder}".encode()
         inside = f"{self.folder}/"
@@ -320,7 +320,7 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
         # /run is memory: 16 MiB of each log at most.
         "RAY_ROTATION_MAX_BYTES": str(8 << 20),
         "RAY_ROTATION_BACKUP_COUNT": "1",
-        # Ray titles its processes with setproctitle, which overwrites what /proc shows of their environment unless told not to.
+        # Ray sets titles with setproctitle, which overwrites the environment that /proc shows unless SPT_NOENV is set.
         "SPT_NOENV": "1",
         "PYTHONPATH": PACKAGE_DIR,
     }

@@ -67,7 +67,7 @@ def _run(ray: RayHead, systemd: Systemd, again_s: float | None) -> None:
 
 
 def end_ranks(run_dir: Path, grace_s: float) -> list[str]:
-    """End every rank of this node; the model names of those that would not die. For a node that leaves: nobody will look after them."""
+    """End every rank of a node that leaves the cluster. Returns the model names of the ranks that did not end."""
     left = []
     for fact in lifecycle.scan(str(run_dir)):
         if lifecycle.stop({"rank_id": fact["rank_id"]}, run_dir=str(run_dir), grace_s=grace_s)["gone"]:

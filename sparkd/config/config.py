@@ -252,7 +252,7 @@ class Config(Section):
         return self.wait_for_load_s if model.wait_for_load_s is None else model.wait_for_load_s
 
     def tells_loading(self, model: ModelConfig) -> bool:
-        """Whether chats that wait for the model are told so in their reasoning."""
+        """Whether a chat that waits for the model receives the load's progress as reasoning text."""
         return self.send_loading_state if model.send_loading_state is None else model.send_loading_state
 
     def start_deadline_s(self, model: ModelConfig) -> float:

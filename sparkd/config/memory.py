@@ -37,7 +37,7 @@ class MemorySettings(Section):
         return self
 
     def guard_settings(self) -> dict[str, Any]:
-        """As workers.guard.guard.Sentry takes them."""
+        """The guard's settings, in the form of workers.guard.guard.Sentry."""
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return {"mode": self.guard} | {name: None if limit == "auto" else limit for name, limit in limits.items()}
 

@@ -74,7 +74,7 @@ class Resolved:
 
     @property
     def line(self) -> list[str]:
-        """As vLLM's parser gets it."""
+        """The command line for vLLM's parser."""
         return ["--model", self.model.model, *self.args]
 
 
@@ -129,7 +129,7 @@ def unusable(recipe: Imported, name: str, shown: str, release: Release | None) -
 
 
 def with_risks(recipe: Imported, name: str) -> Imported:
-    """The same with its risks, which its text begins with. name: of the recipe."""
+    """The recipe with its risks, which its text then begins with. name: the recipe's."""
     file, _ = parse_recipe(name, recipe.text.encode(), name, AsWritten())
     if file is None:
         return recipe
@@ -161,7 +161,7 @@ def resolve(choice: RecipeUse, book: RecipeLibrary, release: Release | None = RE
 
 
 def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
-    """Resolve every choice. A sentence that holds for several is told once, with the first of them."""
+    """Resolve every choice. A message that several choices share is reported once, with the first of them."""
     result, reported = Checked(), set[str]()
 
     def tell(choice: RecipeUse, message: str, severity: str) -> None:

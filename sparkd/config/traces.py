@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from sparkd.schema.fields import Section, no_bool
 
-# What the extra `traces` of pyproject.toml installs.
+# Modules that the extra `traces` of pyproject.toml installs.
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 SDK = "opentelemetry.sdk.trace"
 _PATH = "/v1/traces"

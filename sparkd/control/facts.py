@@ -17,16 +17,16 @@ class ModelFacts:
     """Everything the plan may know of one model. Times are seconds on one monotonic clock.
 
     config_hash is None where the model is no longer configured. `rank_id` names the start that the present attempt made or adopted, and
-    its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
+    the rank 0 of that start; `world` is the number of its ranks. `busy` names the action in flight, if any: only a stop may overtake it.
 
-    `ranks` is None where nobody could look. For a model on several nodes it may lack those of a node that is out of sight: then `unseen`
-    is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
-    workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
-    sentence of an engine that has stopped to compute (sparkd.control.watchdog). still_s: for how long no rank has read, written or
-    computed; silent_s: read or written.
+    `ranks` is None where no node could be observed. For a model on several nodes it may lack the ranks of a node that does not answer:
+    then `unseen` is true, and dark_s counts the seconds without a sign of life of that node; no_raylet names a node whose Ray has ended,
+    where Ray started the model's workers (executor: ray). halted_s: for how long a signal has stopped a rank. frozen: the message
+    about an engine that no longer computes (sparkd.control.watchdog). still_s: for how long no rank has read, written or computed;
+    silent_s: for how long none has read or written.
 
-    claims: somebody waits for it or has asked for it by hand, so that others make room; asked_since_s: since when. lack: what it asked
-    for when there was no room. stay: for how long it does not go for another one's sake. yields: it goes for another one's sake.
+    claims: a client waits for the model or an operator has requested it, so others make room; asked_since_s: since when. lack: the memory
+    that it requested when there was no room. stay: for how long it may not be evicted. yields: it is being evicted for another model.
     """
 
     name: str

@@ -48,7 +48,7 @@ def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None
 
 
 def engines(ranks: Iterable[RankFact]) -> None:
-    """The memory that each engine holds on each node; one that is gone, or that nobody could weigh, has no series."""
+    """The memory that each engine holds on each node. An engine that has ended or whose memory is unknown has no series."""
     for gauge, name in ((metrics.ENGINE_HOST_BYTES, "host_bytes"), (metrics.ENGINE_DEVICE_BYTES, "device_bytes")):
         gauge.clear()
         for fact in ranks:

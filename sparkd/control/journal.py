@@ -73,7 +73,7 @@ class EventFeed:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How long an engine that has answered has been READY, and how long its load took, seconds; None where nobody kept it."""
+    """for_s: seconds since an engine that has answered became READY; load_s: seconds that its load took. None where not recorded."""
 
     for_s: float | None
     load_s: float | None
@@ -110,7 +110,7 @@ class Ledger:
         self._persist(lambda: self._store.wishes.forget_desired(name))
 
     def handles(self) -> list[RankHandle]:
-        """Of ranks that were started and have not been ended, by any daemon."""
+        """The handles of all ranks that this or an earlier daemon started and none has ended."""
         return list(self._store.ranks.handles().values())
 
     def keep_handle(self, handle: RankHandle) -> None:

@@ -1,7 +1,6 @@
 """Owns which loads evictions have caused, how long each model's last one took, and the budget that they spend. Never evicts anything.
 
-The events tell the same: what an earlier daemon's evictions have cost is worked out from them at the start, so a restart gives nothing
-back.
+At its start a daemon works out the costs of earlier evictions from the journal's events, so a restart does not refill the budget.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ class Loads:
         self._loading: dict[str, float] = {}
 
     def evict(self, model: str, to: str) -> None:
-        """`model` goes for the sake of `to`: the loads of both are on account of that."""
+        """Note that `model` is evicted for `to`: the next load of each counts as caused by this eviction."""
         self._caused |= {model, to}
 
     def stand(self, model: str, state: ModelState) -> None:
-        """Take in where a model is from now on."""
+        """Note the state of a model from now on."""
         if state in STARTING:
             self._loading.setdefault(model, self.budget.at_s)
         elif self._loading.pop(model, None) is not None and state is ModelState.READY:
             self._caused.discard(model)
 
     def end(self, model: str, seconds: float, state: ModelState) -> None:
-        """A load has taken so long. One that failed may have ended early: the next may take as long as the last that did not."""
+        """Note the seconds that a load took. A failed load may have ended early, so the longer duration of the last load stays."""
         self._seconds[model] = seconds if state is ModelState.READY else max(seconds, self._seconds.get(model, 0.0))
 
     def settle(self) -> None:
-        """Another daemon has looked: what loads, it will say anew."""
+        """Forget the loads in progress: another daemon has started and will report them again."""
         self._loading.clear()
 
     def advance(self, now_s: float, pinned: Container[str] = ()) -> None:
-        """Give the budget back or spend of it what time brings. pinned: models that go for nobody, whose loads no eviction costs."""
+        """Spend or refill the budget for the time that has passed. pinned: models that are never evicted; their loads cost nothing."""
         seconds = {model: now_s - since_s for model, since_s in self._loading.items()}
         for model, last_s in self._seconds.items():
             seconds[model] = max(seconds.get(model, 0.0), last_s)

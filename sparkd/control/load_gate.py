@@ -59,7 +59,7 @@ class Gate:
 
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
         if observation.ranks is None:
-            return  # nobody could look at any node: what is shut stays so, and who waits hears nothing of it
+            return  # no node could be observed: closed nodes stay closed, and waiting clients receive no message
         self.pressure.relieve(observation, records)
         self.release.look(observation)
         self.shut = self.pressure.shut | self.release.shut

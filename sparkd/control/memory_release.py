@@ -91,7 +91,7 @@ class Release:
         self._living: dict[str, tuple[RankHandle, deque[RankMemory]]] = {}
         self._pending: list[Pending] = []
         self.room_gib: dict[str, float] = {}
-        # By model and node: what its last rank there left behind and nobody removed.
+        # By model and node: the files that its last rank left there and sparkd did not remove.
         self._stays: dict[tuple[str, str], str] = {}
 
     @property
@@ -137,8 +137,8 @@ class Release:
         return (Condition(MEMORY_RETURNS, f"Memory of ended engines is being released: {named}.", node),)
 
     def left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
-        """The leftovers of a rank that has ended on its node besides memory: see workers.rank.lifecycle.stop. Told at once, and again with
-        what does not come back."""
+        """Report the files that a rank has left on its node (see workers.rank.lifecycle.stop): now, and again with memory that does not
+        come back."""
         where, node = (handle.model, handle.node_id), handle.node_id
         self._stays.pop(where, None)
         if removed := [file for file in files if file["removed"]]:
@@ -219,7 +219,7 @@ class Release:
             return True
         needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * held
         if not needs_restart and any(fact.handle.rank_id not in pending.beside for fact in there):
-            # Free memory sufficed for another load, so nobody waits, and what that one takes cannot be told from so little.
+            # Free memory sufficed for another load, so no load waits, and so small a loss cannot be separated from that load's own memory.
             return False
         metrics.RELEASE_LEAKED_BYTES.labels(pending.node).set(missing)
         in_driver = pending.kept(reading)

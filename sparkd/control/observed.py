@@ -14,8 +14,8 @@ BUSY_LEAST_S = 5.0
 class Observed:
     """Times are monotonic seconds.
 
-    ranks: None until somebody could look. halted_since_s: since when a rank is stopped by a signal, as far as anybody has looked.
-    moved_at_s: when a rank last read, wrote or computed; told_at_s: read or wrote.
+    ranks: None before the first observation. halted_since_s: first observation at which a signal had stopped a rank; None for no such rank.
+    moved_at_s: when a rank last read, wrote or computed; told_at_s: when a rank last read or wrote.
     """
 
     __slots__ = ("_moved", "halted_since_s", "log_path", "moved_at_s", "progress", "ranks", "told_at_s")
@@ -39,7 +39,7 @@ class Observed:
         self.progress = None
 
     def take_in(self, ranks: tuple[RankFact, ...] | None, start: str | None, now_s: float) -> None:
-        """What the nodes showed; ranks: None where nobody could look. start: of the present attempt."""
+        """Store an observation. ranks: the ranks on all nodes, None where no node could be observed. start: that of the present attempt."""
         if ranks is None:
             return
         self.ranks = ranks

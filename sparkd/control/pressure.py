@@ -26,8 +26,8 @@ SHUT_AFTER_S = 90.0
 
 
 class Pressure:
-    """Asked once in each tick. `allows` says whether a load may begin, `shut` on which nodes none may. told: a clause for each node that is
-    short; is_news: one is, and not for long."""
+    """Updated once in each tick. allows: whether a load may begin; shut: the nodes on which none may. told: a clause for each node that is
+    short of memory; is_news: a node has become short of it within SHUT_AFTER_S."""
 
     def __init__(self, ledger: Ledger, wishes: Wishes, clock: Callable[[], float]) -> None:
         self._ledger = ledger

@@ -20,7 +20,7 @@ from sparkd.state.nouns import Desired, ModelState, RankHandle, Want
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What the files of the entry with this hash, or its engine, say of the model."""
+    """The abilities of a model, read from the files of the entry with this hash or from its engine."""
 
     hash: str | None
     abilities: Abilities
@@ -133,7 +133,7 @@ class Record:
 
     @property
     def claims(self) -> bool:
-        """Whether others are to make room for it: a client waits, or was told to come back, or an operator has asked for it."""
+        """Whether other models make room for it: a client waits or was asked to retry, or an operator has requested the model."""
         requested = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
         return requested and self.desired.want is Want.RUNNING
 

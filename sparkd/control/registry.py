@@ -97,7 +97,7 @@ class Roster:
         }
 
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
-        """What `add` would take in; raises as that, and changes nothing."""
+        """The entry that `add` would accept. Raises the same errors and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
         if name in self._base.models:
             raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.", param="name")
@@ -167,8 +167,8 @@ class Roster:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
 
     def missing(self) -> list[Record]:
-        """Those that the configuration wants at start and nobody has unloaded by hand since; also where only a request, which may be
-        taken back, has wished them."""
+        """Models that the configuration preloads and that no operator has unloaded since. A model that only a request has started is one of
+        them too, because the request may be withdrawn."""
         wanted = [(self.records[name], self.records[name].desired) for name in self.config.preload()]
         return [
             record

@@ -1,6 +1,6 @@
-"""Owns the requests of one model: those that its engine works on, those that wait for it, and since when somebody asks for it.
+"""Owns the requests of one model: those that its engine works on, those that wait, and since when the model is requested.
 
-No other module changes them. Never decides who may come in.
+No other module changes them. Never decides which request is admitted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 class RequestQueue:
     """Times are monotonic seconds.
 
-    questions: our own requests that the engine works on. They use the model no more than a look at its metrics does. waiters: in the order
-    in which they came. promised_at_s: when a client's wait was too long and a 503 asked it to come back. asked_since_s: since when somebody
-    asks for the model, while it is not READY. unanswered: every recent client gave up, or its connection broke, before the engine answered.
+    questions: the daemon's own test requests that the engine works on. They do not count as a use of the model. waiters: in order of
+    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. asked_since_s: since when the model is
+    requested while it is not READY. unanswered: every recent client gave up, or its connection broke, before the engine answered.
     """
 
     __slots__ = ("asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
@@ -52,16 +52,16 @@ class RequestQueue:
         self.unanswered = not answered
 
     def ask(self, now_s: float) -> None:
-        """Somebody asks for the model. Who asked before keeps the place."""
+        """The model is requested. An earlier request keeps its place."""
         if self.asked_since_s is None:
             self.asked_since_s = now_s
 
     def withdraw(self) -> None:
-        """Nobody asks for the model any more."""
+        """The model is no longer requested."""
         self.asked_since_s = None
 
     def promise(self, now_s: float) -> None:
-        """A client was told to come back."""
+        """The gateway asked a client to retry later."""
         self.promised_at_s = now_s
 
     def forget_promise(self) -> None:

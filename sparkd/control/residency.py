@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# How long a client that was told to come back may take: twice the longest Retry-After.
+# Seconds within which a client that was asked to retry must be back: twice the longest Retry-After.
 PROMISE_S = 120.0
 EARNED_S = 0.75
 KEPT_LOADS = 2
@@ -52,8 +52,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """ready_since_s, load_s: of a model that is there. least_s: min_residency_s; idle_at_s: when it will count as idle, inf while it has
-    requests; a client that was told to come back has PROMISE_S to do so."""
+    """ready_since_s, load_s: of a loaded model. least_s: min_residency_s; idle_at_s: when the model will count as idle, inf while it has
+    requests. A client that was asked to retry has PROMISE_S to do so."""
 
     ready_since_s: float = float("-inf")
     load_s: float = 0.0
@@ -62,5 +62,5 @@ class Stay:
 
     @property
     def until_s(self) -> float:
-        """Until when it does not go for another one, whatever the budget."""
+        """The time before which the model may not be evicted, whatever the budget."""
         return min(self.idle_at_s, self.ready_since_s + self.least_s)

@@ -75,7 +75,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # What the last tick planned from.
+        # The facts that the last tick planned from.
         self._found: Found | None = None
         self._settled = False
         self._draining = False

@@ -1,6 +1,6 @@
-"""Owns how several models share the nodes: whose turn it is, who goes for whom, and what they are told.
+"""Owns how several models share the nodes: which model loads next, which is evicted for it, and why each waits.
 
-sparkd.control.scheduler decides which model is to go. Never ends a model itself: it wishes.
+sparkd.control.scheduler decides which model is evicted. Never ends a model itself: it changes the desired state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparkd.state.nouns import ModelState, RankFact, Want
 
 
 def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:
-    """Why no load can begin now, whichever model is first; None where one can. strangers: ranks of models that nobody knows."""
+    """The reason why no model can load now; None where one can. strangers: ranks of models that are not configured."""
     if not observation.connected:
         trouble = observation.trouble
         if trouble is None:

@@ -85,7 +85,7 @@ def view(registry: Roster, record: Record, now_s: float, doubt: str | None = Non
 
 
 def _stores_responses(spec: ModelConfig, config: Config) -> bool:
-    """As vLLM reads it (vllm/envs.py); of an engine that is none, only it knows."""
+    """Whether vLLM stores responses, by its variable (vllm/envs.py); True for another engine, which sparkd cannot judge."""
     value = spec.environment(config.engine).get(_STORE, os.environ.get(_STORE, "0"))
     return not spec.runs_vllm(config.engine) or value.strip() not in ("0", "")
 

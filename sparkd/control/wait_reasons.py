@@ -10,7 +10,8 @@ from sparkd.state.memory_book import Lack
 STARTED_FIRST, ASKED_FIRST = "StartedFirst", "AskedFirst"
 # One model at a time is started or ended; memory of one that has ended comes back.
 LOADS, ENDS, RETURNS = "Loads", "Ends", "Returns"
-# For room, or for models that it cannot run beside: nobody asks for it, they may stay, are on their way already, or go now.
+# It waits for memory, or for models that it cannot run with. UNCLAIMED: no client and no operator requests it. Otherwise the other models
+# may stay for now (STAY), start or end already (PASS), or are unloaded now (LEAVE).
 UNCLAIMED, STAY, PASS, LEAVE = "Unclaimed", "Stay", "Pass", "Leave"
 # In vain: what is pinned excludes it, or the end of all that may go would not do.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"

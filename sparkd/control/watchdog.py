@@ -1,7 +1,7 @@
 """Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
 
-An engine that has lost a rank without a word (a driver that hangs, packets that are dropped) answers /health with 200 for minutes; its
-counters stand still at once. An engine's loss while nobody asked is not even counted as begun: then a question of our own decides.
+An engine that has lost a rank without a message (a driver that hangs, packets that are dropped) answers /health with 200 for minutes, while
+its counters stand still at once. An engine that broke while idle counts no request as begun: then the watchdog sends a test question.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sparkd.engine.upstream import Upstream
 from sparkd.errors import SparkdError, Unavailable
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
-# Not a step for so long, and no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
+# Seconds without a step while no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
 IDLE_S = 8.0
-# An engine on one node has no way between its ranks that could hang, and nobody loses a node by waiting longer.
+# An engine on one node has no link between ranks that could hang, and a longer wait costs no second node.
 ALONE_IDLE_S, ALONE_BUSY_S = 60.0, 300.0
 ALONE_ASK_EVERY_S = 5.0
 # The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
@@ -28,13 +28,14 @@ ALONE_ASK_EVERY_S = 5.0
 HANGING_W, HANGING_PERCENT = 30.0, 90.0
 # Ranks that use CPU time may compile a kernel, or wait for a GPU in a loop.
 BUSY_S = 120.0
-# With requests here and none there by its own count, so long until it is asked a question, and so long to answer it: vLLM counts what its
-# first step has ended, and one that hangs in it has nothing in hand. So has one that waits for a slow client.
+# The gateway has requests in flight and the engine counts none. QUESTION_S: seconds until the watchdog sends a test question; ANSWER_S:
+# seconds to answer it. vLLM counts a request after its first step, so an engine that hangs in that step, and one that only waits for a
+# slow client, count none.
 QUESTION_S, ANSWER_S = 3.0, 4.0
 ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
-# Where it uses CPU time in a step that it has counted nothing of: that one may compile kernels for a shape that nobody has sent before.
+# The same limit for an engine that uses CPU time in an uncounted first step: it may compile kernels for a shape that is new to it.
 FIRST_STEP_S = 600.0
-# An answer that is older than this says how the daemon was held up (a signal, a machine that slept), not how the engine is.
+# An answer older than this shows that the daemon was held up (a signal, a machine that slept), not how the engine is.
 HEARD_S = 6.0
 # A share of one core; a process that waits wakes up now and then.
 IDLE_SHARE = 0.2
@@ -45,7 +46,7 @@ _IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last sign that an engine moved. steps: the sum of its counters, None before it told any; cpu_s: by rank, at that moment."""
+    """The last sign of progress of an engine. steps: sum of its counters, None before the first reading; cpu_s: by rank, at that time."""
 
     steps: float | None
     at_s: float
@@ -76,7 +77,7 @@ class Pulse:
         self._readings: Mapping[str, Reading] = {}
 
     def look(self, records: Iterable[Record], readings: Mapping[str, Reading] | None = None) -> None:
-        """Ask every engine that has requests in hand; what it says is known at a later look. readings: by node, the newest."""
+        """Read the metrics of every engine that has requests; the answer counts from a later call on. readings: the newest, by node."""
         self._readings = readings or {}
         for record in records:
             if not _works(record):
@@ -95,7 +96,7 @@ class Pulse:
                 self._spawn(self._ask(record), f"pulse {record.name}")
 
     def frozen(self, record: Record) -> str | None:
-        """The sentence of its failure; None while it moves, or may."""
+        """The message of a hang; None while the engine makes progress or may be making some."""
         beat = self._beats.get(record.name)
         if beat is None or self._clock() - self._heard_at_s.get(record.name, -math.inf) > HEARD_S:
             return None
@@ -119,7 +120,7 @@ class Pulse:
         return f"{problem}: {'a rank or the way to it' if record.attempt.world > 1 else 'it'} hangs; all of it is started again."
 
     def doubt(self, record: Record) -> str | None:
-        """The sentence of an engine that was asked a question and has not answered it yet; None of one that nobody suspects."""
+        """The message about an engine that has not answered the test question yet; None for an engine that is not under suspicion."""
         beat, put_at_s = self._beats.get(record.name), self._idle.get(record.name, math.inf)
         if beat is None or put_at_s == math.inf or not _works(record):
             return None
@@ -128,7 +129,7 @@ class Pulse:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """One for each node where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
+        """A condition for each node where nvidia-smi fails or hangs: then power and memory of that GPU are unknown."""
         unknown = "The GPU's power and kernels are not known; see `sparkd doctor`."
         return tuple(
             Condition("GpuSilent", f"{node}: {reading.device_trouble}. {unknown}", node)
@@ -147,7 +148,7 @@ class Pulse:
         if beat is None or self._clock() - put_at_s > HEARD_S:
             return
         self._heard_at_s[record.name] = self._clock()
-        # Then neither silence nor a count that stands still is a proof: vLLM's gauges do not hear of an abort before the next step.
+        # Without a waiting client, neither silence nor a constant count proves a hang: vLLM's gauges show an abort after the next step.
         nobody_waits = record.state is ModelState.READY and record.queue.in_flight == 0
         if page is None:
             if nobody_waits:
@@ -180,7 +181,8 @@ class Pulse:
             self._spawn(self._answered(record, beat), f"question {record.name}")
 
     async def _answered(self, record: Record, beat: Beat) -> None:
-        """Whatever it answers, an error too, it lives. A question that was not even put is put again; one without an answer says enough."""
+        """Ask the test question. Any answer, an error too, proves that the engine lives. A question that could not be sent is sent again;
+        `frozen` judges an unanswered one."""
         try:
             await self._put(record.name, FIRST_STEP_S)
         except Unavailable:
@@ -197,7 +199,7 @@ class Pulse:
 
 
 def _works(record: Record) -> bool:
-    """Whether somebody waits for it, or has given up waiting."""
+    """Whether a client waits for the engine or has given up waiting."""
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
     left = record.queue.unanswered and record.state is ModelState.READY
     return serving and (_is_asked(record) or left) and record.upstream is not None

@@ -18,10 +18,10 @@ _AT_START = ("listen", "state_dir", "runtime_dir", "cluster", "memory")
 
 
 class Reloader:
-    """`load()` reads files and blocks; `take(config)` applies it on the loop; names of models: added, removed, restarted,
-    adjusted.
+    """`load()` reads files and blocks. `take(config)` applies the configuration on the loop and returns names of models by key: added,
+    removed, restarted, adjusted.
 
-    `refused(message)` is told why a configuration was not taken, None once one is.
+    `refused(message)` receives the reason why a configuration was refused, and None once one is accepted.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Follow signals until cancelled. A fault is logged and told."""
+        """Follow signals until cancelled. An error is logged and reported by `refused`."""
         while True:
             await self._asked.wait()
             self._asked.clear()

@@ -1,4 +1,4 @@
-"""Owns what `sparkd doctor --fix` may do on this node: settings in files of their own, and how each is undone. Never asks anybody.
+"""Owns what `sparkd doctor --fix` may do on this node: settings in files of their own, and how each is undone. Never asks a question.
 
 Nothing here stops a process, touches a model's files or needs a restart; what would is a cure in words.
 """

@@ -142,7 +142,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
 
 
 def _kernel_log(host: Host) -> Iterator[Finding]:
-    """The same table as for engines' logs. Each meaning once, with how often it was said."""
+    """Findings from the kernel's log, by the table for engines' logs: each diagnosis once, with the number of its lines."""
     seen: Counter[Diagnosis] = Counter()
     for line in host.command("dmesg").splitlines():
         if fault := diagnose(line):

@@ -14,7 +14,7 @@ from sparkd.errors import EngineError
 from sparkd.execution.boundary import Boundary
 
 EVERY_S = 5.0
-# While somebody looks at the page, for the rates alone.
+# The interval while a client shows the page, for the rates alone.
 WATCHED_EVERY_S = 1.0
 TIMEOUT_S = 2.0
 MAX_BYTES = 4 << 20
@@ -92,7 +92,7 @@ class Scraper:
                 self._fresh_at_s[key] = now_s
         self._pages = {key: (at_s, page) for key, (at_s, page) in self._pages.items() if key in fetched and now_s - at_s <= KEEP_S}
         pages = {key: page for key, (_, page) in self._pages.items()}
-        # Milliseconds for a page of an engine: not between two chunks of somebody's stream.
+        # Merging takes milliseconds for an engine's page: in a thread, so that it delays no stream.
         self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""
 
     async def measure(self) -> None:
@@ -212,7 +212,7 @@ async def page_of(upstream: Upstream) -> str | None:
 
 
 async def _sound_page(upstream: Upstream, model: str) -> str | None:
-    """As page_of, but one that would spoil the scrape is left out and counted."""
+    """The engine's metrics page. A page that would spoil the scrape is left out (None) and counted."""
     page = await _fetched(upstream)
     if page is None:
         return None

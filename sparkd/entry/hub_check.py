@@ -84,7 +84,7 @@ def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
 
 
 def commit_of(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """The commit of an absent model, as its hub or another node told it. Sends no request."""
+    """The commit of an absent model, as reported by its hub or by another node. Sends no request."""
     remote = looked_at(spec, env)
     return remote.commit if remote is not None else _commits.get(_key(spec, env))
 

@@ -25,8 +25,8 @@ Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class NodeRuntime:
-    """facts: workers.host.runtime.Runtime as JSON. node: whose. only: the nodes that have one like it, None where this node has it and
-    nobody else was asked."""
+    """facts: workers.host.runtime.Runtime as JSON. node: the node that has it. only: the nodes with the same runtime, None where this node
+    has it and no other was asked."""
 
     facts: Mapping[str, Any]
     node: str
@@ -60,7 +60,7 @@ async def runtime_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> Nod
 
 
 async def runtimes_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> list[NodeRuntime]:
-    """As runtime_in_sight, with one more for each other release and platform that other nodes have."""
+    """The runtime of runtime_in_sight, and one more for each other release and platform of other nodes."""
     runtimes = [await runtime_in_sight(nodes, ask, vllm=vllm)]
     able = await _able([node for node in nodes[1:] if node not in (runtimes[0].only or ())], ask, vllm=vllm)
     while able := {node: facts for node, facts in able.items() if not is_alike(facts, runtimes[-1].facts)}:
@@ -69,7 +69,7 @@ async def runtimes_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> li
 
 
 def _first(able: Mapping[str, Mapping[str, Any]]) -> NodeRuntime:
-    """That of the first of these nodes, and which of them have one like it."""
+    """The runtime of the first of these nodes, with the nodes that have a similar one."""
     node, facts = next(iter(able.items()))
     return NodeRuntime(facts, node, frozenset(other for other, theirs in able.items() if is_alike(theirs, facts)))
 

@@ -108,7 +108,7 @@ def _in_effect(name: str | None, flags: list[tuple[int, int, str]]) -> str | Non
 
 
 def _speaks_of_reasoning(spec: ModelConfig) -> bool:
-    """As a part of a JSON flag, which vLLM merges with its own."""
+    """Whether extra_args may set the reasoning parser as a part of a JSON flag, which vLLM merges with its own."""
     return any(flag_name(arg) == "structured-outputs-config" for arg in spec.extra_args)
 
 

@@ -66,7 +66,7 @@ class _Repository:
         return commit if commit is not None and _COMMIT.fullmatch(commit) else None
 
     def entry(self, spec: ModelConfig) -> ModelConfig:
-        """As if the repository were the entry's model."""
+        """The entry with this repository as its model."""
         if spec.model == self.hub_id and (spec.revision or _MAIN) == self.revision:
             return spec
         return spec.model_copy(update={"model": self.hub_id, "revision": self.revision})

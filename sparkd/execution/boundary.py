@@ -1,4 +1,4 @@
-"""The last boundary: an error that sparkd itself makes is logged, counted and told, and everything else goes on. Never decides anything."""
+"""The last boundary: logs, counts and reports an unexpected error of sparkd itself, and everything else goes on. Never decides anything."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Caught:
 class Boundary:
     """Everything that the daemon does on its own runs within one of `around`, `spawn` and `keep`. `clock` is monotonic, seconds.
 
-    A task that is cancelled ends. A CancelledError that comes up from inside, while nobody cancels the task, is an error like any other:
-    asyncio would end the task for it without a word.
+    A task that is cancelled ends. A CancelledError from inside, without a cancellation of the task, is an error like any other: asyncio
+    would end the task for it without a message.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -47,7 +47,7 @@ class Boundary:
         self._foreign_logged_s: dict[str, float] = {}
 
     def caught(self, where: str, error: BaseException, model: str = "", context: str = "") -> None:
-        """Take note of an error. where: one word, the same for all models. context: more for the log, free of anybody's data."""
+        """Note an error. where: one word, the same for all models. context: more text for the log, without data of a user."""
         metrics.INTERNAL_ERRORS.labels(where).inc()
         now_s, kind = self._clock(), (where, model, type(error).__name__)
         caught = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
@@ -145,7 +145,7 @@ def _is_ours(error: Exception) -> bool:
 
 
 def is_end(error: BaseException) -> bool:
-    """Whether this ends the task on purpose: somebody cancels it, or the process ends."""
+    """Whether this ends the task on purpose: a cancellation of the task, or the end of the process."""
     if not isinstance(error, asyncio.CancelledError):
         return not isinstance(error, Exception)
     task = asyncio.current_task()

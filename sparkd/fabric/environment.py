@@ -38,10 +38,10 @@ def settings(
     configured: Mapping[str, str] | None = None,
     pipeline: bool = False,
 ) -> tuple[Setting, ...]:
-    """Those of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
+    """The variables of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
 
-    rdma: False for engines on CPUs. pipeline: the ranks are stages of a pipeline, which may do without a rail between each two. Over what
-    is computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
+    rdma: False for engines on CPUs. pipeline: the ranks are stages of a pipeline, which may do without a rail between each two. The node's
+    own process environment overrides the computed values; `configured` (engine.env and the model's env) overrides both.
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
     nodes = sorted([node, *peers], key=lambda member: member.node)

@@ -54,7 +54,7 @@ class Rdma:
 class NetworkInterface:
     """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
 
-    carrier: None while it is switched off. speed_mbps: None where it cannot be told. addresses: IPv4 only.
+    carrier: None while the interface is down. speed_mbps: None where the driver does not report it. addresses: IPv4 only.
     """
 
     name: str

@@ -258,7 +258,7 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> It
     test = "`sparkd fabric --measure all`, a live NCCL test, proves or disproves it; "
     cure = test if proved else f"Otherwise only the LAN is left, about {LAN_GB_S:g} GB/s; "
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
-    # Nodes that nobody meant to link may serve a model each.
+    # Nodes without any link may serve a model each, so a missing link is no failure there.
     meant = any(cage.linked for node in nodes for cage in node.cages)
     yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, reason, cure)
 

@@ -119,9 +119,9 @@ def parse(lines: Iterable[str]) -> Transport:
 
 
 def judge(transport: Transport, expected: Iterable[str], node: str = "") -> tuple[Finding, ...]:
-    """expected: the RDMA devices that NCCL was told to use on this node, both twins of a cable; none where sockets are meant to be used.
+    """Findings on NCCL's transport, worst first. None while NCCL has not logged its network and nothing has gone wrong.
 
-    Worst first. Nothing where NCCL has not said yet which network it takes, and nothing has gone wrong.
+    expected: the RDMA devices that NCCL is configured to use on this node, both twins of a cable; none where it should use sockets.
     """
     order = (FAIL, WARN, OK)
     return tuple(sorted(_judged(transport, tuple(expected), node), key=lambda finding: order.index(finding.verdict)))

@@ -1,4 +1,4 @@
-"""Owns who else is at the end of a QSFP cable and could join. Never joins anybody: it only offers."""
+"""Owns the machines at the end of a QSFP cable that could join. Never joins one: it only lists them."""
 
 from __future__ import annotations
 

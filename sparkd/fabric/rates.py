@@ -19,11 +19,11 @@ _TRANSPORT = ("network", "rails", "traffic")
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Between the nodes a and b, by their addresses in the cluster. gb_s: 10^9 bytes/s of bus bandwidth. network: what NCCL said that it
-    took, None under Gloo. rails: RDMA devices of a that were meant to carry it, 0 where sockets were; idle: those that moved nothing. lan:
-    over the 10GbE port. real: over real links, which have a normal. sent_bytes: by both nodes together. at_s: wall clock. links: what
-    identified the links that it was taken over, a line for each (`links`); none where nobody knows, as in what an earlier release kept:
-    that holds no longer. sockets: where no rail was meant to carry it, the interfaces of a and b that did."""
+    """A measured bandwidth between the nodes a and b (their addresses in the cluster). gb_s: 10^9 bytes/s of bus bandwidth. network: the
+    network that NCCL logged, None under Gloo. rails: number of RDMA devices of a that NCCL was to use, 0 for sockets; idle: those that
+    carried no data. lan: over the 10GbE port. real: over real links, which have an expected rate. sent_bytes: sum of both nodes. at_s: wall
+    clock. links: one line for each link that was measured (`links`); none where unknown, as in records of an earlier release, which do not
+    count any more. sockets: where rails is 0, the interfaces of a and b that carried the data."""
 
     a: str
     b: str
@@ -108,7 +108,7 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
 
 
 def shown(rate: Rate, names: Mapping[str, str], *, held: bool = True) -> dict[str, Any]:
-    """As plain JSON, with the verdict; nodes by name. held: as in `finding`."""
+    """A rate as plain JSON, with the verdict; nodes by name. held: see `finding`."""
     judged = finding(rate, names, held=held)
     own = {"a": names.get(rate.a, rate.a), "b": names.get(rate.b, rate.b), "idle": list(rate.idle)}
     own |= {"links": list(rate.links), "sockets": list(rate.sockets)}

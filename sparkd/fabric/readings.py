@@ -75,14 +75,17 @@ class FabricNodes:
         return environment(settings(own, others, rdma=rdma, configured=configured, pipeline=pipeline))
 
     async def unlinked(self, nodes: Sequence[str], *, rdma: bool) -> dict[int, str]:
-        """By a number of nodes from two to all: why no so many of them may share a model by tensor parallelism now, and what helps.
+        """By number of nodes, from two to all: why that many cannot share a model by tensor parallelism now, and the fix.
 
         rdma: False for engines on CPUs.
         """
         return _unlinked(nodes, await self.fabrics(nodes, kept_s=0), rdma)
 
     async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
-        """The first `size` nodes, 2 to all, that may share a model so; none, and why, where there are not so many. rdma: as above."""
+        """(the first `size` nodes that can share a model by tensor parallelism, ""); ((), the reason) where there are not enough.
+
+        size: 2 to all nodes. rdma: see `unlinked`.
+        """
         fabrics = await self.fabrics(nodes, kept_s=0)
         groups = teams([*fabrics.values()], size, rdma=rdma)
         if not groups:
@@ -104,7 +107,7 @@ class FabricNodes:
 
 
 class Stages(FabricNodes):
-    """The same nodes as places for the stages of a pipeline, which need no rail between each two."""
+    """The nodes of a FabricNodes as places for pipeline stages, which need no rail between each two."""
 
     def __init__(self, nodes: FabricNodes) -> None:
         self._nodes = nodes

@@ -40,7 +40,7 @@ async def proof(
     async def of(handle: RankHandle) -> tuple[Finding, ...]:
         peers = [node for node in nodes if node != handle.node_id]
         env, nccl_lines = await asyncio.gather(
-            # Nodes without rails between each two share a model as a pipeline only, and were told so.
+            # Nodes without rails between each two share a model as a pipeline only; the placer has reported it.
             fabric.environment(handle.node_id, peers, rdma=True, configured=configured, pipeline=True),
             lines(handle),
         )
@@ -90,7 +90,7 @@ def told_of(findings: Iterable[Finding]) -> str:
 
 
 def _counted(moved_bytes: Mapping[str, int], node: str) -> Finding:
-    """moved_bytes: by RDMA device that NCCL was told to use."""
+    """The finding on traffic. moved_bytes: by each RDMA device that NCCL is configured to use."""
     evidence = f"{', '.join(f'{name} {size / 1e6:.2f} MB' for name, size in moved_bytes.items())} during the first chat"
     most = max(moved_bytes.values())
     if most < LEAST_BYTES:
@@ -111,7 +111,7 @@ def _blind(node: str) -> Finding:
 
 
 def _expected(env: Mapping[str, str], listed: str | None) -> tuple[str, ...]:
-    """The RDMA devices that NCCL was told to take, by its own word where the node cannot be read; none where an operator wants sockets."""
+    """The RDMA devices that NCCL is configured to use; those in NCCL's log where the node cannot be read; none for sockets."""
     if env.get("NCCL_NET", IB) != IB:
         return ()
     names = env.get("NCCL_IB_HCA", listed or "")

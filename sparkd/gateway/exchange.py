@@ -25,7 +25,7 @@ CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; ne
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is no one to answer."""
+    """The client closed its connection, so no response can be sent."""
 
 
 class EarlyAnswer(Protocol):

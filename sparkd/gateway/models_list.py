@@ -67,7 +67,7 @@ def model_meant(models: Mapping[str, ModelView]) -> str:
 
 
 def _entry(view: ModelView, name: str, paths: bool) -> dict[str, Any]:
-    """As vLLM's, with what sparkd knows besides."""
+    """An entry of vLLM's model list, with sparkd's own facts."""
     created_s = int(view.created_at_s)
     folder = view.source.startswith("/")
     entry: dict[str, Any] = {

@@ -52,8 +52,8 @@ class _Turn:
 
 
 async def outline(body: bytes | bytearray) -> bytes | bytearray:
-    """A document with the same names and short values in the same places; strings in lists may be empty there. Raises BodyTooLarge where
-    it is mostly made of names and values, and BadRequest for bytes that are no UTF-8 and for numbers that nobody reads."""
+    """A document with the same names and short values in the same places; strings in lists may be empty in it. Raises BodyTooLarge where
+    the body consists mostly of names and values, and BadRequest for bytes that are not UTF-8 and for numbers that no parser accepts."""
     if len(body) <= WHOLE_BYTES:
         return body
     turn = _Turn()

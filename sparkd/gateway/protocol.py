@@ -106,7 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def reset(self) -> None:
-        """As `cut`, for an answer that ends with the connection: only a reset shows the client that it is incomplete."""
+        """Like `cut`, for a response that ends with the connection: only a reset shows the client that it is incomplete."""
         self._when_gone = None
         self.cycle.disconnected = True
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)

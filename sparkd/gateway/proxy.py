@@ -312,7 +312,7 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
 
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
-    """What the route and the body need of a model. A model that cannot meet it is refused before it is loaded."""
+    """The abilities that the route and the body require. A model without them is refused before it is loaded."""
     if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
         return route.need
     return replace(route.need, tools=wants_functions(exchange.outline))

@@ -15,7 +15,7 @@ ADMIN_ROOT = "/admin/v1"
 
 
 class RouteKind(Enum):
-    """What answers a route."""
+    """The handler of a route."""
 
     ROOT = "root"
     LIVE = "live"

@@ -43,7 +43,7 @@ class GatewayServer(uvicorn.Server):
         self._ticked_at_s = clock()
 
     async def run_until_told(self, sockets: list[socket.socket]) -> None:
-        """`serve`, begun again where it ends by an error before it is told to."""
+        """Run `serve` until the daemon stops it; start it again where it ends by an error before that."""
 
         async def serve() -> None:
             if not self.should_exit:
@@ -71,7 +71,7 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second, from when it accepts until it is told to end."""
+        """Called ten times a second by uvicorn while the server accepts connections."""
         is_over: bool = await super().on_tick(counter)
         self._ticked_at_s = self._clock()
         return is_over
@@ -83,7 +83,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def tick_age_s(self) -> float:
-        """Seconds since its loop last turned, which it does only while it accepts. 0 once it was told to end."""
+        """Seconds since uvicorn's last tick, which it makes only while it accepts connections. 0 once the daemon stops the server."""
         return 0.0 if self.should_exit else self._clock() - self._ticked_at_s
 
     async def finish(self, serving: asyncio.Task[None], at_once: asyncio.Event, running: Callable[[], int] | None = None) -> None:

@@ -154,7 +154,7 @@ class Tracer:
         return RequestTrace(self if sampled else None, method, None, trace_id)
 
     def put(self, finished: Finished) -> None:
-        """For the loop: never blocks. What the queue has no room for is dropped and counted."""
+        """Queue a finished request without blocking the loop. A request that finds the queue full is dropped and counted."""
         if self._closed or len(self._queue) >= QUEUE_REQUESTS:
             metrics.TRACED_REQUESTS.labels("dropped").inc()
             return

@@ -11,7 +11,7 @@ _COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)
 
 
 class Tokens(NamedTuple):
-    """What an engine counted for one request; None for what its answer does not have."""
+    """Token counts of one request, as its engine reported them; None for a count that the response lacks."""
 
     prompt: int | None
     cached: int | None

@@ -1,1 +1,1 @@
-"""What the installed vLLM itself says of flags and of models: asked of a child, checked and kept."""
+"""Answers of the installed vLLM about flags and models: asked in a child process, checked and kept on disk."""

@@ -1,4 +1,4 @@
-"""Owns the shape of an answer about a model that comes from another node: names, types and sizes, before anything of it is used or kept."""
+"""Owns the schema of another node's answer about a model: names, types and sizes, checked before any of it is used or kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparkd.errors import EngineError
 
-# The largest that vLLM's own models have is some megabytes: tens of thousands of parameters.
+# The largest answers about vLLM's own models have some megabytes: tens of thousands of parameters.
 MOST_BYTES = 64 << 20
 _Name = Annotated[str, Field(max_length=1000)]
 _Text = Annotated[str, Field(max_length=100_000)]
@@ -68,7 +68,7 @@ class _Cache(_Strict):
 
 
 class _Answer(BaseModel):
-    """A key that is not named here is a fact: see sparkd.inquiry.model_answers.ModelAnswer."""
+    """An answer. Keys that are not named here are facts: see sparkd.inquiry.model_answers.ModelAnswer."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, _Fact]
@@ -86,7 +86,7 @@ _OBJECT: TypeAdapter[_Answer] = TypeAdapter(_Answer)
 
 
 def checked(text: str, node: str) -> dict[str, Any]:
-    """The answer, from its JSON. Raises EngineError for what is none, naming the field."""
+    """Parse an answer. Raises EngineError with the name of the wrong field for text that is no answer."""
     if len(text) > MOST_BYTES:
         raise EngineError(f"The agent of node {node} gave an answer about a model of {len(text):,} bytes; {MOST_BYTES:,} are read at most.")
     try:

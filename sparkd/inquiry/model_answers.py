@@ -1,8 +1,8 @@
-"""Owns the answers of the installed vLLM about models: asked of a child in its Python environment, and kept on disk. Never imports vLLM.
+"""Owns the answers of the installed vLLM about models: asked in a child of its Python environment, and kept on disk. Never imports vLLM.
 
-A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py has
-the JSON of the answer. `kept_answers` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as
-vLLM's import.
+A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py defines
+the JSON of the answer. `kept_answers` reads the disk only, in milliseconds; `ask` starts a child for answers that are not on disk, which
+takes as long as vLLM's import.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from workers.host.runtime import cpu_abilities
 
 OWN = "own"
 SPARK = "cuda:12.1"
-# The limit of one question, once vLLM is imported there.
+# The time limit of one question, after the child has imported vLLM.
 QUESTION_S = 120.0
 MEMORY_BYTES = 8 * 2**30
-# The largest that was seen has 200 kB.
+# Limit of an answer's file. The largest one so far has 200 kB.
 MOST_FILE_BYTES = 16 << 20
-# The file of the tensors of a model that has no folder.
+# The weights file of a model that has no folder on this machine.
 WEIGHTS = "model.safetensors"
-# By which vLLM knows Mistral's own format.
+# The name by which vLLM recognizes Mistral's own format.
 MISTRAL_WEIGHTS = "consolidated.safetensors"
-# No other variable of an engine changes what vLLM makes of a model.
+# Only variables with this prefix change how vLLM builds a model.
 _VARIABLES = "VLLM_"
-# Flags of the front end: none of them changes a model, and some are secrets. Names of a served model differ from one start to the next.
+# Flags of the front end: none of them changes a model, some are secrets, and the names of a served model differ from start to start.
 _FRONT_END = frozenset({
     "api-key", "hf-token", "served-model-name", "host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs",
     "chat-template", "tool-call-parser", "reasoning-parser", "tool-parser-plugin", "response-role", "middleware", "allowed-origins",
@@ -59,10 +59,10 @@ _PROGRAMS = tuple(Path(workers.__file__).parent / "engine" / name for name in ("
 
 @dataclass(frozen=True, slots=True)
 class ModelQuestion:
-    """folder: a checkpoint's own, with whatever it has. files: the texts of FILES where there is no such folder, by their names; tensors:
-    what its weights are, which our load format and some quantization methods look at. args, env: the engine's flags and variables as its
-    start has them. draft: the headers of one that is on no disk here, whose model is DRAFT in args. platform: OWN for the runtime's own,
-    SPARK for a Spark's GPU, which a runtime without CUDA imitates."""
+    """A question about a model. folder: the checkpoint's folder. files: without a folder, the texts of FILES by name; tensors: the headers
+    of its weights, which sparkd's load format and some quantization methods read. args, env: the engine's flags and variables at its start.
+    draft: the headers of a draft that is not on this disk, whose model is DRAFT in args. platform: OWN for the runtime's own, SPARK for a
+    Spark's GPU, which a runtime without CUDA imitates."""
 
     folder: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class ModelQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ModelRefusal:
-    """step: `arguments`, `config`, `model`, `cache` (what its layers keep), `sizes` (the bytes that requests take of it), `deadline`,
-    `memory` or `died`. certain: vLLM refuses to serve this model; otherwise this machine may merely be unable to build it, and nothing is
-    known."""
+    """The step at which vLLM failed: `arguments`, `config`, `model`, `cache` (the layers' KV cache), `sizes` (bytes of requests in it),
+    `deadline`, `memory` or `died`. certain: vLLM refuses to serve this model; otherwise this machine may only be unable to build it, and
+    nothing is known about the model."""
 
     step: str
     type: str
@@ -89,8 +89,8 @@ class ModelRefusal:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cache of one layer on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one;
-    state_bytes are of each request, however long, and page_bytes are those with their padding. spec: vLLM's class."""
+    """The cache of one layer on one rank. token_bytes: bytes of each token, up to `window` or `chunk` tokens where one is set. state_bytes:
+    bytes of a request of any length; page_bytes: the same with padding. spec: vLLM's class."""
 
     name: str
     spec: str
@@ -104,7 +104,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A parameter of one rank. purpose: `model` or `draft`. dtype: torch's name of it."""
+    """A parameter of one rank. purpose: `model` or `draft`. dtype: torch's name."""
 
     purpose: str
     name: str
@@ -114,8 +114,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A rank of the pipeline, which is what each of its tensor ranks has. block_bytes: of a block of the pool over all its layers, 0 where
-    vLLM did not say. requests: (tokens, bytes that one request of so many takes), the longest request last."""
+    """A pipeline stage, as each of its tensor-parallel ranks has it. block_bytes: bytes of a block of the pool in all its layers, 0 where
+    unknown. requests: (tokens, bytes of one request of that length), the longest request last."""
 
     layers: tuple[LayerCache, ...]
     parameters: tuple[Tensor, ...]
@@ -127,9 +127,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """vLLM's answer about a model. platform: that it ran on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
-    the fields of workers.engine.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
-    `cache_dtype`, `quantization`, `tasks`, `block_size`, ..). groups: of vLLM's block pool, as JSON."""
+    """vLLM's answer about a model. platform: `cpu` or `cuda:12.1`; stand_in: whether the child imitated that platform. facts: the other
+    fields of workers.engine.model_answer, up to the step that failed (`architecture`, `max_model_len`, `dtype`, `cache_dtype`,
+    `quantization`, `tasks`, `block_size`, ..). groups: the groups of vLLM's block pool, as JSON."""
 
     vllm: str
     platform: str
@@ -147,8 +147,8 @@ def _nobody(_request: Mapping[str, Any], _cancel: threading.Event) -> Iterator[d
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A runtime that this node has not got. vllm: its version; packages: a digest of all that is installed there. conversation: as
-    workers.engine.model_question.conversation, with the interpreter of that node; its answers were checked."""
+    """A runtime that only another node has. vllm: its version; packages: a digest of all its distributions. conversation: like
+    workers.engine.model_question.conversation, with that node's interpreter; its answers have been checked."""
 
     node: str
     vllm: str
@@ -158,8 +158,8 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class InquiryRuntime:
-    """interpreter: of the engine, None for the one that this runs in. folders: where answers are kept, see `places`. away: where it is
-    another node's."""
+    """The runtime that is asked. interpreter: the engine's Python, None for sparkd's own. folders: they keep answers, see `places`. away:
+    set for a runtime of another node."""
 
     interpreter: Path | None
     folders: Sequence[Path]
@@ -171,29 +171,29 @@ class InquiryRuntime:
 
     @property
     def place(self) -> str:
-        """For a message."""
+        """The runtime's name for a message."""
         return str(self.python) if self.away is None else f"{self.python} on {self.away.node}"
 
     @property
     def version(self) -> str | None:
-        """The version of its vLLM; None where it has none, or nothing tells it."""
+        """The version of the runtime's vLLM; None where it has none or the version is unknown."""
         if self.away is None:
             return full_version_in(self.interpreter)
         return self.away.vllm if release_of(self.away.vllm) is not None else None
 
     @property
     def neighbours(self) -> Iterable[str]:
-        """The packages that are installed beside it."""
+        """The packages in the runtime's environment."""
         return neighbours(self.python) if self.away is None else ("away", self.away.packages)
 
 
 def places(state_dir: Path) -> list[Path]:
-    """Where answers are kept: the daemon's folder where it is there, and the user's own."""
+    """The folders that keep answers: the daemon's where it exists, and the user's own."""
     return [folder.with_name("vllm-answers") for folder in parser_answers.places(state_dir)]
 
 
 def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
-    """The answer of each that the disk has; None where it has none, and where the file is damaged."""
+    """The answers on disk, one for each question; None where there is none or its file is damaged."""
     version = runtime.version
     if version is None:
         return [None for _ in questions]
@@ -202,7 +202,7 @@ def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) ->
 
 
 def kept_here(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
-    """As `kept_answers`; what was asked of the runtime's own platform counts too, because a daemon asks so about a node's own GPU."""
+    """Like `kept_answers`. Answers for the runtime's own platform count too, because a daemon asks that way about a node's own GPU."""
     answers = kept_answers([*questions, *(replace(question, platform=OWN) for question in questions)], runtime)
     return [answer or own for answer, own in zip(answers[: len(questions)], answers[len(questions) :], strict=True)]
 
@@ -214,9 +214,9 @@ def ask(
     progress: Callable[[str, int], None] = lambda step, question: None,
     cancel: threading.Event | None = None,
 ) -> list[ModelAnswer | None]:
-    """An answer for each question in turn, None for one that was cancelled before; from the disk where it has them. Blocks.
+    """An answer for each question in turn, from the disk where it is kept; None for a question that was cancelled before. Blocks.
 
-    progress: called with `importing`, `ready` or `asking` and the question's number, -1 where there is none. Raises EngineError where there
+    progress: called with `importing`, `ready` or `asking` and the question's number, -1 without a question. Raises EngineError where there
     is no vLLM, or it cannot be asked at all.
     """
     version = runtime.version
@@ -239,7 +239,7 @@ def ask(
 
 
 def _numbered(progress: Callable[[str, int], None], numbers: Sequence[int]) -> Callable[[str, int], None]:
-    """For a child that has only the questions of these numbers."""
+    """`progress` for a child that has only the questions with these numbers."""
     return lambda step, place: progress(step, numbers[place] if place >= 0 else -1)
 
 
@@ -251,7 +251,7 @@ def _run(
     progress: Callable[[str, int], None],
     cancel: threading.Event,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """One conversation for all of them. Raises EngineError where it ends before it is done."""
+    """(number, answer) for each question, from one child. Raises EngineError where the child ends before the last answer."""
     if not questions:
         return
     request = {
@@ -276,7 +276,7 @@ def _run(
 
 
 def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dict[str, Any]:
-    """The question as workers.engine.model_question reads it: for another node with what its folder has, which that one may not see."""
+    """The question in the JSON of workers.engine.model_question. For another node it includes the files, which that node may not have."""
     args, env = _engine(question, runtime, version)
     wire: dict[str, Any] = {
         "folder": None if question.folder is None or runtime.away is not None else str(question.folder),
@@ -300,7 +300,7 @@ def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dic
 
 
 def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The texts that vLLM reads of a model that is not on this machine."""
+    """The configuration files, by name, that vLLM reads for a model that is not on this machine."""
     source = checkpoint.quantization
     apart = {MODELOPT: source.modelopt_file()} if source is not None and source.apart else {}
     return {name: json.dumps(content).encode() for name, content in {checkpoint.config_file: checkpoint.config, **apart}.items()}
@@ -318,7 +318,7 @@ def _draft_folder(args: Sequence[str]) -> Path | None:
 
 
 def _tensors_in(folder: Path) -> Collection[TensorRef]:
-    """None of weights that have no headers, such as EAGLE's, which are often pickled."""
+    """The tensors of a folder; empty for weights without headers, such as EAGLE's, which are often pickled."""
     try:
         return tuple(read_checkpoint(str(folder)).tensors.values())
     except CheckpointError:
@@ -326,7 +326,7 @@ def _tensors_in(folder: Path) -> Collection[TensorRef]:
 
 
 def _headers(tensors: Iterable[TensorRef], place: str | None) -> dict[str, dict[str, Any]]:
-    """The headers of the files that hold those tensors, by their names. place: one file for all, where some stand for others."""
+    """The headers of the files that hold these tensors, by file name. place: one file for all of them, where some represent others."""
     headers: dict[str, dict[str, Any]] = {}
     ends: dict[str, int] = {}
     for tensor in tensors:
@@ -339,14 +339,14 @@ def _headers(tensors: Iterable[TensorRef], place: str | None) -> dict[str, dict[
 
 
 def _texts_in(folder: Path) -> dict[str, bytes]:
-    """The texts of those of FILES that it has."""
+    """The texts of the FILES that exist in the folder, by name."""
     texts = {name: _text(folder / name) for name in FILES}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def _engine(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> tuple[list[str], dict[str, str]]:
-    """The flags and the variables that matter to it, as that release spells them; of the latter those too that an engine here would
-    inherit."""
+    """(flags, variables) that matter to the answer, in the spelling of that release. The variables include those that an engine on this
+    node would inherit."""
     spelled = translated(question.args, question.env, release_of(version))
     args = without_any(spelled.args, _FRONT_END)
     env = inherited_environment({**(os.environ if runtime.away is None else {}), **spelled.env})
@@ -354,7 +354,7 @@ def _engine(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> t
 
 
 class _Keys:
-    """The names of answers on disk. The questions of one plan differ in split and format: what they share, up to 20 MB, is hashed once."""
+    """The file names of answers. The questions of one plan differ in split and format; their common part, up to 20 MB, is hashed once."""
 
     def __init__(self, runtime: InquiryRuntime, version: str) -> None:
         self._runtime, self._version = runtime, version
@@ -368,7 +368,7 @@ class _Keys:
             self._version,
             *runtime.neighbours,
             question.platform,
-            # A folder of answers may be that of several machines. Another node's are in the digest of its packages.
+            # Several machines may share a folder of answers. For another node the digest of its packages includes its CPU.
             cpu_abilities() if question.platform == OWN and runtime.away is None else "",
             f"{question.tensor_parallel} {question.pipeline_parallel}",
             json.dumps([args, sorted(env.items())]),
@@ -418,7 +418,7 @@ def _files(files: Mapping[str, bytes]) -> bytes:
 
 
 def _size(path: Path) -> int | None:
-    """None of a link that leads nowhere."""
+    """The size of a file; None for a broken link."""
     try:
         return path.stat().st_size
     except OSError:
@@ -437,7 +437,7 @@ def _on_disk(key: str, runtime: InquiryRuntime) -> ModelAnswer | None:
 
 
 def _read(path: Path) -> ModelAnswer | None:
-    """None too for what another user of the folder put there that is no answer: root reads the daemon's folder."""
+    """The answer in a file; None for a missing or invalid one. Another user may write to the folder, and root reads the daemon's."""
     try:
         return _answer(json.loads(regular_file.read(path, MOST_FILE_BYTES)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -445,7 +445,7 @@ def _read(path: Path) -> ModelAnswer | None:
 
 
 def _keep(key: str, raw: Mapping[str, Any], runtime: InquiryRuntime) -> None:
-    """Not what a limit of this machine ended: another time it may go well."""
+    """Keep an answer on disk, except one that a limit of this machine ended, because the next try may succeed."""
     if raw["refusal"] and raw["refusal"]["step"] in ("deadline", "memory", "died"):
         return
     for folder in runtime.folders:
@@ -455,7 +455,7 @@ def _keep(key: str, raw: Mapping[str, Any], runtime: InquiryRuntime) -> None:
 
 
 def _answer(raw: Mapping[str, Any]) -> ModelAnswer:
-    """Raises KeyError, TypeError or AttributeError for what is no answer."""
+    """The answer in this JSON. Raises KeyError, TypeError or AttributeError for JSON that is no answer."""
     pool = raw["cache"] or {"groups": [], "stages": [{}] * len(raw["stages"])}
     fields = {"vllm", "platform", "stand_in", "seconds", "refusal", "stages", "cache"}
     return ModelAnswer(
@@ -491,7 +491,7 @@ def _layer(raw: Mapping[str, Any]) -> LayerCache:
 
 
 def _whole(value: Any) -> int:
-    """Raises TypeError for what is no size."""
+    """A size in bytes. Raises TypeError for a value that is none."""
     if not isinstance(value, int) or value < 0:
         raise TypeError(f"{type(value).__name__} is not a size")
     return value

@@ -1,5 +1,5 @@
-"""Owns asking the vLLM of another node about models, through the agent there. Never takes an answer unchecked, and leaves nothing running
-there.
+"""Owns asking another node's vLLM about models, through that node's agent. Never accepts an unchecked answer, and leaves no process running
+on that node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.engine.model_question import IMPORT_S
 
 POLL_S = 1.0
 CALL_S = 15.0
-# Files of the questions, all together.
+# Limit for a request with all files of its questions.
 MOST_ASKED_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
@@ -33,15 +33,15 @@ class Agents(Protocol):
 
 
 class NodeInquiry:
-    """A sparkd.inquiry.model_answers.Away.conversation. interpreter: of that node. loop: the daemon's, on which its agents are called; the
-    conversation itself is held on another thread."""
+    """The conversation of sparkd.inquiry.model_answers.Away. interpreter: the Python on that node. loop: the daemon's event loop, which
+    calls the agents; the conversation itself runs on another thread."""
 
     def __init__(self, agents: Agents, node: str, interpreter: str, loop: asyncio.AbstractEventLoop) -> None:
         self._agents, self._node, self._interpreter, self._loop = agents, node, interpreter, loop
 
     def __call__(self, request: Mapping[str, Any], cancel: threading.Event) -> Iterator[dict[str, Any]]:
-        """Raises EngineError for a question that is too long and an answer that is none, ClusterError where the agent does not answer. The
-        child of that node is ended in any case."""
+        """Yield the lines of the child on that node. Raises EngineError for a request that is too long or an invalid answer, ClusterError
+        where the agent does not answer. The child is ended in any case."""
         text = json.dumps(request)
         if len(text) > MOST_ASKED_BYTES:
             raise EngineError(f"The headers of the model are {len(text):,} bytes; {MOST_ASKED_BYTES:,} are sent to another node at most.")
@@ -69,7 +69,7 @@ class NodeInquiry:
             log.info("the vLLM of node %s was asked about models and took too long", self._node)
 
     def _line(self, text: Any, questions: int) -> dict[str, Any]:
-        """Nothing else of the agent's answer goes on."""
+        """One checked line of the child. Other parts of the agent's answer are dropped."""
         if not isinstance(text, str) or len(text) > MOST_BYTES:
             raise self._unreadable()
         try:

@@ -1,6 +1,6 @@
-"""Owns what the parser of each installed vLLM refuses of arguments: asked of a child in its Python environment, and kept on disk.
+"""Owns the arguments that an installed vLLM's parser refuses: asked in a child of its Python environment, and kept on disk.
 
-Never imports vLLM. The packages beside it are part of the key, because a plugin may add flags.
+Never imports vLLM. The packages of the environment are part of the key, because a plugin may add flags.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ Subject = tuple[Sequence[str], Mapping[str, str]]
 TIMEOUT_S = 120.0
 MOST_KEPT = 1024
 _PROGRAM = Path(workers.__file__).parent / "engine" / "parse_args.py"
-# Flags whose plain numbers every vLLM takes: what a plan chooses for them is no new question.
+# Flags whose plain numbers every vLLM accepts: another number of theirs is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
-# What this process has asked itself, where no folder keeps it, and the environments that gave no answer: none is asked again.
+# Answers that this process received and no folder keeps. _silent: environments that gave no answer; they are not asked again.
 _answered: dict[str, RefusedArgs] = {}
 _silent: set[str] = set()
 
 
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
-    """The arguments that the parser of this environment's vLLM will refuse, a sentence for each. Translated as the start translates them.
-    ask: see `answers`."""
+    """A note for each argument that the parser of this runtime's vLLM will refuse, once translated as for a start. ask: see `answers`."""
     return refused_of([(args, env)], runtime, state_dir, ask=ask)[0]
 
 
 def refused_of(
     subjects: Sequence[Subject], runtime: Path | None, state_dir: Path, *, ask: bool, first: Callable[[], None] | None = None
 ) -> list[tuple[FlagNote, ...]]:
-    """As `refused`, for several engines of one environment: what is not kept of them is asked together."""
+    """Like `refused`, for several engines of one runtime: one child answers all questions whose answers are not kept."""
     version = full_version_in(runtime)
     if version is None:
         return [() for _ in subjects]
@@ -77,11 +76,11 @@ def announce() -> None:
 def answers(
     lines: Sequence[Sequence[str]], runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None
 ) -> list[RefusedArgs | None]:
-    """What the parser refuses of each list of arguments. runtime: an interpreter, None for the one that this runs in. folders: where
-    answers are kept, the first that can be written to.
+    """The refused arguments of each list in `lines`; None for a list where there is no vLLM or no answer.
 
-    ask: what is not kept is asked, all in one child, which takes as long as vLLM's import; an environment that fails is not asked again by
-    this process. `first` is called before. None where there is no vLLM, or no answer.
+    runtime: an interpreter, None for sparkd's own. folders: they keep answers; a new one goes to the first that is writable. ask: ask
+    vLLM for the missing answers, all in one child process, which takes as long as vLLM's import; an environment that fails is not asked
+    again by this process. first: called before the child starts.
     """
     interpreter = Path(sys.executable) if runtime is None else runtime
     version = full_version_in(runtime)
@@ -105,13 +104,13 @@ def answers(
 
 
 def places(state_dir: Path) -> list[Path]:
-    """Where answers are kept: the daemon's folder where it is there, and the user's own."""
+    """The folders that keep answers: the daemon's where it exists, and the user's own."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [*([state_dir / "vllm-flags"] if state_dir.is_dir() else []), *([own / "sparkd" / "vllm-flags"] if own.is_absolute() else [])]
 
 
 def _environment(interpreter: Path, version: str) -> str:
-    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child has these from us, as an engine has
+    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child inherits these, as an engine does
     parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *neighbours(interpreter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -127,7 +126,7 @@ def _question(line: Sequence[str]) -> list[str]:
 
 
 def neighbours(interpreter: Path) -> Iterator[str]:
-    """The names of what is installed beside it, versions included."""
+    """The names, with versions, of the distributions in an interpreter's environment."""
     own = [Path(entry) for entry in sys.path if entry.endswith("-packages")] if interpreter == Path(sys.executable) else []
     for packages in dict.fromkeys([*packages_of(interpreter), *own]):
         with contextlib.suppress(OSError):
@@ -142,7 +141,7 @@ def _kept(key: str, folders: Sequence[Path]) -> RefusedArgs | None:
 
 
 def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, RefusedArgs]] | None:
-    """An answer for each, as it is kept and as it is read."""
+    """(text to keep, parsed answer) for each list of arguments; None where the child gave no answer."""
     try:
         raw = json.loads(_run(interpreter, json.dumps({"lines": lines})) or "")["refused"]
         said = [(json.dumps(each), tuple(map(RefusedArg.of, each))) for each in raw]
@@ -159,7 +158,8 @@ def _keep(text: str, kept: Sequence[Path]) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """Write it by a rename, so that nobody reads half of it, and remove the oldest of its folder beyond MOST_KEPT. Raises OSError."""
+    """Write the file by a rename, so that no reader sees half of it, and remove the oldest files of its folder beyond MOST_KEPT. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
@@ -177,7 +177,7 @@ def put(path: Path, text: str) -> None:
 
 
 def _run(interpreter: Path, request: str) -> str | None:
-    """The program's output; None where it fails or takes too long, and then nothing of it is left."""
+    """The program's output; None where it fails or takes too long. None of its processes is left running then."""
     command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:

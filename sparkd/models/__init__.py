@@ -1,1 +1,1 @@
-"""What a model is and where it lies: its source, its shape, its files on the hub."""
+"""A model's source, its shape and its files on the hub."""

@@ -21,8 +21,8 @@ _ENDS = (
 
 
 def remark(config: Mapping[str, Any], runtime: Path | None) -> str | None:
-    """A sentence where the vLLM of `runtime` (None: that beside sparkd) has not got the model's architecture, or nobody can say; else None.
-    config: config.json. Never a refusal: a plugin may bring it to vLLM, and Transformers may have a class that vLLM runs."""
+    """A message where the vLLM of `runtime` (None: sparkd's own) lacks the model's architecture or config.json names none; else None.
+    config: config.json. Never a refusal: a plugin may add the architecture, and Transformers may have a class that vLLM runs."""
     names = config.get("architectures")
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
         return "Its config.json names no architecture (architectures), so vLLM may not know what it is."

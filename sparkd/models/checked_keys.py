@@ -39,7 +39,7 @@ _NO_SIZE_ENDS = ("token_id", "token_ids", "token_index", "_eps", "epsilon", "dro
 _NO_SIZE_BEGINNINGS = ("unsloth", "output_", "_attn")
 # These change no size at this value.
 _NEUTRAL: Mapping[str, Any] = {"decoder_sparse_step": 1, "moe_layer_freq": 1, "attn_output_gate": True}
-# Of all other keys a list or a mapping would be a size of each layer.
+# In any other key a list or a mapping would mean a different size for each layer.
 _LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "vision_config")
 # The kinds of rotary tables that the tests compare with vLLM's (tests/sparkd/capacity/test_against_vllm.py).

@@ -47,7 +47,7 @@ class NotAsked(Exception):
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Those of a repository's files that are fetched, in their order. GGUF and the like only where there are no safetensors."""
+    """The files of a repository to fetch, in their order. GGUF and the like only where there are no safetensors."""
     listed = [name for name in names if not _any(name, OTHER_FOLDERS)]
     weights = [name for name in listed if name.endswith(".safetensors") and "/" not in name]
     if not weights:
@@ -93,7 +93,7 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
             done[name] = listing.sizes[name] or 0
     finally:
         ended.set()
-        # After an error nobody waits for the others: their process ends with them.
+        # After an error the other downloads are not awaited: they end with the process.
         pool.shutdown(wait=False, cancel_futures=True)
     _name_revision(folder, revision or "main", listing.commit)
     return listing.commit, ""
@@ -153,7 +153,7 @@ def _refuse_without_room(hub_id: str, listing: RepositoryListing, missing: list[
 
 
 def _name_revision(folder: Path, revision: str, commit: str) -> None:
-    """At the very end: until then nobody finds a snapshot that is not all there."""
+    """Write the ref of a revision, after all files: until then no reader finds an incomplete snapshot."""
     if revision == commit or ".." in revision:
         return
     ref = folder / "refs" / revision

@@ -23,8 +23,8 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
     """The error to raise, with a message for clients that does not say where the folder is; None where it can be a model's, or where
     `folder` is a hub id. vllm: what another module reads there is its own affair.
 
-    places: of `places_of`, None for anywhere. Beyond them each reason is told in the same words, because which paths there are is no
-    caller's business. Blocks.
+    places: the folders of `places_of`, None for anywhere. Outside of them every fault has the same message, so that a caller cannot probe
+    which paths exist. Blocks.
     """
     fault = _fault(folder, vllm=vllm)
     if fault is None:
@@ -40,7 +40,7 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
 
 
 def _fault(folder: str, *, vllm: bool) -> tuple[str, str] | None:
-    """What is wrong with it, as the rest of a sentence that begins with the folder, and the cure."""
+    """The fault of a folder, as the rest of a sentence that begins with its path, and the cure. None where it can be used."""
     if not folder.startswith("/"):
         return None
     if os.path.isfile(folder):

@@ -1,8 +1,8 @@
-"""Owns finding, on this machine, a model's weights as somebody has quantized them already. Never takes one checkpoint for another.
+"""Owns finding an existing quantized checkpoint of a model on this machine. Never takes one checkpoint for another.
 
-A checkpoint that is found is offered by its own name. Strict, because a fine-tune has its model's shape too: the name is the model's with
-the words of a quantization behind it, the shape is the same to the last number, and under another owner the card names the model as its
-base.
+The plan offers such a checkpoint under its own name. The match is strict, because a fine-tune has the same shape as its model: the name is
+the model's followed by the words of a quantization, the shape is equal in every number, and under another owner the model card names the
+model as its base.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from sparkd.models.folder import unusable
 from sparkd.models.hub import Hub, RepositoryListing, in_parallel
 from sparkd.models.source import snapshot_of, source_of
 
-# The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
+# The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
 FIRST_BYTES = 100_000
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
@@ -51,7 +51,7 @@ def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], p
 
 
 def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
-    """As checkpoint_of, of an absolute folder or a hub id: a folder of the working directory that is called like it is not meant."""
+    """The checkpoint of an absolute folder or a hub id, like checkpoint_of; a folder of the working directory with that name is ignored."""
     if source.startswith("/"):
         if fault := unusable(source, vllm=True):
             raise CheckpointError(fault.message)
@@ -62,9 +62,9 @@ def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str],
 
 
 def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
-    """As read_checkpoint of the downloaded folder, under paths hf://ID@COMMIT/FILE and with modification time 0.
+    """The checkpoint of a hub id from its remote headers, with paths hf://ID@COMMIT/FILE and modification time 0.
 
-    All is of one commit. Raises ConfigError for what is no hub id, CheckpointError for what the hub refuses or has wrong.
+    All files are from one commit. Raises ConfigError for text that is no hub id, CheckpointError for refusals and faults of the hub.
     """
     hub = Hub(hub_id, revision, environ)
     source = _Repository(hub, hub.listing(), progress)

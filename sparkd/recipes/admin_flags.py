@@ -1,4 +1,4 @@
-"""Owns the flags and variables that an added model, one that came over the admin API, may bring: a list, and all else is refused.
+"""Owns the flags and variables that a model added over the admin API may have: a list; all others are refused.
 
 An admin key may start, stop and tune models. A flag needs the configuration file if it loads code, names another repository, reads or
 writes the node's files, opens addresses, or writes prompts and answers into logs. A stolen key is then no shell on the node. A flag that no
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from sparkd.errors import ConfigError
 
-# Without a value, also as --no-NAME.
+# Flags without a value, also as --no-NAME.
 SWITCHES = frozenset(
     {
         "enable-auto-tool-choice", "exclude-tools-when-tool-choice-none", "return-tokens-as-token-ids", "enable-prompt-tokens-details",
@@ -28,7 +28,7 @@ SWITCHES = frozenset(
         "disable-hybrid-kv-cache-manager", "async-scheduling", "enable-flashinfer-autotune", "disable-log-stats",
     }
 )  # fmt: skip
-# With one value: a number, or a name out of a list of vLLM's. None is a file, a repository, an address or a module.
+# Flags with one value: a number, or a name from a list of vLLM's. No value is a file, a repository, an address or a module.
 VALUES = frozenset(
     {
         "chat-template-content-format", "response-role", "tool-call-parser", "tool-strict-level", "sse-keep-alive-interval",
@@ -52,14 +52,14 @@ VALUES = frozenset(
         "kda-decode-backend",
     }
 )  # fmt: skip
-# With one value that is JSON of numbers and names, or in pieces: --limit-mm-per-prompt.image 2.
+# Flags with one value, JSON of numbers and names, or in parts: --limit-mm-per-prompt.image 2.
 MAPPINGS = frozenset({"limit-mm-per-prompt", "override-generation-config", "default-chat-template-kwargs", "pooler-config"})
-# With as many values as follow.
+# Flags with any number of values.
 LISTS = frozenset({"cudagraph-capture-sizes", "kv-cache-dtype-skip-layers"})
 _SHORT = {"-q": VALUES, "-ep": SWITCHES}
-# A level in one argument. In two, `-O` is --compilation-config in older releases, which names code.
+# An optimization level in one argument. In two arguments `-O` is --compilation-config in older releases, which can name code.
 _LEVEL = re.compile(r"-O=?[0-3]")
-# As argparse tells a negative number from a flag.
+# argparse's rule to tell a negative number from a flag.
 _NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 # Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, VLLM_PLUGINS, ...), and VLLM_LOGGING_LEVEL writes what models
@@ -79,11 +79,11 @@ _WHERE, _CURE = "over the admin API", "Set it in the configuration file."
 
 
 def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) -> None:
-    """Raises ConfigError for the first argument that is no flag of the lists, written in full, or none of its values.
+    """Raise ConfigError for the first argument that is neither an unabbreviated flag of the lists nor a value of one.
 
-    where and cure: words of the message, for a place other than the admin API.
+    where, cure: words of the message, for a place other than the admin API.
 
-    A flag that is cut short is refused, because another release may complete it to another flag; a value where none is taken, because
+    An abbreviated flag is refused, because another release may complete it to another flag; a value after a flag that takes none, because
     vLLM may read it as its model.
     """
     index = 0
@@ -104,14 +104,14 @@ def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) ->
 
 
 def refuse_variables(names: Iterable[str], where: str = _WHERE, cure: str = _CURE) -> None:
-    """Raises ConfigError for the first name of a variable that an added model may not set. where and cure: as of `refuse_flags`."""
+    """Raise ConfigError for the first variable that an added model may not set. where, cure: see `refuse_flags`."""
     for name in names:
         if name not in ENVIRONMENT:
             raise ConfigError(f"The environment variable {_shown(name)} is refused {where}. {cure}", param="env")
 
 
 def _kind(arg: str) -> frozenset[str] | None:
-    """The list that the flag stands in; None where it may not be given so."""
+    """The list that contains the flag; None where the flag is not allowed in this form."""
     if not arg.startswith("--"):
         return VALUES if _LEVEL.fullmatch(arg) else _SHORT.get(arg)
     key, equals, _ = arg[2:].partition("=")

@@ -1,4 +1,4 @@
-"""Owns what an added model, one that came over the admin API, may bring in by itself: a list of keys. Never reads a file."""
+"""Owns the keys that a model added over the admin API may set. Never reads a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.yaml_file import Table
 
-# Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
+# Keys of an entry that only tune or name a model. Any key outside these lists needs the configuration file.
 KEYS = frozenset(
     {
         "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
@@ -28,10 +28,10 @@ _CURE = "set it in the configuration file."
 
 
 def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
-    """Raises ConfigError for a recipe by its path, before anything is looked at: whether a file is there is no caller's business.
+    """Raise ConfigError for a recipe given by path, before any file is read, so that a caller cannot probe which files exist.
 
-    own: the keys of the request. is_recipe: whether a recipe has this name; that of a registry may have folders in it. A model that
-    begins with '.' or '~' is refused too, because the daemon's folders are not the caller's.
+    own: the keys of the request. is_recipe: whether a recipe has this name; names in a registry may contain folders. A model that begins
+    with '.' or '~' is refused too, because the daemon's folders are not the caller's.
     """
     recipe = str(own.get("recipe") or "")
     if "/" in recipe and not is_recipe(recipe):
@@ -41,10 +41,10 @@ def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
 
 
 def refuse_over_admin(own: Table, model: ModelConfig) -> None:
-    """Raises ConfigError for what is not in the lists among the keys of the request itself.
+    """Raise ConfigError for a key of the request that is not in the lists.
 
-    own: those keys. model: what they came to; what its recipe brought is the word of whoever put the recipe on this machine. Trust in
-    code belongs to the recipe's own repository and revision: a request that names another is refused.
+    own: the keys of the request. model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe.
+    A recipe trusts the code of its own repository and revision only: a request that names another is refused.
     """
     for key in own:
         if key not in KEYS and own[key] not in (None, False):

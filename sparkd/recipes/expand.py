@@ -1,6 +1,7 @@
-"""Owns how a recipe becomes a model: recipe, variant, profile and speculation, under the model's own keys. Never validates a key's value.
+"""Owns how an entry with a recipe is expanded: recipe, variant, profile and speculation, overridden by the entry's own keys. Never
+validates a key's value.
 
-The result is a plain entry of sparkd.yaml, so that nothing behind it knows of recipes.
+The result is a plain entry of sparkd.yaml, so that later steps know nothing of recipes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 KEYS = ("recipe", "profile", "speculative")
 METHODS: tuple[Method, ...] = get_args(Method)
-# Added to what a layer below says; every other key replaces it.
+# Maps that are merged with the layer below; every other key replaces its value.
 _MAPS = ("env", "metadata")
 _ARGS = "extra_args"
-# A layer that sets the first key has decided against the others.
+# A layer that sets the first key removes the others from the layers below.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("kv_cache", "kv_margin_gib"),
     "kv_cache": ("gpu_memory_utilization",),
@@ -40,16 +41,16 @@ _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """For whom a model is served. speculative: what holds where the model itself does not say."""
+    """Settings for a kind of use. speculative: the method for an entry that does not set one."""
 
     description: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     speculative: Method | None = None
 
 
-# The numbers of requests are those of the Spark vLLM guide: 2 for one person and the calls that a chat program makes by itself (8, the
-# walk-through to 256K), 4 as the most that one stream hardly notices (2 and 8; the vLLM blog on DGX Spark), 16 as the most it measured on
-# a 30B model (2). Speculation costs throughput where many are served (14.1).
+# Numbers of requests from the Spark vLLM guide: 2 for one person and the background calls of a chat program (chapter 8, the walk-through to
+# 256K), 4 as the most that hardly slow one stream (2 and 8; the vLLM blog on DGX Spark), 16 as the most that it measured on a 30B model
+# (2). Speculation costs throughput with many requests (14.1).
 PROFILES: Mapping[ProfileName, Profile] = {
     "single-user": Profile(
         "one person: the cache holds two requests of full length, more memory is free", {"max_num_seqs": 2, "kv_cache": {"sequences": 2}}
@@ -60,7 +61,7 @@ PROFILES: Mapping[ProfileName, Profile] = {
 
 
 def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> RecipeLibrary:
-    """The recipes for a configuration that was not validated yet: what is no path, its validation will say. None: the usual folder."""
+    """The recipes for a configuration that is not validated yet; the validation reports wrong paths later. None: the usual folder."""
 
     def folder(value: Any) -> Path | None:
         try:
@@ -72,7 +73,7 @@ def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mappin
 
 
 def expand_models(models: Any, book: RecipeLibrary, problems: list[ConfigProblem]) -> None:
-    """Replace, in the tree of the configuration, each model's entry by what it stands for."""
+    """Replace each model's entry in the tree of the configuration by its expanded entry."""
     if not isinstance(models, Table):
         return
     for name, entry in models.items():
@@ -81,10 +82,10 @@ def expand_models(models: Any, book: RecipeLibrary, problems: list[ConfigProblem
 
 
 def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[ConfigProblem]) -> Table:
-    """The entry of the model `name` with what its recipe, profile and speculation bring, each key with its place.
+    """The entry of the model `name` with the keys of its recipe, profile and speculation, each key with its place.
 
-    The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. A contradiction is a
-    problem; a value of the wrong kind is left for the validation.
+    The entry's own keys override; `env` and `metadata` are merged, and its `extra_args` follow the recipe's. A contradiction is a problem;
+    the validation reports a value of the wrong type.
     """
     choices = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
     if entry.get("speculative") is False:
@@ -114,13 +115,13 @@ def expanded(name: str, entry: Table, book: RecipeLibrary, problems: list[Config
 
 
 def offered(file: RecipeFile, variant: str | None) -> list[Method]:
-    """The choices of speculative decoding that a recipe has."""
+    """The methods of speculative decoding that a recipe offers."""
     drafts = file.speculation(variant)
     return [method for method in METHODS if method not in ("mtp", "dflash") or getattr(drafts, method) is not None]
 
 
 def default_method(file: RecipeFile, variant: str | None) -> str:
-    """How a model of the recipe speculates where nobody chooses: one of METHODS, or vLLM's name of what the recipe's own flags ask for."""
+    """The recipe's default for speculation: one of METHODS, or vLLM's name for the method in the recipe's own flags."""
     named = file.speculation(variant).default
     args = [str(arg) for table in file.settings(variant) if isinstance(listed := table.get(_ARGS), list) for arg in listed]
     config = speculative_config(args)
@@ -151,7 +152,7 @@ def _of_file(problem: ConfigProblem) -> str:
 
 
 def _with_some_model(entry: Table) -> Table:
-    """So that a recipe that cannot be used is told of once, not once more as a model that is missing."""
+    """The entry, with a placeholder where `model` is missing: an unusable recipe is then reported once, not again as a missing model."""
     stand_in = Table()
     _lay(stand_in, entry)
     if "model" not in stand_in:
@@ -160,7 +161,8 @@ def _with_some_model(entry: Table) -> Table:
 
 
 def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: Table, below: Table) -> Iterable[Table]:
-    """below: the layers that were taken already. A profile says nothing of the cache where the recipe's flags do."""
+    """The layers of an entry, lowest first. below: the merge of the layers so far. A profile does not size the cache where the recipe's
+    flags do."""
     if file is not None:
         yield from file.settings(variant)
     if profile in PROFILES:
@@ -180,7 +182,7 @@ def _speculation(
     entry: Table,
     problems: list[ConfigProblem],
 ) -> Table:
-    """The keys that the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
+    """The keys that the chosen method sets. Keys of the entry that exclude the method, and a second configuration of it, are problems."""
     key = ("models", name, "speculative")
     method, place = choices["speculative"], entry.places.get("speculative", entry.places.get("recipe", Location()))
     configured, written = (_speculative(_words(layer)) for layer in (entry, merged))
@@ -189,7 +191,7 @@ def _speculation(
         if method is None and file is not None:
             method = file.speculation(variant).default
             if written and method == "off":
-                return Table()  # as the recipe has it
+                return Table()  # the recipe's own flags stay
     if method not in METHODS:
         return Table()
     from sparkd.recipes.speculation import speculating
@@ -221,7 +223,7 @@ def _speculation(
 
 
 def _words(layer: Table) -> list[str]:
-    """Its extra_args, where they are a list."""
+    """The layer's extra_args; empty where they are no list."""
     args = layer.get(_ARGS)
     return [str(arg) for arg in args if isinstance(arg, str | int | float)] if isinstance(args, list) else []
 
@@ -231,7 +233,7 @@ def _speculative(args: Iterable[str]) -> bool:
 
 
 def _contradictions(model: str, method: Method, added: Speculating, merged: Table, entry: Table) -> Iterator[ConfigProblem]:
-    """Each key, flag and variable of the model, or of its recipe and profile, that a draft cannot live with."""
+    """A problem for each key, flag and variable of the entry, or of its recipe and profile, that excludes the draft."""
     path, chosen = f"models.{model}", ("models", model, "speculative")
     for key, allowed in added.fixed.items():
         holder = entry if key in entry else merged
@@ -264,7 +266,7 @@ def _contradictions(model: str, method: Method, added: Speculating, merged: Tabl
 
 
 def _check_nodes(name: str, file: RecipeFile, merged: Table, problems: list[ConfigProblem], place: Location) -> None:
-    """Check a number of ranks; auto stays within one node where the recipe is for one."""
+    """Check the number of ranks against the recipe's nodes; `auto` becomes 1 where the recipe is for one node."""
     nodes, size = file.recipe.nodes, merged.get("tensor_parallel", "auto")
     if size == "auto" and nodes.max == 1:
         merged.put("tensor_parallel", 1, place)
@@ -296,7 +298,8 @@ def _lay(under: Table, layer: Table) -> None:
 
 
 def _merged_map(below: Table, above: Any) -> Any:
-    """Both maps, the upper one's values first. llama-swap's list of NAME=value is one too; anything else is left for the validation."""
+    """The merge of two maps, in which the upper overrides. llama-swap's list of NAME=value counts as a map; any other value is returned
+    for the validation."""
     if isinstance(above, list | tuple) and all(isinstance(item, str) and "=" in item for item in above):
         places = getattr(above, "places", [Location()] * len(above))
         pairs = Table()

@@ -1,4 +1,4 @@
-"""Owns the recipe file: its schema, and one file read with every problem named. Never decides what a model takes from it."""
+"""Owns the recipe file: its schema, and reading one with all of its problems. Never decides which keys a model takes from it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from workers.host import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
 
-# Keys by which an operator says something of a model of his, and a recipe does not.
+# Keys that belong to an operator's entry and are refused in a recipe.
 _THE_OPERATORS = ("recipe", "profile", "speculative", "model", "aliases", "unlisted", "preload", "ttl", "runtime", "entrypoint")
 SUFFIXES = (".yaml", ".yml")
-# vLLM takes it in place of a draft's model.
+# vLLM accepts this in place of a draft's model.
 _NGRAM = "[ngram]"
-# Sections below which the keys of a model stand.
+# The section that holds keys of a model.
 _SETTINGS = "settings"
-# Keys that recipes of other launchers have, and ours do not.
+# Keys that only recipes of other launchers have.
 _FOREIGN = (
     "recipe_version", "command", "defaults", "runtime", "min_nodes", "max_nodes", "solo_only", "cluster_only", "build_args", "mods", "env",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def _image(value: Any) -> Any:
 
 
 class ContainerImage(Section):
-    """A container image. kind: how its entry point takes the command: vllm-openai has `vllm serve` in it, ngc passes the command on."""
+    """A container image. kind: the kind of its entry point: vllm-openai runs `vllm serve` itself, ngc runs the command that it gets."""
 
     image: Word
     kind: Literal["vllm-openai", "ngc", "other"] = "other"
@@ -50,7 +50,7 @@ class ContainerImage(Section):
 
 
 class NodeCount(Section):
-    """On how many nodes it was run, which on a Spark is the tensor-parallel size."""
+    """The numbers of nodes that the recipe was run on; on a Spark that is the tensor-parallel size."""
 
     min: PositiveCount = 1
     max: PositiveCount | None = None
@@ -63,7 +63,7 @@ class NodeCount(Section):
 
 
 class Draft(Section):
-    """How one method speculates for this model. needs: keys of the model that it cannot do without; args: flags of vLLM, likewise."""
+    """Settings of one speculation method for this model. needs: keys of the entry that it requires; args: vLLM flags that it requires."""
 
     num_speculative_tokens: PositiveCount | None = None
     # '{model}' is the model's own folder: a draft that lies inside a checkpoint has no hub id.
@@ -76,7 +76,7 @@ class Draft(Section):
 
 
 class Speculation(Section):
-    """default: what a model of this recipe does where nobody chose."""
+    """The drafts of a recipe. default: the method of a model whose entry does not set one."""
 
     default: Method = "off"
     mtp: Draft | None = None
@@ -90,7 +90,7 @@ class Speculation(Section):
 
 
 class Figure(Section):
-    """A published figure, and where it stands. Nothing here is an estimate."""
+    """A published number with its source. Never an estimate."""
 
     what: Literal[
         "active_parameters", "decode_tokens_per_s", "disk_gb", "kv_bytes_per_token", "kv_gib", "kv_tokens", "load_s", "parameters",
@@ -115,7 +115,7 @@ class Variant(Section):
 
 
 class Recipe(Section):
-    """One model, as it is served well. settings: keys of a model in sparkd.yaml. sources: the names that figures and notes cite."""
+    """A proven way to serve one model. settings: keys of an entry in sparkd.yaml. sources: the names that figures and notes cite."""
 
     description: Text
     model: Word
@@ -145,7 +145,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """A recipe and where it stands. table: the same with the line of each key, which an error about a model can then name."""
+    """A recipe and its file. table: the same values with the line of each key, for errors about a model."""
 
     name: str
     path: str
@@ -153,7 +153,7 @@ class RecipeFile:
     table: Table
 
     def settings(self, variant: str | None) -> list[Table]:
-        """The keys of a model, the recipe's and then the variant's."""
+        """The tables of an entry's keys: the recipe's, then the variant's."""
         return [table for table in (_inner(self.table, _SETTINGS), _inner(self.table, "variants", variant, _SETTINGS)) if table is not None]
 
     def profile(self, name: str) -> Table | None:
@@ -173,7 +173,7 @@ class RecipeFile:
         return chosen or self.recipe.container
 
     def every_settings(self) -> Iterator[Mapping[str, Any]]:
-        """Every map of a model's keys in the file: the recipe's own, its profiles', its variants' and its drafts'."""
+        """Every map of entry keys in the file: the recipe's, its profiles', its variants' and its drafts'."""
         recipe = self.recipe
         yield from (recipe.settings, *recipe.profiles.values(), *(variant.settings for variant in recipe.variants.values()))
         for draft in self._drafts():
@@ -207,7 +207,7 @@ def is_foreign(table: Mapping[str, Any]) -> bool:
 
 
 def refuse_as_model(text: str) -> None:
-    """Raises ConfigError where MODEL of a command line is the file of a recipe, ours or another launcher's, with what to do with it."""
+    """Raise ConfigError where MODEL on a command line is a recipe's file, sparkd's or another launcher's, with the right command for it."""
     path = Path(text).expanduser()
     if path.suffix not in SUFFIXES or not path.is_file():
         return
@@ -220,7 +220,7 @@ def refuse_as_model(text: str) -> None:
 
 
 def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-    """The file, or what is wrong with it: each problem with file, line, key, reason and cure. Never raises."""
+    """(the recipe or None, its problems), each problem with file, line, key, reason and fix. Never raises."""
     try:
         raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
     except OSError as error:
@@ -230,14 +230,14 @@ def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | No
 
 
 def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-    """As read_recipe, of a text. shown: the file's name in messages."""
+    """Like read_recipe, from a text. shown: the file's name in messages."""
     return recipe_of(name, yaml_file.parse(raw, shown, environ), shown, environ)
 
 
 def recipe_of(
     name: str, document: yaml_file.Document, shown: str, environ: Mapping[str, str]
 ) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-    """As parse_recipe, of a text that was parsed already."""
+    """Like parse_recipe, from a parsed document."""
     problems = document.problems
     if problems and not document.table:
         return None, problems  # nothing of it could be read, so that no key is missing
@@ -258,7 +258,7 @@ def recipe_of(
 
 
 def _canonical_settings(table: Table, problems: list[ConfigProblem]) -> None:
-    """Keys of a model under the names that they have in sparkd.yaml; those that are not a recipe's business are refused."""
+    """Rename the entry keys in the table to their names in sparkd.yaml; keys that a recipe may not set become problems."""
     holders: list[tuple[Table, str, tuple[str, ...]]] = [(table, _SETTINGS, (_SETTINGS,))]
     for section in ("profiles", "variants"):
         inner = _inner(table, section) or Table()
@@ -281,7 +281,7 @@ def _canonical_settings(table: Table, problems: list[ConfigProblem]) -> None:
 
 
 def _arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Its extra_args, where they are a list."""
+    """The extra_args of these settings; empty where they are no list."""
     args = settings.get("extra_args")
     return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
 

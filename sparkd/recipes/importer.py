@@ -1,4 +1,4 @@
-"""Owns what eugr's (version 1) and sparkrun's (version 2) recipes mean here: one of ours, and what was left out. Never runs their hooks.
+"""Owns the conversion of eugr's (version 1) and sparkrun's (version 2) recipes to sparkd's, with notes on what is lost. Never runs hooks.
 
 eugr/spark-vllm-docker, run-recipe.py and recipes/README.md; spark-arena/sparkrun, RECIPES.md: fields, placeholders, precedence.
 """
@@ -34,7 +34,7 @@ _FORMATS = {"1": "eugr/spark-vllm-docker", "2": "sparkrun"}
 _RUNTIMES = ("", "vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
 # A recipe of version 2 without a command: its defaults are vLLM's flags in snake_case, these three shortened.
 _RENAMED = {"tensor_parallel": "tensor-parallel-size", "pipeline_parallel": "pipeline-parallel-size", "data_parallel": "data-parallel-size"}
-# The switches that vLLM has on unless told otherwise, so that `false` has to be said.
+# Switches that are on by default in vLLM, so that `false` needs a flag of its own.
 _NEGATED = (
     "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_flashinfer_autotune", "scheduler_reserve_full_isl",
 )  # fmt: skip
@@ -46,7 +46,7 @@ _ROUNDS = 8
 MAX_COMMAND = 65536
 _OPEN, _CLOSE = "\x01", "\x02"
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
-# How launchers and torch tell a process which of several nodes it is on; sparkd places the ranks of a model itself.
+# Variables by which launchers and torch tell a process its node or rank; sparkd places the ranks of a model itself.
 _RANKS = frozenset(
     {
         "NNODES", "NUM_NODES", "NODE_COUNT", "NODE_RANK", "NODE_IP", "HEAD_IP", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK",
@@ -54,27 +54,27 @@ _RANKS = frozenset(
     }
 )  # fmt: skip
 _NODE_COUNTS = ("nodes", "nnodes", "num_nodes", "node_count")
-# Flags whose value is a file, which a mod or the image of its launcher brings where it is no full path.
+# Flags whose value is a file. A relative path comes from a mod or from the launcher's image.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin")
-# Images with vLLM as its project has it: vLLM's own, NVIDIA's, and eugr's builds of it.
+# Images with an unchanged vLLM: vLLM's own, NVIDIA's, and eugr's builds.
 _PLAIN_BUILDS = (
     "", "vllm-openai", "vllm", "vllm-node", "vllm-node-tf5", "spark-vllm", "dgx-vllm-eugr-nightly", "dgx-vllm-eugr-nightly-tf5",
 )  # fmt: skip
 _PLAIN = re.compile(r"[^\s{}]+")
 
-# (arguments, variables) -> (version, what this vLLM's parser refuses); None where there is none to ask.
+# (arguments, variables) -> (version, arguments that this vLLM's parser refuses); None without a vLLM.
 Parser = Callable[[Sequence[str], Mapping[str, str]], tuple[str, Sequence[RefusedArg]] | None]
 
 
 def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:
-    """Where no vLLM is asked."""
+    """The Parser for an import without vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """recipe: ours, plain values. text: the same as a file. notes: one sentence for each thing that is not as it was. missing: one for
-    each thing that its command uses and that neither it nor vLLM brings, which is told before the notes. risks: one for each thing by
-    which it runs a stranger's code or reads this machine's files, which is told first (sparkd.config.recipe_check.with_risks)."""
+    """A recipe in sparkd's format. recipe: plain values; text: the same as a file. notes: one sentence for each difference from the source.
+    missing: one for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes. risks: one
+    for each setting that runs foreign code or reads this machine's files, shown first (sparkd.config.recipe_check.with_risks)."""
 
     recipe: Mapping[str, Any]
     text: str
@@ -93,8 +93,8 @@ def imported(
 ) -> Imported:
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
-    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. parser: of the vLLM that is
-    here, which has to take the arguments. origin: where the file comes from, empty where only its format is known.
+    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. parser: asks this machine's
+    vLLM, which must accept the arguments. origin: the source of the file, empty where only its format is known.
     """
     document = yaml_file.parse(raw, shown, {}, last_counts=True)
     if document.problems:
@@ -106,10 +106,10 @@ def imported(
 
 
 def substituted(text: str, values: Mapping[str, Any]) -> str:
-    """`text` with {key} replaced, again while something is; an unknown {key} stays as it is.
+    """`text` with each {key} replaced by its value, repeatedly until nothing changes; an unknown {key} stays.
 
-    A brace of JSON is no placeholder, for it holds more than a name. Two braces are an escaped one where the text has '{{', which is never
-    JSON; '}}' alone is, at the end of nested maps.
+    A brace of JSON is no placeholder, because it holds more than a name. Double braces are escaped braces where the text has '{{', which
+    never occurs in JSON; '}}' alone does, at the end of nested maps.
     """
     # From left to right, as str.format reads them: in '{n}}}' the first brace ends a placeholder, and only the others are an escape.
     escaped = {"{{": _OPEN, "}}": _CLOSE} if "{{" in text else {}
@@ -138,7 +138,7 @@ def _imported(
     table = document.table
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
-    # As sparkrun has it, every version but 1 is its own (core/recipe.py).
+    # sparkrun takes every version but 1 as its own (core/recipe.py).
     version = "1" if str(table.get("recipe_version") or ("1" if "build_args" in table or "mods" in table else "2")) == "1" else "2"
     notes = [*document.repeated, *_left_out(table)]
     runtime = str(table.get("runtime") or "")
@@ -165,8 +165,8 @@ def _imported(
 
 
 def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | None:
-    """Why the ranks that its defaults say become one, as a note; None where they stay. eugr's launcher has one on one node, whatever the
-    recipe says (run-recipe.py, is_solo), where a Spark has one GPU."""
+    """A note on why the recipe's number of ranks becomes 1; None where it stays. On one node eugr's launcher always starts one rank
+    (run-recipe.py, is_solo), because a Spark has one GPU."""
     nodes = _nodes(table) or {}
     if str(size) == "1" or nodes.get("min", 1) > 1:
         return None
@@ -187,8 +187,8 @@ def parser_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Parser) -> Iterator[str]:
-    """settings: as this release of vLLM gets them. Raises ConfigError for an argument that its parser refuses and for a parser that it does
-    not have, where the recipe has neither a mod nor the image of a fork."""
+    """Sentences about files and modules that are missing on this machine. settings: translated for this release of vLLM. Raises ConfigError
+    for an argument that vLLM refuses or a parser that it lacks, where the recipe has neither a mod nor the image of a fork."""
     args, env, chosen = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
     brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
     listed = table.get("mods")
@@ -213,7 +213,7 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
 
 
 def is_fork(image: Any) -> bool:
-    """Whether a container has another vLLM than the published ones."""
+    """Whether a container image has a changed vLLM."""
     name = str(image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
     return name not in _PLAIN_BUILDS
 
@@ -263,8 +263,8 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
 
 
 def _filled(command: Command, unknown: set[str]) -> None:
-    """unknown: placeholders without a value. A flag that sparkd sees to itself needs none; so does the number of ranks. Raises ConfigError
-    for any other."""
+    """Handle placeholders without a value (`unknown`): drop them in flags that sparkd sets itself and in the number of ranks. Raises
+    ConfigError for any other."""
     if str(command.settings.get("tensor_parallel")) in unknown:
         name = command.settings.pop("tensor_parallel")
         command.notes.append(f"tensor_parallel is left out: {name} has no value here, and auto chooses by the memory of the nodes.")
@@ -323,7 +323,8 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
 
 
 def _environment(env: Any, notes: list[str]) -> dict[str, str]:
-    """Values as text. A variable of the shell in one is looked up by whoever uses the recipe: ${env.NAME} is how our files say it."""
+    """The variables, with values as text. A shell variable in a value becomes ${env.NAME}, which sparkd fills in when the recipe is
+    used."""
     variables: dict[str, str] = {}
     for name, value in (env if isinstance(env, Mapping) else {}).items():
         text = ("1" if value else "0") if isinstance(value, bool) else str(value)
@@ -338,7 +339,7 @@ def _environment(env: Any, notes: list[str]) -> dict[str, str]:
 
 
 def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
-    """solo_only, cluster_only and mode are older names of max_nodes: 1 and min_nodes: 2."""
+    """The recipe's `nodes` section. solo_only, cluster_only and mode are older names for max_nodes: 1 and min_nodes: 2."""
     least, most = table.get("min_nodes"), table.get("max_nodes")
     if table.get("solo_only") is True or table.get("mode") == "solo":
         most = 1
@@ -349,7 +350,7 @@ def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _kind(image: str) -> str:
-    """By the repository's name, whatever registry and tag stand before and behind it."""
+    """The kind of an image, by its repository's name without registry and tag."""
     place, _, last = image.partition("@")[0].rpartition("/")
     name = last.partition(":")[0]
     if name == "vllm-openai":

@@ -1,5 +1,5 @@
-"""Owns where recipes lie and how one is found by name: the operator's folder before the ones that come with sparkd, and the registries,
-whose recipes are NAME@REGISTRY. Never runs one."""
+"""Owns finding recipes by name: in the operator's folder, then among sparkd's own, and as NAME@REGISTRY in the registries. Never runs
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
     from sparkd.recipes.registry import Registries, Registry
 
-# In a checkout beside the package; where it was installed from one, below the environment's prefix (pyproject.toml, data-files).
+# sparkd's own recipes: beside the package in a checkout, below the environment's prefix after an installation (pyproject.toml, data-files).
 _CHECKOUT = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
@@ -43,11 +43,11 @@ class AsWritten(Mapping[str, str]):
 
 
 class RecipeLibrary:
-    """The recipes of some folders; of two with one name the first one counts. A file is read when it is asked for, and once."""
+    """The recipes of several folders; the first folder wins for a name. A file is read once, when its recipe is needed."""
 
     def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
-        """own: the operator's folder, None for the usual one. environ: what ${env.NAME} in a recipe stands for. state_dir: the folder with
-        the registries, None for none of them."""
+        """own: the operator's folder, None for the usual one. environ: values for ${env.NAME} in recipes. state_dir: the folder that holds
+        the registries, None for no registries."""
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
         self._state_dir = state_dir
@@ -55,7 +55,7 @@ class RecipeLibrary:
         self._kept: dict[str, RecipeFile] = {}
 
     def keep(self, file: RecipeFile) -> None:
-        """Have a recipe that lies in none of the folders, under its name and before the others."""
+        """Add a recipe that is in none of the folders. It precedes the others under its name."""
         self._kept[file.name] = file
 
     def names(self) -> dict[str, Path]:
@@ -71,8 +71,8 @@ class RecipeLibrary:
         return dict(sorted(paths.items()))
 
     def split(self, name: str) -> tuple[str, str | None]:
-        """`qwen@long` -> the recipe qwen, its variant long. `qwen@eugr` and `qwen@eugr@long`, where eugr is a registry -> the recipe
-        qwen@eugr."""
+        """(recipe, variant): `qwen@long` is the recipe qwen and its variant long. `qwen@eugr` and `qwen@eugr@long`, where eugr is a
+        registry, are the recipe qwen@eugr."""
         recipe, at, rest = name.partition(VARIANT)
         registry, more, variant = rest.partition(VARIANT)
         if at and (registries := self._registries) is not None and registry in registries:
@@ -99,8 +99,8 @@ class RecipeLibrary:
         return holder, *holder.text(name)
 
     def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-        """By name, or by path where it holds a '/'. A name that nobody has is a problem without a place. variant: the word behind its '@',
-        which may be meant for a registry."""
+        """The recipe of a name, or of a path where it holds a '/'. An unknown name yields a problem without a place. variant: the word
+        after '@', which may name a registry."""
         if name in self._kept:
             return self._kept[name], []
         if VARIANT in name and self.split(name) == (name, None):
@@ -119,7 +119,7 @@ class RecipeLibrary:
         return self._read[path]
 
     def no_registry(self, name: str | None) -> str:
-        """That `name` is no registry either, with those that there are, as a part of a message; empty where there are none."""
+        """A part of a message: that `name` is no registry either, and the known registries; empty without registries."""
         try:
             names = self._registries.known(name) if name is not None and self._registries is not None else ""
         except SparkdError:
@@ -127,21 +127,21 @@ class RecipeLibrary:
         return f", and {name[:64]!r} no registry ({names})" if name is not None and names else ""
 
     def find(self, name: str) -> RecipeFile:
-        """As `read`; raises ConfigError with the first problems."""
+        """The recipe of a name or path, like `read`. Raises ConfigError with the first problems."""
         file, problems = self.read(*self.split(name))
         if file is None:
             raise ConfigError("\n".join(str(problem) for problem in problems[:5]), param="recipe")
         return file
 
     def settings(self, name: str | None) -> dict[str, Any]:
-        """The keys of a model that NAME or NAME@VARIANT sets; empty for no recipe. Raises as `find`."""
+        """The entry keys that NAME or NAME@VARIANT sets; empty for None. Raises like `find`."""
         if name is None:
             return {}
         return {key: value for table in self.find(name).settings(self.split(name)[1]) for key, value in table.items()}
 
     @cached_property
     def _registries(self) -> Registries | None:
-        """None without a state folder. Imported for a name with an '@' alone: few have one."""
+        """The registries; None without a state folder. Imported only for a name with an '@', which is rare."""
         if self._state_dir is None:
             return None
         from sparkd.recipes.registry import Registries
@@ -149,8 +149,8 @@ class RecipeLibrary:
         return Registries(self._state_dir)
 
     def _of_registry(self, recipe: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-        """As `read`; what an import leaves out are warnings. Such a recipe has to do no more than tune a model; where it is
-        only shown, that it does more is a warning."""
+        """Like `read`, for a recipe of a registry. Losses of an import are warnings. Such a recipe may only tune a model; where it is only
+        shown, more is a warning instead of an error."""
         from sparkd.recipes.file import is_foreign, parse_recipe
         from sparkd.recipes.importer import imported
         from sparkd.recipes.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_trust

@@ -1,6 +1,6 @@
-"""Owns the registries of recipes on this machine: what each holds at its commit, and what a newer commit changes. Never fetches one.
+"""Owns the registries of recipes on this machine: the content of each at its commit, and the changes of a newer commit. Never fetches one.
 
-A registry is kept as one file of text, never as files of their own: nothing that a stranger published lies where a path could lead to it.
+sparkd keeps a registry as one text file, so that no published file lies where a path could lead to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN_COMMIT = 12
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _SUFFIX = ".json"
 _SHOWN_MATCHES = 6
-# Not parsed: a list of hundreds of recipes is quick, and nothing in one recipe can spoil it.
+# A pattern instead of a YAML parser: a list of hundreds of recipes is fast, and a broken recipe cannot spoil it.
 _LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
 _COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
 _SHOWN_CHARS = 160
@@ -39,8 +39,8 @@ _WHERE = "in a recipe of a registry that is used by its name"
 
 @dataclass(frozen=True, slots=True)
 class CommitSignature:
-    """A commit's signature, as git judges it. state: good, untrusted (a good one, of a key that nobody vouches for), expired, unknown
-    (there is no key here to check it by) or none. signer: as the key names itself; empty where nothing was checked."""
+    """A commit's signature, as git judges it. state: good, untrusted (good, by a key that this machine does not trust), expired, unknown
+    (no key to check it with) or none. signer: the name in the key; empty where nothing was checked."""
 
     state: str
     signer: str = ""
@@ -48,8 +48,9 @@ class CommitSignature:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """recipes: name -> the file's text at `commit`. committed: ISO 8601. left_out: reason -> number of files. unreadable: name -> why the
-    file is no YAML; such a one is not among the recipes."""
+    """One registry. recipes: name -> the file's text at `commit`. committed: ISO 8601. left_out: reason -> number of files. unreadable:
+    name
+    -> why the file is no YAML; such a file is not in `recipes`."""
 
     name: str
     url: str
@@ -84,7 +85,7 @@ class Registry:
 
     @property
     def origin(self) -> str:
-        """Where its recipes come from: address and commit."""
+        """The source of the registry's recipes: address and commit."""
         return f"{self.url} at {self.commit}"
 
     def rows(self) -> Iterator[dict[str, str | None]]:
@@ -99,13 +100,13 @@ class Registry:
             }
 
     def summary(self) -> dict[str, Any]:
-        """All but the recipes' texts, of which it has the number."""
+        """The registry's fields, with the number of recipes in place of their texts."""
         return asdict(self) | {"recipes": len(self.recipes)}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference that an update makes. Names of recipes, in alphabetical order."""
+    """The changes of an update, as names of recipes in alphabetical order."""
 
     old_commit: str
     new_commit: str
@@ -127,14 +128,14 @@ class Change:
 
 
 class Registries:
-    """Those below the state folder. Each is read when it is asked for, and once."""
+    """The registries below the state folder. Each is read once, when it is needed."""
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / FOLDER
         self._read: dict[str, Registry] = {}
 
     def names(self) -> list[str]:
-        """Raises StateError where the folder cannot be read."""
+        """The names of all registries. Raises StateError where the folder cannot be read."""
         try:
             return sorted(path.stem for path in self.folder.iterdir() if path.suffix == _SUFFIX and NAME.fullmatch(path.stem))
         except FileNotFoundError:
@@ -143,11 +144,11 @@ class Registries:
             raise StateError(f"{self.folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
 
     def __contains__(self, name: object) -> bool:
-        # Where this user may not look into the folder, there is none for him: `isfile` does not raise, as Path.is_file does.
+        # A folder that this user may not read counts as empty: unlike Path.is_file, `isfile` does not raise.
         return isinstance(name, str) and NAME.fullmatch(name) is not None and os.path.isfile(self._path(name))
 
     def get(self, name: str) -> Registry:
-        """Raises ConfigError for a name that none has, StateError for a file that cannot be used."""
+        """The registry of this name. Raises ConfigError for an unknown name, StateError for a file that cannot be used."""
         if name not in self:
             raise ConfigError(f"{name[:64]!r} is not a registry; {self.known(name)}. `sparkd recipes add-registry URL` adds one.")
         if name not in self._read:
@@ -161,13 +162,13 @@ class Registries:
         return self._read[name]
 
     def known(self, name: str) -> str:
-        """The registries that there are, and the one that `name` is most like, as a part of a message. Raises StateError."""
+        """A part of a message: the registry most similar to `name`, and all registries. Raises StateError."""
         names = self.names()
         near = nearest(name, names)
         return f"{f'did you mean {near}? ' if near else ''}known: {', '.join(names) or 'none'}"
 
     def put(self, registry: Registry) -> None:
-        """In place of the one with its name. Raises StateError."""
+        """Keep a registry, replacing one of the same name. Raises StateError."""
         try:
             private_folder(self.folder)
             write_private(self._path(registry.name), json.dumps(asdict(registry), ensure_ascii=True))
@@ -176,7 +177,7 @@ class Registries:
         self._read[registry.name] = registry
 
     def remove(self, name: str) -> None:
-        """Raises ConfigError for a name that none has, StateError where the file cannot be removed."""
+        """Remove the registry of this name. Raises ConfigError for an unknown name, StateError where its file cannot be removed."""
         if name not in self:
             self.get(name)
         try:
@@ -189,10 +190,10 @@ class Registries:
 
 
 def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
-    """Raises ConfigError for the first key, flag or variable of a recipe that does more than tune a model: that loads code, takes a
-    variable of this machine's environment, or names files, addresses or other repositories. text: the recipe's own.
+    """Raise ConfigError for the first key, flag or variable of a recipe that does more than tune a model: it loads code, reads a variable
+    of this machine's environment, or names files, addresses or other repositories. text: the recipe's text.
 
-    The lists are those for models that come over the admin API.
+    The lists are those for models that are added over the admin API.
     """
     cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
     if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
@@ -205,7 +206,7 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
                 raise ConfigError(f"{key} is refused {_WHERE}: {cure}", file=file.name, param=key)
         if table.get("load_format") is not None and str(table["load_format"]) not in LOAD_FORMATS:
             raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
-        # The validation of the entry refuses a value of another kind.
+        # The validation of the entry refuses a value of another type.
         args, env = (value if isinstance(value, Mapping | list | tuple) else () for value in (table.get("extra_args"), table.get("env")))
         try:
             refuse_flags([str(arg) for arg in args], where=_WHERE, cure=cure)
@@ -215,19 +216,19 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
 
 
 def is_of_hub(name: str) -> bool:
-    """Whether a model or a draft is a hub id, or lies in the model's own folder, and is no other path."""
+    """Whether a model or a draft is a hub id or a path in the model's own folder, and no other path."""
     return is_hub_id(name) or _IN_THE_MODEL.fullmatch(name) is not None
 
 
 def take_out_trust(file: RecipeFile) -> bool:
-    """Whether the recipe trusted the code of the model's repository. It does no longer: that is for the entry that names the recipe."""
+    """Remove the recipe's trust in code of the model's repository; True where it had any. Only the entry may grant that trust."""
     tables = [*file.settings(None), *(table for name in file.recipe.variants for table in file.settings(name))]
     taken = [table.pop(_TRUST, None) for table in tables]
     return any(taken)
 
 
 def _registry(name: str, table: Mapping[str, Any]) -> Registry:
-    """Raises TypeError, KeyError or ValueError for a table that no `put` has written."""
+    """The registry in a table of `put`. Raises TypeError, KeyError or ValueError for any other table."""
     # A registry that an earlier release kept has no `unreadable`.
     recipes, left_out, unreadable = dict(table["recipes"]), dict(table["left_out"]), dict(table.get("unreadable", {}))
     url, commit, committed = (str(table[key]) for key in ("url", "commit", "committed"))

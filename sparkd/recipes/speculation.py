@@ -1,6 +1,6 @@
-"""Owns what a choice of speculative decoding means: vLLM's configuration of it, and the rules that go with each method. Never measures.
+"""Owns vLLM's configuration for a method of speculative decoding, and the rules of each method. Never measures.
 
-The rules are those of the Spark vLLM guide, chapter 14, held against vLLM 0.32 (config/speculative.py).
+The rules are those of the Spark vLLM guide, chapter 14, checked against vLLM 0.32 (config/speculative.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sparkd.recipes.file import Draft, Speculation
 from sparkd.schema.fields import Method
 from sparkd.vllm.translate import PER_BATCH, SPECULATIVE, flag_name, schedule
 
-# From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).
+# From this many concurrent requests on, drafting costs more than it gains (14.1, 14.7).
 BATCH_LIMIT = 32
-# Where nobody sets max_num_seqs, vLLM's own number is above the limit (arg_utils.py, get_batch_defaults).
+# Stands for vLLM's default of max_num_seqs, which is above the limit (arg_utils.py, get_batch_defaults).
 _MANY = 256
 _NATIVE = ("auto", "bfloat16")
 # A ValueError at the start of vLLM 0.32, with methods that draft on the CPU (config/vllm.py, "async scheduling is only supported with").
@@ -25,9 +25,9 @@ _ASYNC = ("async-scheduling",)
 
 @dataclass(frozen=True, slots=True)
 class Speculating:
-    """The keys, flags and variables that a choice adds to a model. settings: keys that it sets. fixed: key -> values it can live with. why:
-    the reason, for a message. drops: switches of vLLM that it does not start with. own: those of `settings` that the recipe itself has for
-    this draft. flags: of vLLM, each with the only value that it can live with; `args` has them too."""
+    """The keys, flags and variables that a method adds to an entry. settings: keys that it sets. fixed: key -> the values it allows. why:
+    the reason, for a message. drops: vLLM switches that exclude the method. own: the keys of `settings` that the recipe sets for this
+    draft. flags: vLLM flags, each with the only allowed value; `args` has them too."""
 
     args: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -49,9 +49,9 @@ NOTES: Mapping[str, str] = {
 
 
 def speculating(method: Method, offered: Speculation | None, model: str, max_num_seqs: Any, quantized: bool = False) -> Speculating:
-    """What `method` means for a model. Raises ValueError, a reason and a cure, where it cannot be done.
+    """vLLM's flags for `method` and a model. Raises ValueError, with a reason and a fix, where the method is not possible.
 
-    offered: what the recipe offers, None without a recipe. model: its folder or hub id. max_num_seqs: None where vLLM chooses.
+    offered: the drafts of the recipe, None without a recipe. model: folder or hub id. max_num_seqs: None where vLLM chooses.
     quantized: the model is quantized while it loads.
     """
     if method == "off":
@@ -93,7 +93,8 @@ def speculating(method: Method, offered: Speculation | None, model: str, max_num
 
 
 def _args(config: dict[str, Any], max_num_seqs: Any) -> tuple[str, ...]:
-    """vLLM's own --speculative-disable-by-batch-size has done nothing since 0.10 (vLLM PR #35060); a schedule does."""
+    """The flag with a draft configuration. A schedule turns drafting off for large batches, because vLLM's own
+    --speculative-disable-by-batch-size has had no effect since 0.10 (vLLM PR #35060)."""
     sequences = max_num_seqs if isinstance(max_num_seqs, int) and not isinstance(max_num_seqs, bool) else _MANY
     if sequences >= BATCH_LIMIT:
         config = config | {PER_BATCH: schedule(config["num_speculative_tokens"], BATCH_LIMIT)}

@@ -1,4 +1,4 @@
-"""Owns reading a `vllm serve` command line, as scripts and other recipes write it, into a model's keys. Never runs one, nor a shell."""
+"""Owns converting a `vllm serve` command line of a script or recipe to an entry's keys. Never runs the command or a shell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT = {
     "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization",
     "-n": "nnodes", "-r": "node-rank", "-sc": "speculative-config",
 }  # fmt: skip
-# A flag of a fork of vLLM, by eugr's mod gpu-mem-util-gb: it goes before gpu-memory-utilization.
+# A flag of a fork of vLLM, from eugr's mod gpu-mem-util-gb: it overrides gpu-memory-utilization.
 _GIB = "gpu-memory-utilization-gb"
 _ONE_VALUE = ("model", "host", "port", "api-key", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
               "pipeline-parallel-size", "data-parallel-size", "kv-cache-memory-bytes", _GIB, SPECULATIVE[2:])  # fmt: skip
@@ -34,7 +34,7 @@ def _as_is(text: str) -> Any:
 
 
 def _number(text: str) -> Any:
-    """131072, and 128K as it stands, which the key reads too."""
+    """The value of a number flag: an int for plain digits; a text such as 128K stays, because the key accepts it."""
     return int(text) if re.fullmatch(r"\d+", text) else text
 
 
@@ -42,7 +42,7 @@ def _share(text: str) -> Any:
     return float(text) if _NUMBER.fullmatch(text) else text
 
 
-# Flag -> key and how its value is read. Anything else stays a flag.
+# Flag -> (key, function that reads its value). Any other flag stays a flag.
 _KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "max-model-len": ("max_model_len", _number),
     "max-num-seqs": ("max_num_seqs", _number),
@@ -58,17 +58,17 @@ _KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "tool-call-parser": ("tool_call_parser", _as_is),
 }
 _SWITCHES = {"trust-remote-code": "trust_remote_code", "enforce-eager": "enforce_eager"}
-# Set again by the key tool_call_parser.
+# Flags that the key tool_call_parser sets again.
 _IMPLIED = ("enable-auto-tool-choice",)
 _WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
-# Every flag that is not handed on as it is written, so that its beginnings have to be told apart.
+# The flags that sparkd reads instead of passing them on: their abbreviations must be unambiguous.
 _READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
 
 
 @dataclass(slots=True)
 class Command:
-    """The settings in a command line. notes: one sentence for each thing that was left out. divided: whether a pipeline or copies of the
-    model share its ranks."""
+    """The settings in a command line. notes: one sentence for each part that was left out. divided: whether the ranks form a pipeline or
+    copies of the model."""
 
     model: str | None = None
     served: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Command:
 
 
 def read_command(text: str) -> Command:
-    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError."""
+    """Read a script whose last line starts vLLM. Lines of `export NAME=value` before it count; others are left out. Raises ConfigError."""
     command = Command()
     words: list[str] | None = None
     for line in _lines(text):
@@ -104,7 +104,7 @@ def read_command(text: str) -> Command:
 
 
 def read_arguments(words: Sequence[str], command: Command) -> None:
-    """The arguments behind `vllm serve`, into `command`."""
+    """Add the arguments after `vllm serve` to `command`."""
     owned: list[str] = []
     index = 0
     while index < len(words):
@@ -154,8 +154,8 @@ def read_arguments(words: Sequence[str], command: Command) -> None:
 
 
 def _in_full(name: str) -> str:
-    """A flag that is cut short, of those that are read here; another stays. No flag of vLLM's is a beginning of one of these. Raises
-    ConfigError where it may be several."""
+    """The full name of an abbreviated flag of _READ; any other name unchanged. No other flag of vLLM is a prefix of one of these. Raises
+    ConfigError for an ambiguous abbreviation."""
     if not name or name in _READ:
         return name
     flags = sorted(flag for flag in _READ if flag.startswith(name))
@@ -165,7 +165,8 @@ def _in_full(name: str) -> str:
 
 
 def _one_speculation(args: list[str]) -> list[str]:
-    """The parts of a configuration of drafts (`--speculative-config.method mtp`) as one flag, as vLLM's parser puts them together."""
+    """The arguments with the parts of a draft configuration (`--speculative-config.method mtp`) joined to one flag, as vLLM's parser
+    does."""
     parts: dict[str, Any] = {}
     for index, arg in enumerate(args):
         written, equals, value = arg.partition("=")
@@ -198,7 +199,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _values(words: Sequence[str], start: int, name: str) -> list[str]:
-    """The values of the flag before `start`: all words up to the next flag, but of one that takes one value, or none, no more."""
+    """The values of the flag before `start`: the words up to the next flag, but at most as many as the flag takes."""
     most = 0 if name in _WITHOUT_VALUE else 1 if name in _KEYS or name in _ONE_VALUE else len(words)
     values: list[str] = []
     for word in words[start : start + most]:
@@ -209,15 +210,15 @@ def _values(words: Sequence[str], start: int, name: str) -> list[str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Whole lines: continuations joined, also those with blanks behind the backslash; comments and empty lines left out."""
+    """The lines of a script, with continuations joined, also after a backslash with blanks; without comments and empty lines."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\[ \t]*(?:\n|$)", " ", "\n".join(lines))
-    # A semicolon at the end of a line ends it no more than the line does.
+    # A semicolon at the end of a line has no effect.
     return [line for each in joined.splitlines() if (line := each.strip().removesuffix(";").rstrip())]
 
 
 def _split(line: str) -> list[str]:
-    """As a shell splits it. Raises ConfigError where only a shell could say what it means."""
+    """Split a line like a shell. Raises ConfigError for a line that only a shell could evaluate."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split = True
     lexer.commenters = ""
@@ -231,7 +232,7 @@ def _split(line: str) -> list[str]:
 
 
 def _assignments(tokens: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """NAME=value words at the beginning, as `env` and `export` have them, and what is left."""
+    """(NAME=value pairs at the beginning of a line, also after `env` or `export`; the remaining words)."""
     pairs: list[tuple[str, str]] = []
     rest = tokens[1:] if tokens and tokens[0] in ("export", "env", "exec") else tokens
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
@@ -241,7 +242,7 @@ def _assignments(tokens: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _served(words: list[str]) -> list[str] | None:
-    """The arguments, where the words start vLLM's server."""
+    """The arguments of a command that starts vLLM's server; None for any other command."""
     for server in _SERVERS:
         for start in range(min(2, len(words))):
             if tuple(word.rpartition("/")[2] for word in words[start : start + len(server)]) == server:
@@ -257,5 +258,5 @@ def _set(command: Command, name: str, value: str) -> None:
 
 
 def as_argument(value: Any) -> str:
-    """A default's value as the flag takes it."""
+    """A default's value in the flag's spelling."""
     return json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -21,7 +21,7 @@ _WRAP = 110
 
 
 def fabric(report: Mapping[str, Any], console: Console) -> None:
-    """What `sparkd.fabric.report.report` answers."""
+    """Print a report of `sparkd.fabric.report.report`."""
     report = all_printable(report)
     double, single = ("══", "──") if console.encoding in ("utf-8", "utf8") else ("==", "--")
     for node in report["nodes"]:
@@ -59,7 +59,7 @@ def nodes(report: Mapping[str, Any], console: Console) -> None:
 
 
 def offers(machines: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
-    """The machines that could join. head: Ray's address of the head; one on loopback nobody can join yet."""
+    """Print the machines that could join. head: Ray's address of the head; no machine can join a head on loopback."""
     ready = head is not None and not head.startswith("127.")
     how = f"`sparkd join {head}` there" if ready else "`sparkd join` there (`sparkd token` here prints the command)"
     for machine in all_printable(list(machines)):

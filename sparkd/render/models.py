@@ -24,9 +24,9 @@ __all__ = ["duration", "printable", "say_json"]
 GIB = 1 << 30
 MIB = 1 << 20
 NARROW = 100
-# Of `sparkd ps --wide`: the pool, requests of full length that it holds, bytes of a token, what was to stay free and what was.
+# Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
-# The parsers of its engine, chosen or set.
+# Columns for the engine's parsers, chosen by sparkd or set in the entry.
 PARSER_COLUMNS = ("TOOLS", "REASONING")
 BAR_CELLS = 20
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
@@ -123,7 +123,7 @@ def bar_in(conditions: Iterable[Condition]) -> Condition | None:
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
-    """The same for as long as a model stands where it does, whatever its numbers: see Line. reason: of its failure."""
+    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line. reason: of its failure."""
     return " ".join((state, *((wait["reason"], *wait["models"]) if wait else (reason or "",))))
 
 

@@ -18,7 +18,7 @@ def say_json(value: Any) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """As JSON, with every control character escaped, those above ASCII too: a terminal may obey them."""
+    """The value as JSON, with every control character escaped, those above ASCII too, because a terminal may obey them."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def all_printable(value: Any) -> Any:
-    """The same of every text in plain JSON."""
+    """Plain JSON with `printable` applied to every text."""
     if isinstance(value, dict):
         return {printable(str(key)): all_printable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -152,7 +152,7 @@ def _sureness(options: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _answered(vllm: Mapping[str, Any] | None) -> str:
-    """Whose vLLM it was; nothing where a daemon of another release did not say so."""
+    """The line on the vLLM that was consulted; empty where a daemon of another release does not report it."""
     if vllm is None:
         return ""
     runtime = printable(vllm["runtime"])

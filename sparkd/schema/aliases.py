@@ -1,10 +1,10 @@
-"""Owns llama-swap's and the recipes' names for keys: spellings of ours, and what means nothing here, with its cure. Reads no file."""
+"""Owns llama-swap's and other recipes' names for keys: aliases of sparkd's keys, and keys without a meaning here. Reads no file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Another spelling -> our key; a dot leads into a section.
+# Alias -> sparkd's key; a dot leads into a section.
 TOP: Mapping[str, str] = {
     "apiKeys": "keys.inference",
     "globalTTL": "global_ttl_s",
@@ -34,7 +34,7 @@ _ROUTING = "sparkd does not route between models. Give one model the name as an 
 _NODES = "Nodes join by Ray: see 'cluster:'."
 _SHELL = "sparkd runs no container and no shell command. Remove the key."
 
-# Known elsewhere, without a meaning here -> what to do instead.
+# Key of another launcher without a meaning in sparkd -> the advice for a message.
 TOP_FOREIGN: Mapping[str, str] = {
     "captureBuffer": _METRICS,
     "logRequests": "Prompts are never logged. Remove the key.",

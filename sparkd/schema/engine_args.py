@@ -1,4 +1,4 @@
-"""Owns a model's entry parsed once: what its keys, the flags of its `extra_args` and its engine's variables come to. Reads no file."""
+"""Owns a model's entry as one parsed value: its keys, the flags of its `extra_args` and its engine's variables. Reads no file."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 if TYPE_CHECKING:
     from sparkd.schema.model import ModelConfig
 
-# Flags that tell vLLM another longest request than config.json does.
+# Flags by which vLLM reads the longest request from another place than config.json.
 _OTHER_CONFIG = ("hf-", "config-f", "revision")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """A value is that of the last flag in extra_args, as vLLM reads it, and of the key where no flag is there.
+    """A parsed entry. The last flag in extra_args overrides the key, as in vLLM.
 
-    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as it is stored; recipe: the same parsed, as stored for `auto`,
-    None where the variables of its rules cannot be read. max_model_len: tokens, `auto` for as many as fit, None for the model's own.
-    cache: the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: the same as it is written. cache_bytes: of
-    --kv-cache-memory-bytes; cpu_space_bytes: of the CPU backend's variable. share: of the node's memory that vLLM is to take; share_words:
-    as it is written. vllm_sizes: whether vLLM sizes the cache itself, or a worker class that is not ours. margin_bytes: that stay free,
-    None for the default. memory_gib: that the operator gives the engine. draft: vLLM's configuration of drafts; drafts: whether there is a
-    flag for one, which may be unreadable. uncounted: the flags whose effect no formula has; changes: what they and other settings change,
-    of WEIGHTS, CACHE and OTHER in sparkd.vllm.unaccounted_args. own_quantization: vLLM quantizes by itself. rest: the flags but for two
-    that a decision changes, the revision and the length; length_by_flag: extra_args alone have the length. wide: vLLM makes
-    float32 of other floats.
+    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored; recipe: the same parsed, as stored for `auto`, None
+    where the variables of its rules cannot be parsed. max_model_len: tokens, `auto` for as many as fit, None for the model's own. cache:
+    the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry. cache_bytes: the value of
+    --kv-cache-memory-bytes; cpu_space_bytes: that of the CPU backend's variable. share: the share of the node's memory for vLLM;
+    share_words: its spelling. vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache. margin_bytes: bytes to leave free,
+    None for the default. memory_gib: the operator's reservation for the engine. draft: vLLM's configuration of drafts; drafts: whether a
+    flag for one exists, even an unreadable one. uncounted: flags whose effect on memory no formula covers; changes: the parts that they and
+    other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args). own_quantization: vLLM quantizes by itself. rest: the
+    flags without the revision and the length, which a decision may change; length_by_flag: only extra_args set the length. wide: vLLM
+    converts other floats to float32.
     """
 
     name: str
@@ -100,7 +100,7 @@ class EngineArgs:
 
     @property
     def flags(self) -> list[str]:
-        """As sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
         flags = [] if self.revision is None else ["--revision", self.revision]
         if self.max_model_len is not None and not self.length_by_flag:
             flags += ["--max-model-len", str(self.max_model_len)]
@@ -108,7 +108,7 @@ class EngineArgs:
 
     @property
     def sized(self) -> bool:
-        """Whether an account tells what the cache takes: it has a size, or takes what is left by sparkd's sizing."""
+        """Whether the account covers the cache: it has a size, or sparkd sizes it by the memory that is left."""
         return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
 
     @property
@@ -117,11 +117,11 @@ class EngineArgs:
 
     @property
     def split(self) -> tuple[int, int]:
-        """Tensor-parallel and pipeline-parallel size as the entry has them, one rank where it leaves them open."""
+        """(tensor-parallel size, pipeline-parallel size) of the entry; one rank where the entry leaves them open."""
         return self.tensor_parallel or 1, 1
 
     def given_cache(self, platform: str) -> Mapping[str, Any] | None:
-        """The size of the cache, by its key, its flag or the CPU backend's variable; None where that is found at the start."""
+        """The size of the cache from its key, its flag or the CPU backend's variable; None where the start determines it."""
         if isinstance(self.cache, Mapping):
             return None if "utilization" in self.cache else self.cache
         own = self.cpu_space_bytes if self.cache is None and platform == "cpu" and not self.vllm_sizes else None
@@ -131,12 +131,12 @@ class EngineArgs:
         return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe)
 
     def undecided(self) -> EngineArgs:
-        """As it is stored instead of in a format of `auto`."""
+        """The entry with the checkpoint as stored in place of `quantize: auto`."""
         return replace(self, quantize=None) if self.quantize == AUTO else self
 
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
-    """env: of its engine (ModelConfig.environment). Raises ConfigError for a number that vLLM would not read either."""
+    """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
     spec = at_any_length(spec)
     args = spec.extra_args
     kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
@@ -189,7 +189,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
 
 
 def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
-    """The entry with what was `auto` in it as args have it."""
+    """The entry with the values of `args` in place of `auto`."""
     spec = at_any_length(spec)
     values: dict[str, Any] = {"model": args.model, "revision": args.revision, "quantize": args.quantize}
     if not length_of(spec.extra_args):
@@ -199,11 +199,11 @@ def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
 
 
 def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
-    """The settings, as they are written, whose effect on memory no formula has."""
+    """The settings, as written in the entry, whose effect on memory no formula covers."""
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
     names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
     dtype = dtype_of(spec.extra_args) or spec.dtype or NARROW[0]
-    # In float32 the formats, and a draft of its own, are not counted.
+    # With float32, formats and a separate draft are not counted.
     counted = args.wide and args.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
@@ -211,7 +211,7 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
 
 
 def at_any_length(spec: ModelConfig) -> ModelConfig:
-    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
+    """The entry with max_model_len: auto in place of a --max-model-len in extra_args that leaves the length to vLLM."""
     if not is_longest(spec.extra_args):
         return spec
     return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})

@@ -1,4 +1,4 @@
-"""Owns the vLLM flags that a model's keys stand for, whoever holds the keys. Never validates one, never names an executor or a rank."""
+"""Owns the vLLM flags for a model's keys. Never validates a flag, never names an executor or a rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _VALUE_FLAGS = (
 )
 _SWITCHES = ("trust_remote_code", "enforce_eager")
 _SAMPLING_FLAG = "override-generation-config"
-# Two spellings of one value.
+# Spelling -> the other spelling of the same value.
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
 def flags_of(model: EngineKeys) -> list[str]:
-    """The keys as vLLM flags, in a fixed order, then extra_args as they are: argparse lets the last one win.
+    """The keys as vLLM flags, in a fixed order, then extra_args unchanged: for argparse the last flag wins.
 
-    Left to the caller, who knows the rest: --model, --served-model-name, the executor, the ranks and the socket.
+    The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
     """
     flags: list[str] = []
     for key in _VALUE_FLAGS:
@@ -53,8 +53,8 @@ def flags_of(model: EngineKeys) -> list[str]:
 
 
 def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, message) of every key that a flag in `args` gives another value. written: the keys of one entry or recipe, as they stand there;
-    a flag over the key of a recipe below it replaces that, and is no contradiction."""
+    """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
+    entry may override a key of its recipe, which is no contradiction."""
     for key in (*_VALUE_FLAGS, "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
         value, given = written.get(key), [text for *_, text in values_of(args, flag)]

@@ -1,4 +1,4 @@
-"""Owns the field types that the configuration's sections share: how a number, a path or a name is read. Holds no default."""
+"""Owns the field types that the configuration's sections share: parsing of numbers, paths and names. Holds no default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pydantic import (
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 
-# For whom a model is served, and how it drafts tokens (sparkd/recipes/expand.py, sparkd/recipes/speculation.py).
+# The kinds of use that a profile is for, and the methods of speculation (sparkd/recipes/expand.py, sparkd/recipes/speculation.py).
 ProfileName = Literal["single-user", "balanced", "throughput"]
 Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
@@ -39,13 +39,13 @@ _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused, nothing changes after it was read, and errors do not repeat the input."""
+    """A part of the configuration. It refuses unknown keys, is frozen, and its errors do not repeat the input."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, hide_input_in_errors=True)
 
 
 def no_bool(value: Any) -> Any:
-    """pydantic reads `true` as 1, so `ttl: yes` would be one second."""
+    """Refuse a boolean for a number: pydantic reads `true` as 1, so `ttl: yes` would be one second."""
     if isinstance(value, bool):
         raise ValueError("a number is expected, not true or false")
     return value
@@ -56,12 +56,13 @@ def one_or_many(value: Any) -> Any:
 
 
 def absolute(path: Path, info: ValidationInfo) -> Path:
-    """`~` is the home folder; a relative path counts from the configuration file's folder. Symbolic links stay: a venv's python is one."""
+    """Make a path absolute: `~` is the home folder; a relative path counts from the configuration file's folder. Symbolic links stay,
+    because a venv's python is one."""
     return absolute_from(path, (info.context or {}).get("base"))
 
 
 def absolute_from(path: Path, base: Path | None) -> Path:
-    """As `absolute`, from the folder `base`, None for the working folder. Raises ValueError."""
+    """Like `absolute`, from the folder `base`, None for the working folder. Raises ValueError."""
     text = str(path)
     if not text or _CONTROL.search(text):
         raise ValueError("a path is expected, without control characters")
@@ -89,7 +90,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """True only for what cannot be reached from outside. A host name other than localhost counts as reachable, it is not looked up."""
+    """True only for addresses that no other machine can reach. A host name other than localhost counts as reachable; it is not looked
+    up."""
     if host == "localhost":
         return True
     try:
@@ -113,7 +115,7 @@ def check_address(value: str) -> str:
 
 
 def check_ipv4(value: str) -> str:
-    """An address of a node: not an IPv6 one. With or without a port."""
+    """Check an address of a node: IPv4 or a host name, with or without a port."""
     if value.count(":") > 1:
         raise ValueError("the nodes of a cluster talk to each other by IPv4: give that address of the node")
     host = value.partition(":")[0]
@@ -126,7 +128,7 @@ def check_ipv4(value: str) -> str:
 
 
 def check_node_ip(value: str) -> str:
-    """One address of this node, by which the others reach it."""
+    """Check the address by which other nodes reach this node."""
     check_ipv4(value)
     if not re.fullmatch(r"[A-Za-z0-9.-]+", value):
         raise ValueError("an address alone is expected, such as 10.0.0.1, without a port and without the size of its network")
@@ -136,14 +138,14 @@ def check_node_ip(value: str) -> str:
 
 
 def not_empty(value: Any) -> Any:
-    """An empty text would be the working folder, and a blank one a folder that nobody finds."""
+    """Refuse an empty path, which would mean the working folder, and a blank one."""
     if isinstance(value, str) and not value.strip():
         raise ValueError("a path is expected, and this is empty")
     return value
 
 
 def is_name(text: str) -> bool:
-    """Whether a model may be called so."""
+    """Whether the text can be a model's name."""
     return MODEL_NAME.fullmatch(text) is not None and ".." not in text and "//" not in text
 
 
@@ -161,14 +163,14 @@ def check_origin(value: str) -> str:
 
 
 def check_word(value: str) -> str:
-    """A value of a vLLM flag: it must not read as another flag."""
+    """Check a value of a vLLM flag: it must not look like another flag."""
     if not value or value.startswith("-") or _CONTROL.search(value):
         raise ValueError("a word is expected that does not begin with '-'")
     return value
 
 
 def arguments(value: Any) -> Any:
-    """extra_args: a list, whose numbers become text. One string is refused because no shell splits it."""
+    """Validate extra_args: a list, whose numbers become text. A single string is refused, because no shell splits it."""
     if isinstance(value, str):
         raise refuse('must be a list, because no shell splits a line here: write extra_args: ["--max-num-seqs", "8"]')
     if not isinstance(value, list | tuple):
@@ -185,7 +187,7 @@ def arguments(value: Any) -> Any:
 
 
 def environment(value: Any) -> Any:
-    """env: a map, or llama-swap's list of 'NAME=value'. Values are kept as secrets: they often are."""
+    """Validate env: a map, or llama-swap's list of 'NAME=value'. Values are kept as secrets, because they often are."""
     pairs: list[tuple[Any, Any, Any]]
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         if (bare := next((index for index, item in enumerate(value) if "=" not in item), None)) is not None:

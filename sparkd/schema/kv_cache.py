@@ -1,4 +1,4 @@
-"""Owns what a model's `kv_cache:` key stands for: its spellings, what contradicts it, what the worker is told. Never measures."""
+"""Owns the meaning of a model's `kv_cache:` key: its spellings, the keys that contradict it, the worker's settings. Never measures."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 GIB = 1 << 30
 AUTO = "auto"
 WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
-# Engines that are known to take a worker class. Another module gets one only where somebody set kv_cache.
+# Engines that are known to accept a worker class. Another module gets one only where the entry sets kv_cache.
 _ENGINES = (COMMAND_LINE, API_SERVER, "workers.stub")
 _WAYS = ("bytes", "tokens", "sequences", "utilization")
 _EXAMPLES = "{bytes: 8GiB}, {tokens: 32768}, {sequences: 4, at: 8192} or {utilization: 0.8}"
 _LARGEST = 2**53
 _BYTES = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT])iB")
-# A small letter is a power of 1000, a capital one of 1024, as in vLLM's own lengths.
+# A small letter means a power of 1000, a capital letter one of 1024, as in vLLM's lengths.
 _TOKENS = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)([kmgKMG])")
 
 
 def kv_cache(value: Any) -> Any:
-    """A pydantic validator: spellings of one size become one value: `auto`, or a map of plain numbers."""
+    """A pydantic validator that makes all spellings of a size one value: `auto`, or a map of plain numbers."""
     if value is None or value == AUTO:
         return value
     if not isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def kv_cache(value: Any) -> Any:
 
 
 def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
-    """(key, message) of everything in a model's entry that says another way how its cache is sized."""
+    """(key, message) of every other key or flag of the entry that sizes the cache too."""
     key = "kv_cache" if model.kv_cache is not None else "kv_margin_gib" if model.kv_margin_gib is not None else None
     if key is None:
         return
@@ -62,7 +62,7 @@ def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
 
 
 def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
-    """(key, message) of each size that another number of the entry contradicts, whatever its model is."""
+    """(key, message) of each size that contradicts another number of the entry, for any model."""
     size, length = model.kv_cache, length_of(model.extra_args) or model.max_model_len
     if not isinstance(size, dict):
         return
@@ -79,25 +79,25 @@ def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
 
 
 def utilization_of(model: EngineKeys) -> float | None:
-    """The share of the memory that vLLM is to take by its own sizing; None where nobody asked for that."""
+    """The share of the memory that vLLM's own sizing may take; None where the entry does not set one."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
 
 
 def cache_of(model: EngineKeys) -> dict[str, Any] | str | None:
-    """The size that counts: `kv_cache`, and before it vLLM's --num-gpu-blocks-override, as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
+    """The effective size: `kv_cache`, overridden by vLLM's --num-gpu-blocks-override as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
     blocks = blocks_of(model.extra_args)
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
 def vllm_sizes(model: EngineKeys) -> bool:
-    """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
+    """Whether the entry chooses vLLM's sizing, or a worker class that is not sparkd's."""
     return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:
-    """The operator's size of the CPU backend's cache, by its own variable; None for nothing. Raises ConfigError."""
+    """The size of the CPU backend's cache in vLLM's variable, GiB; None where it is not set. Raises ConfigError."""
     gib = env.get(CPU_KV_SPACE, "")
     if not gib:
         return None
@@ -107,7 +107,7 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
 
 
 def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
-    """The bytes that are to stay free beside the cache; None for the default. Raises ConfigError for a variable that cannot be read."""
+    """The bytes to leave free in addition to the cache; None for the default. Raises ConfigError for a variable that cannot be parsed."""
     if model.kv_margin_gib is not None:
         return int(model.kv_margin_gib * GIB)
     mib = env.get(MARGIN_VARIABLE, "").strip()
@@ -119,7 +119,7 @@ def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
 
 
 def unreadable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
-    """Which of the variables that size its cache cannot be read, whatever its platform; None where all can, or none counts."""
+    """The error about a variable that sizes the cache and cannot be parsed, for any platform; None where there is none."""
     try:
         if model.kv_cache is None:
             cpu_space_gib(env)
@@ -138,11 +138,10 @@ def without_variables(env: Mapping[str, str]) -> dict[str, str]:
 def sizing_of(
     model: EngineKeys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
-    """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
+    """The fields of a RankSpec that make sparkd's worker class size the KV cache; empty where vLLM sizes it.
 
-    profiles: the folder of what was learned, None keeps nothing. reserved_bytes: what the whole engine may take on a node, which `auto`
-    stays within by what the engine really holds; None where nobody said. On a CPU, where the machine is somebody's desk as often as not,
-    `auto` takes CPU_KV_CACHE_GIB unless it was asked for.
+    profiles: the folder of kept profiles, None keeps none. reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by
+    measuring what the engine holds; None without a limit. On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
         return {}
@@ -161,7 +160,7 @@ def sizing_of(
 
 
 def without_cpu_space(model: EngineKeys, env: Mapping[str, str]) -> dict[str, str]:
-    """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
+    """The engine's environment. With `kv_cache` set it lacks the CPU backend's variable, which would override the flag."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
 
 

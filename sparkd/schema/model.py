@@ -38,7 +38,7 @@ from sparkd.vllm.reserved_args import trusts_code
 from workers.host.hub_cache import is_hub_id, is_revision
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 
-# vLLM's own bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
+# vLLM's bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
 _Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
 _PositiveShare = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=1)]
 _Temperature = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=2)]
@@ -49,7 +49,7 @@ _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:
 
 
 class EngineDefaults(Protocol):
-    """The values that a model takes from the `engine:` section where it says nothing itself."""
+    """The values of the `engine:` section for models whose entry does not set them."""
 
     @property
     def runtime(self) -> Path | None: ...
@@ -94,7 +94,7 @@ def _readable_int(value: Any) -> Any:
 
 
 def _minus_one_is_none(value: Any) -> Any:
-    """llama-swap writes -1 for "as set globally"."""
+    """llama-swap's -1, "as set globally", becomes None."""
     return None if kinds.no_bool(value) == -1 else value
 
 
@@ -107,24 +107,24 @@ def _auto_is_none(value: Any) -> Any:
 
 
 def _off_is_none(value: Any) -> Any:
-    """`none`, `off`, and what YAML 1.1 makes of that."""
+    """`off`, and false, which is YAML 1.1's reading of it, become `none`."""
     return OFF if value is False or value == "off" else value
 
 
 def _false_is_off(value: Any) -> Any:
-    """YAML 1.1 reads `off` as false, which is how a flag of the command line arrives."""
+    """false becomes `off`: a command-line flag is parsed as YAML 1.1, which reads `off` as false."""
     return "off" if value is False else value
 
 
 class Media(Section):
-    """Hosts that an engine may fetch pictures, sounds and films of a request from. local: also in this machine's own networks."""
+    """The hosts from which an engine may fetch images, audio and video of a request. local: they may be in this machine's networks."""
 
     domains: tuple[Annotated[str, AfterValidator(_host)], ...] = ()
     local: bool = False
 
 
 class Sampling(Section):
-    """How a model samples where a request does not say: the names of OpenAI's API and vLLM's. None leaves a value to the model's own
+    """Sampling defaults for requests, under the names of OpenAI's API and vLLM's. None leaves a value to the model's own
     generation_config.json, which vLLM reads."""
 
     temperature: _Temperature | None = None
@@ -137,7 +137,7 @@ class Sampling(Section):
     max_tokens: PositiveCount | None = None
 
     def flag(self) -> str:
-        """As vLLM's --override-generation-config has it, whose name of max_tokens is that of transformers; empty where nothing is said."""
+        """The value of vLLM's --override-generation-config, which uses transformers' name for max_tokens; empty without any setting."""
         said = self.model_dump(exclude_none=True)
         if "max_tokens" in said:
             said["max_new_tokens"] = said.pop("max_tokens")
@@ -156,10 +156,10 @@ class Given:
 
 
 class ModelConfig(Section):
-    """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
+    """One model's entry. configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
     name: Name
-    # The source of the other keys where they were not written here: sparkd.recipes.expand has laid it under them already.
+    # The recipe, whose keys sparkd.recipes.expand has already merged below the entry's own.
     recipe: Word | None = None
     profile: Literal["single-user", "balanced", "throughput"] | None = None
     speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
@@ -239,7 +239,7 @@ class ModelConfig(Section):
         return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
-        """As sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
         return flags_of(self)
 
     def environment(self, engine: EngineDefaults) -> dict[str, str]:
@@ -251,7 +251,7 @@ class ModelConfig(Section):
         return self.runtime or engine.runtime
 
     def runs_vllm(self, engine: EngineDefaults) -> bool:
-        """Whether its engine is vLLM, as far as the entry says."""
+        """Whether the entry's engine is vLLM, as far as the entry shows."""
         return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
 
     def entrypoint_of(self, engine: EngineDefaults) -> str:
@@ -259,10 +259,10 @@ class ModelConfig(Section):
 
 
 def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
-    """16 hex digits over everything that changes the engine's processes, so that an engine is restarted for such a change and no other.
+    """A digest of 16 hex digits over everything that changes the engine's processes; a change of it restarts the engine.
 
-    Keys that only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out, and where quantized
-    weights are kept and which may be missing: an engine that runs has no more to do with it.
+    It excludes keys that only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata), the folder of
+    quantized weights and the weights that may be missing: they do not affect a running engine.
     """
     runtime = model.runtime_of(engine)
     parts: dict[str, Any] = {
@@ -276,7 +276,7 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
         "entrypoint": model.entrypoint_of(engine),
         "platform": engine.platform,
     }
-    # Only where they are set, so that engines of a release without these keys are adopted.
+    # These keys count only where they are set, so that a daemon adopts engines of a release without them.
     if model.quantize is not None:
         parts["quantize"] = model.quantize
     if model.kv_cache is not None and not kv_sizing.vllm_sizes(model):

@@ -11,8 +11,7 @@ class SamplingKeys(Protocol):
 
 
 class EngineKeys(Protocol):
-    """The keys of a model's entry that bear on how an engine loads it, sizes its cache and is called; see
-    sparkd.schema.model.ModelConfig."""
+    """The keys of a model's entry that affect the engine's load, its cache size and its command; see sparkd.schema.model.ModelConfig."""
 
     @property
     def quantize(self) -> dict[str, Any] | str | None: ...
@@ -43,7 +42,7 @@ class EngineKeys(Protocol):
 
 
 class CacheKeys(EngineKeys, Protocol):
-    """The same, and the numbers that bound its cache."""
+    """EngineKeys, and the numbers that bound the cache."""
 
     @property
     def max_model_len(self) -> int | str | None: ...

@@ -1,4 +1,4 @@
-"""Owns how file, environment and flags become one tree, and pydantic's errors problems with a place. Holds no key and no default."""
+"""Owns the merge of file, environment and flags into one tree, and the place of each of pydantic's errors. Holds no key and no default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY"
 OTHER_ENV_FAMILY = "SPARKD_STUB_"
 
 _QUOTED = re.compile(r"'([^']*)'")
-# Below these keys nothing is ever repeated in a message: keys, tokens, and arguments that may hold them.
+# Keys whose values never appear in a message: API keys, tokens, and arguments that may hold them.
 _SECRET_KEYS = frozenset({"keys", "env", "extra_args", "inference", "admin"})
 _PATH_KEYS = frozenset(
     {"state_dir", "runtime_dir", "keys.inference_file", "keys.admin_file", "cluster.token_file", "engine.runtime", "quantized_cache.dir"}
@@ -41,7 +41,7 @@ def table_of(values: Mapping[str, Any], place: Location) -> Table:
 
 
 def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProblem], path: tuple[str, ...] = ()) -> Table:
-    """A copy under our own key names. A key that nobody knows becomes a problem, with the nearest known one, and is dropped."""
+    """A copy with sparkd's own key names. An unknown key becomes a problem that names the nearest known key, and is dropped."""
     top, model = not path, section is ModelConfig
     ours = aliases.TOP if top else aliases.MODEL if model else {}
     foreign = aliases.TOP_FOREIGN if top else aliases.MODEL_FOREIGN if model else {}
@@ -57,7 +57,7 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         else:
             near = _nearest(key, [*known, *ours])
             renamed.meant |= {ours.get(near, near)} if near else set()
-            # A blank or a sign that nobody sees is shown by its number.
+            # Blanks and invisible characters are shown as escapes.
             spelled = key if key.isprintable() and key.split() == [key] else ascii(key)
             problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}", key=(*path, key)))
     for key, value in list(renamed.items()):
@@ -79,7 +79,7 @@ def shown(entry: Table) -> dict[str, Any]:
 
 
 def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigProblem], section: type[BaseModel]) -> None:
-    """Flags by dotted key; None means that the flag was not given. `models` is merged per model, everything else replaces."""
+    """Put flags, by dotted key, over the tree. None: the flag was not given. `models` is merged per model; any other value is replaced."""
     for key, value in flags.items():
         if value is None:
             continue
@@ -95,9 +95,10 @@ def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[ConfigPr
 def overlay_environ(
     tree: Table, environ: Mapping[str, str], referenced: Iterable[str], problems: list[ConfigProblem], section: type[BaseModel]
 ) -> None:
-    """SPARKD_LISTEN, SPARKD_CLUSTER__ADDRESS ...: single values of the top and of its sections. An empty one counts as not set.
+    """Put variables such as SPARKD_LISTEN and SPARKD_CLUSTER__ADDRESS over the tree: single values of the top level and of its sections. An
+    empty variable counts as not set.
 
-    A SPARKD_ variable that is no key is a problem, so that a typing error does not go unnoticed; unless the file itself names it.
+    A SPARKD_ variable that is no key is a problem, so that a typing error is noticed, unless the file itself names the variable.
     """
     variables = {f"{ENV_PREFIX}{'__'.join(path).upper()}": path for path in _scalars(section)}
     for name in sorted(environ):
@@ -117,9 +118,9 @@ def overlay_environ(
 
 
 def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[ConfigProblem]:
-    """pydantic's errors, one problem per place; the members of a union that all failed become one sentence.
+    """pydantic's errors as problems, one for each place; the failed members of a union become one sentence.
 
-    A key that is missing because it was misspelt has been told of already.
+    A key that is missing because it is misspelt is already among the problems.
     """
     found: dict[tuple[Any, ...], tuple[Location, Any, list[str], tuple[str | int, ...]]] = {}
     for one in error.errors(include_url=False, include_input=False):
@@ -143,13 +144,13 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
 
 
 def blamed(error: ValidationError, tree: Table) -> list[tuple[str | int, ...]]:
-    """The location of each of pydantic's errors, as far as it was written; the key's own name where that is missing."""
+    """The location of each of pydantic's errors, up to its last written part; the key's name where the key is missing."""
     locations = ((*one["loc"], *_item(one)) for one in error.errors(include_url=False, include_input=False))
     return list(dict.fromkeys(_locate(tree, location)[0] for location in locations))
 
 
 def without_key(tree: Table, location: Sequence[str | int]) -> bool:
-    """Take the innermost written key of `location` out of the tree, with all of its value; False where none of it was written."""
+    """Remove the innermost written key of `location`, with its value, from the tree. False where no part of it was written."""
     value: Any = tree
     holder: Table | None = None
     key = ""
@@ -166,7 +167,7 @@ def without_key(tree: Table, location: Sequence[str | int]) -> bool:
 
 
 def _item(error: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """The key that a validator of a whole entry blames."""
+    """The key that a validator of a whole entry names in its error."""
     item = error.get("ctx", {}).get("item") if error["type"] == "refused" else None
     return () if item is None else (item,)
 
@@ -190,7 +191,7 @@ def error_of(problems: Sequence[ConfigProblem], path: Sequence[str] = ()) -> Con
 
 
 def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
-    """By line; what has no line (an environment variable, a flag, a whole file) stands last."""
+    """The problems sorted by line; those without a line (an environment variable, a flag, a whole file) last."""
     return sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
 
 
@@ -289,7 +290,7 @@ def _text(value: str) -> str:
 
 
 def _from_here(key: str, value: Any) -> Any:
-    """A relative path on the command line counts from the working folder, one in the file from the file's."""
+    """The value of a flag, with a relative path made absolute from the working folder; a path in the file counts from the file's folder."""
     if key in _PATH_KEYS and isinstance(value, str | Path) and str(value):
         return str(Path.cwd() / Path(value)) if not str(value).startswith("~") else str(value)
     return value
@@ -301,7 +302,7 @@ def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _optional(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section of a key that may be null."""
+    """The section type of a key that may be null; None for any other key."""
     members = get_args(section.model_fields[key].annotation) if key in section.model_fields else ()
     inner = next((one for one in members if isinstance(one, type) and issubclass(one, BaseModel)), None)
     return inner if NoneType in members else None
@@ -336,7 +337,7 @@ def _hint(near: str | None, path: Sequence[str]) -> str:
 
 
 def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Location, Any]:
-    """The longest beginning of `location` that was written somewhere; pydantic appends the names of union members and the like."""
+    """(the longest written prefix of `location`, its place, its value). pydantic appends names of union members and the like."""
     value: Any = tree
     place = Location()
     found: list[str | int] = []

@@ -1,4 +1,4 @@
-"""Owns what a model's `quantize:` key stands for: its recipe, what it excludes, and what the loader is told. Never reads a checkpoint."""
+"""Owns the meaning of a model's `quantize:` key: its recipe, the keys it excludes, the loader's settings. Never reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkd.vllm.unaccounted_args import unanswered
 if TYPE_CHECKING:
     from workers.quantization.recipe import QuantizationRecipe
 
-# The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
+# The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
 # The best format that fits, chosen when the model is placed (sparkd/capacity/auto_resolve.py).
 AUTO = "auto"
@@ -23,9 +23,9 @@ _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
 def recipe(value: Any) -> Any:
-    """A pydantic validator: a format's name or a map becomes the recipe's canonical map, so that spellings of one recipe are equal.
+    """A pydantic validator that turns a format's name or a map into the recipe's canonical map, so that all spellings are equal.
 
-    An empty text becomes an empty map: the variables of the earlier fork in the engine's env are its rules.
+    An empty text becomes an empty map: the rules then come from the earlier fork's variables in the engine's env.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() == AUTO):
         return None if value is None else AUTO
@@ -38,7 +38,7 @@ def recipe(value: Any) -> Any:
 
 
 def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
-    """(key, message) of everything in a model's entry that says another way how its weights are loaded."""
+    """(key, message) of every other key or flag of the entry that determines how the weights are loaded."""
     if model.quantize is None:
         yield from _bare_stream(model)
         return
@@ -55,7 +55,7 @@ def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
 
 
 def _bare_stream(model: EngineKeys) -> Iterator[tuple[str, str]]:
-    """The load format of our own loader without a word on what it makes of the weights."""
+    """(key, message) where the entry sets sparkd's load format without `quantize`."""
     formats = [value for *_, value in values_of(model.extra_args, "load-format")]
     chosen = formats[-1] if formats else model.load_format
     if chosen == LOAD_FORMAT and not any(flag_name(arg) == "model-loader-extra-config" for arg in model.extra_args):
@@ -80,7 +80,7 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
 
 
 def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
-    """What `sparkd check` warns of, once the model can be loaded."""
+    """The warnings of `sparkd check` for an entry without errors."""
     if model.quantize == AUTO:
         return ()
     if model.quantize is not None:
@@ -95,8 +95,8 @@ def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def loader_of(model: EngineKeys, env: Mapping[str, str], cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
-    """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`. cache_dir: None
-    keeps nothing."""
+    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
+    weights, None keeps none."""
     if model.quantize is None:
         return {}
     if model.quantize == AUTO:
@@ -110,7 +110,8 @@ def loader_of(model: EngineKeys, env: Mapping[str, str], cache_dir: str | None, 
 
 
 def _parsed(value: Any, env: Mapping[str, str] | None = None) -> QuantizationRecipe:
-    """Raises SparkdError. The recipe's modules are a sixth of what a configuration imports, for entries with `quantize` alone."""
+    """The parsed recipe. Raises SparkdError. The import is inside, because the recipe's modules are a sixth of a configuration's imports
+    and only entries with `quantize` need them."""
     from workers.quantization.recipe import QuantizationRecipe
 
     return QuantizationRecipe.parse(value, env)

@@ -1,4 +1,4 @@
-"""Owns how a validator refuses a value, and which free-form values there may be. Never knows a key, and loads pydantic only to refuse."""
+"""Owns a validator's refusal of a value, and the check of free-form values. Never knows a key, and loads pydantic only to refuse."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def refuse(message: str, **context: Any) -> Exception:
-    """A validation error with a ready message. In the context, `item` names the list item or map key that is wrong; `repeats` is True where
-    the message repeats the value."""
+    """A validation error with a complete message. context: `item` names the wrong list item or map key; `repeats` is True where the message
+    repeats the value."""
     from pydantic_core import PydanticCustomError
 
     return PydanticCustomError("refused", "{reason}", {"reason": message, **context})
 
 
 def plain(value: Any) -> Any:
-    """Free-form values that will be sent as JSON, which has neither infinity nor NaN."""
+    """Check free-form values that are later sent as JSON, which has neither infinity nor NaN."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Owns reading a YAML text into plain values that remember their line, with ${env.NAME} filled in. Never knows what a key means."""
+"""Owns parsing a YAML text into plain values that keep their line, with ${env.NAME} filled in. Never knows the meaning of a key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import yaml
 
-# A configuration is written by hand: these bounds are far above any real one and keep a hostile one from costing more than
-# about a second. MAX_VALUES counts aliases each time they are used, which is what stops the "billion laughs".
+# A configuration is written by hand: these bounds are far above any real one and limit a hostile one to about a second. MAX_VALUES counts
+# an alias each time it is used, which stops the "billion laughs".
 MAX_BYTES = 128 * 1024
 MAX_VALUES = 20_000
 MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
 _BROKEN = "The text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew."
-# A shorter text stands in half of all words.
+# A shorter secret is not masked, because it occurs in many words.
 SHORTEST_SECRET, SHORTEST_BEGINNING = 4, 8
 _ENV = re.compile(r"\$\{env\.([^}]*)(\}?)")
 _CUT = re.compile(r"\.\.\.|'")
@@ -28,9 +28,9 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong, or (severity "warning") unwise. `file` may also name an environment variable or a flag.
+    """One error, or warning (severity "warning"). `file` may also name an environment variable or a flag.
 
-    key: the path of the key that it is about, from the top of the configuration; empty if it is about none.
+    key: the path of the key at fault, from the top of the configuration; empty where no key is at fault.
     """
 
     file: str | None
@@ -46,7 +46,7 @@ class ConfigProblem:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a value was written. `secret` is true where the text came out of the environment and must not be shown."""
+    """The place at which a value was written. secret: the text came from the environment and must not be shown."""
 
     file: str | None = None
     line: int | None = None
@@ -57,7 +57,7 @@ class Location:
 
 
 class Table(dict[str, Any]):
-    """A map that knows where each of its keys was written. meant: keys that it lacks, and that misspelt ones seem to stand for."""
+    """A map that knows the place of each of its keys. meant: missing keys for which a misspelt key probably stands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Table(dict[str, Any]):
 
 
 class Items(list[Any]):
-    """A list that knows where each of its items was written."""
+    """A list that knows the place of each of its items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class Items(list[Any]):
 
 @dataclass(slots=True)
 class Document:
-    """A parsed file: its values, what was wrong with it, and the environment variables that it names.
+    """A parsed file: its values, its problems, and the environment variables that it names.
 
-    repeated: a sentence for each key that stands more than once, where the last one counts.
+    repeated: a sentence for each key that occurs more than once, where the last one counts.
     """
 
     table: Table = field(default_factory=Table)
@@ -91,8 +91,8 @@ class Document:
 
 
 def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: bool = False) -> Document:
-    """Parses one YAML document whose top is a map. Never raises: whatever is wrong stands in `problems`. last_counts: of a key that stands
-    more than once, as PyYAML has it; otherwise that is a problem.
+    """Parse one YAML document whose top level is a map. Never raises: all errors are in `problems`. last_counts: the last of repeated keys
+    counts, as for PyYAML; otherwise a repeated key is a problem.
 
     Scalars follow the YAML 1.2 core schema (yaml.org/spec/1.2.2 section 10.3), not PyYAML's 1.1: `no` and `1:30` are text, and dates
     stay text. Keys are always text, as they were written. Anchors and merge keys work; tags do not.
@@ -115,8 +115,8 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
 
 
 def masked(problems: Iterable[ConfigProblem], names: Iterable[str], environ: Mapping[str, str]) -> list[ConfigProblem]:
-    """The problems with `${env.NAME}` for every value that the file took out of the environment, which may be a secret, in whatever
-    message it stands: whole, as Python quotes it, in lower case, or cut short. names: Document.env_names."""
+    """The problems with `${env.NAME}` in place of every value that the file took from the environment, because it may be a secret. Covers
+    the whole value, Python's quoted form, lower case, and shortened forms. names: Document.env_names."""
     spellings: dict[str, str] = {}
     for name in sorted(names):
         value = environ.get(name, "")
@@ -133,7 +133,7 @@ def masked(problems: Iterable[ConfigProblem], names: Iterable[str], environ: Map
 def _without(message: str, spellings: Mapping[str, str]) -> str:
     for spelt in sorted(spellings, key=len, reverse=True):
         message = message.replace(spelt, spellings[spelt])
-        # Cut short by whoever showed it: the longest beginning of it that stands before dots or a quotation mark.
+        # A message may shorten a value: mask its longest prefix before dots or a quotation mark.
         start = 0
         while cut := _CUT.search(message, start):
             kept, rest = message[: cut.start()], message[cut.start() if cut[0] == "'" else cut.end() :]
@@ -147,7 +147,7 @@ def _without(message: str, spellings: Mapping[str, str]) -> str:
 
 
 def check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
-    """Raises ValueError for JSON in which more levels are nested: it could be kept, and then not be given out. Looks as far as it goes."""
+    """Raise ValueError for JSON with more nested levels: sparkd could store it, but not return it."""
     level: list[Any] = [value]
     for _ in range(levels):
         level = [inner for outer in level for inner in _members(outer)]
@@ -157,7 +157,7 @@ def check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
 
 
 def whole(text: str) -> str | None:
-    """The text with surrogate pairs joined (JSON's way to write an emoji); None where half of one is left, which nothing can encode."""
+    """The text with surrogate pairs joined (JSON's spelling of an emoji); None where half a pair is left, which cannot be encoded."""
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
@@ -208,7 +208,7 @@ def _compose(raw: bytes, file: str, document: Document) -> yaml.Node | None:
         wrong(f"The YAML is nested too deeply; at most {MAX_DEPTH} levels are read.", text.count("\n", 0, deep.start()) + 1)
         return None
     try:
-        # The loader is SafeLoader with fewer implicit types; only nodes are composed, nothing is constructed by it.
+        # The loader is SafeLoader with fewer implicit types; it only composes nodes and constructs no object.
         return yaml.compose(text, Loader=_CoreLoader)
     except yaml.reader.ReaderError as error:
         wrong("The file holds a control character, which YAML forbids: remove it.", text.count("\n", 0, error.position) + 1)
@@ -219,13 +219,13 @@ def _compose(raw: bytes, file: str, document: Document) -> yaml.Node | None:
     except RecursionError:
         wrong(f"The YAML is nested too deeply; at most {MAX_DEPTH} levels are read.", None)
     except (ValueError, OverflowError, IndexError):
-        # PyYAML lets chr() and int() speak for themselves: "\UFFFFFFFF", %YAML with thousands of digits.
+        # PyYAML does not translate errors of chr() and int(): "\UFFFFFFFF", %YAML with thousands of digits.
         wrong("The YAML is malformed: an escape or a directive holds a number out of range.", None)
     return None
 
 
 def _without_quotes(problem: str) -> str:
-    """PyYAML quotes what it read, which may be part of a key; its own token names ('<scalar>') may stay."""
+    """PyYAML's message without its quotes of the text, which may be part of a secret key; its token names ('<scalar>') stay."""
 
     def hide(match: re.Match[str]) -> str:
         return match[0] if len(match[1]) <= 2 or match[1].startswith("<") else "'...'"
@@ -286,7 +286,7 @@ class _Builder:
         return table
 
     def _merge(self, table: Table, node: yaml.Node, depth: int) -> None:
-        """`<<`: what the map says itself wins, then the first of the merged maps (yaml.org/type/merge.html)."""
+        """Merge the maps of `<<`: the map's own keys win, then the first of the merged maps (yaml.org/type/merge.html)."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             value = self.build(source, depth + 1)

@@ -60,8 +60,8 @@ def check_step(old: ModelState, new: ModelState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The wish for one model. `generation` grows with every change; `by` names who wished: config, admin, request, ttl; retry is an admin
-    who was told since that it failed."""
+    """The desired state of one model. `generation` grows with every change. `by`: its origin: config, admin, request, ttl, or retry: an
+    admin whose request has failed since and who has seen the failure."""
 
     model: str
     want: Want
@@ -222,7 +222,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What the engine of a model holds on one node, bytes: anonymous memory of the host, memory of the device."""
+    """Bytes that the engine of a model holds on one node: anonymous memory of the host, memory of the device."""
 
     model: str
     node: str

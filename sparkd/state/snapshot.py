@@ -14,15 +14,15 @@ from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, Pro
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
 
-    since_s: since when it is in this state; of one that waits, since when it does.
-    turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
-    doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet
-    (sparkd.control.watchdog). adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody
-    kept that. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
-    origin: where its entry is: `file`, the configuration's, or `api`, which it was added by.
-    stores_responses: whether its engine keeps answers of /v1/responses to be found by their ids.
-    wait: why it waits, for code: `reason`, and `models`, those that it waits for; None of one that does not wait.
-    transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
+    since_s: start of the present state; for a model that waits, start of the wait.
+    turn: queue position among the models that wait for room or for their turn, 1 for the first; None for a model that does not wait.
+    doubt: why the engine is under suspicion while it is READY or DRAINING: a test question has had no answer yet
+    (sparkd.control.watchdog). adopted: this daemon took over a running engine; load_s is then the duration of the engine's start, None if
+    not recorded. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown.
+    origin: where the entry comes from: `file`, the configuration, or `api`, the admin API.
+    stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
+    wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
+    transport: for ranks on several nodes, what NCCL's log lines prove: the fields of fabric_findings.Finding, worst first.
     """
 
     name: str

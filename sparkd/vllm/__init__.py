@@ -1,1 +1,1 @@
-"""What sparkd knows of vLLM without importing it: flags, releases and parsers."""
+"""Knowledge of vLLM without importing it: flags, releases and parsers."""

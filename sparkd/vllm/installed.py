@@ -36,13 +36,13 @@ def release_in(runtime: Path | None) -> Release | None:
 
 
 def full_version_in(runtime: Path | None) -> str | None:
-    """The same in full, `0.32.0+cpu`."""
+    """The full version of the runtime's vLLM, `0.32.0+cpu`; None without one."""
     versions = _versions(runtime)
     return next((version for version in versions if release_of(version) is not None), None)
 
 
 def version_in(runtime: Path | None) -> str:
-    """As release_in, in full; `of an unknown release` where nothing tells it."""
+    """The full version for a message; `of an unknown release` where it is unknown."""
     return next(iter(_versions(runtime)), "of an unknown release")
 
 

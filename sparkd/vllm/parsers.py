@@ -135,8 +135,8 @@ def chosen(
     tools: Collection[str] | None = None,
     reasonings: Collection[str] | None = None,
 ) -> Parsers:
-    """config: of config.json. template: the chat template, None where there is none. tools, reasonings: the parsers that the vLLM has, None
-    where nobody knows them: then every name counts as known."""
+    """The parsers for a model. config: config.json. template: the chat template, None without one. tools, reasonings: names of the parsers
+    in the vLLM; None where they are unknown: then every name counts as known."""
     families, text = _families(config), template or ""
     tool = _name(_tool_rule(families, text), tools)
     reasoning = _name(_reasoning_rule(families, text, reasonings), reasonings)

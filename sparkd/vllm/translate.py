@@ -106,7 +106,7 @@ def with_draft(args: Sequence[str], model: str) -> list[str]:
 
 
 def draft_method(config: Mapping[str, Any]) -> str:
-    """As vLLM reads it: without one a draft from the text may be called a model, and each family's own name of mtp means mtp."""
+    """The method by vLLM's rules: without one, an n-gram draft may be named as a model; each family's own name of mtp means mtp."""
     method = config.get("method")
     if method is None:
         return "ngram" if config.get("model") in ("ngram", "[ngram]") else "draft_model"

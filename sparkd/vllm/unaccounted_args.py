@@ -62,7 +62,7 @@ _PASSED_SHORT, _MEASURED_SHORT = "-ac", ("-cc", "-asc", "-O")
 # Those of the measured ones whose value is counted, as that of the entry's key of the same name.
 NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
 _LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
-# Of a length: vLLM takes what fits.
+# Values of a length by which vLLM takes the longest that fits.
 _LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
@@ -76,7 +76,7 @@ _IDLE = {
     "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
     "decode-context-parallel-size": ("1",), _LENGTH: _LONGEST,
 }  # fmt: skip
-# Switches that are off where nobody says so.
+# Switches that are off by default.
 _OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
 # The shortest beginnings that argparse completes to one flag alone, of flags whose value is counted.
 _SHORTEST = {"max-num-seqs": "max-num-se", "max-num-batched-tokens": "max-num-b", _LENGTH: "max-mo", "gpu-memory-utilization": "gp"}
@@ -149,12 +149,12 @@ def unsized(args: Sequence[str]) -> Iterator[str]:
 
 
 def unanswered(args: Sequence[str]) -> Iterator[str]:
-    """Of `unsized`, those that vLLM's answer about the model does not account for either."""
+    """The flags of `unsized` that vLLM's answer about the model does not account for either."""
     return (flag for flag in unsized(args) if OTHER in changed_by([flag]))
 
 
 def changed_by(flags: Iterable[str]) -> frozenset[str]:
-    """Of WEIGHTS, CACHE and OTHER, what flags that `uncounted` names may change; a beginning of several names whatever any of them does."""
+    """The parts (WEIGHTS, CACHE, OTHER) that flags of `uncounted` may change. An abbreviation of several flags counts as all of them."""
     changed: set[str] = set()
     for flag in flags:
         name = _long(flag) if flag.startswith("--") else ""
@@ -208,7 +208,7 @@ def kv_dtype_of(args: Sequence[str]) -> str | None:
 
 
 def blocks_of(args: Sequence[str]) -> int | None:
-    """What --num-gpu-blocks-override gives the cache; None where it is not there, or vLLM could not serve with its value."""
+    """The number of KV-cache blocks of --num-gpu-blocks-override; None without the flag, or where vLLM could not serve with its value."""
     blocks = _last(args, _BLOCKS) or ""
     return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
@@ -219,8 +219,8 @@ def is_own_worker(args: Sequence[str], index: int) -> bool:
 
 
 def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:
-    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.capacity.account.needed_gib
-    does. keys: those that a model's entry may have."""
+    """Warnings of `sparkd check` for flags of extra_args by which sparkd.capacity.account.needed_gib reserves the whole machine. keys: the
+    keys that a model's entry may have."""
     args = model.extra_args
     flags = list(dict.fromkeys(unsized(args)))
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
@@ -255,7 +255,7 @@ def without_length(args: Sequence[str]) -> list[str]:
 
 
 def switched(args: Sequence[str], name: str) -> bool | None:
-    """What `--name` and `--no-name` say, the last of them; None where neither is there. A beginning of either counts, as for argparse."""
+    """The value of a switch: of the last of `--name` and `--no-name`; None without either. Abbreviations count, as for argparse."""
     found = None
     for arg in args:
         word = arg[2:].replace("_", "-") if arg.startswith("--") else ""

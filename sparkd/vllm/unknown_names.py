@@ -15,8 +15,8 @@ from sparkd.vllm.translate import LOAD_FORMAT, SPECULATIVE, flag_name, speculati
 
 
 def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[FlagNote]:
-    """A sentence for each parser of tool calls and of reasoning that the vLLM of this environment does not have: its start would end over
-    it. None where plugins may bring more, or nobody knows what it has."""
+    """A note for each parser of tool calls or of reasoning that this runtime's vLLM lacks: its start would fail. None where plugins may add
+    parsers, or where the parsers of the vLLM are unknown."""
     known = parsers_of(runtime)
     if known is None or any(name in env for name in ANOTHER_PARSER) or any("parser-plugin" in (flag_name(arg) or "") for arg in args):
         return

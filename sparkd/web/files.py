@@ -88,7 +88,7 @@ class PageFiles:
 
 @cache
 def page_files() -> PageFiles:
-    """Those that come with sparkd, read once."""
+    """The page's files that come with sparkd, read once."""
     return PageFiles()
 
 

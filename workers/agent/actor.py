@@ -98,10 +98,10 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         return os.getpid()
 
     def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None, guard: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages.
+        """The node's reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller compute ages.
 
-        told: by model, what the daemon knows that the guard's choice depends on (workers.guard.guard.Sentry). guard: the
-        daemon's settings, which an agent that an earlier one started has not heard.
+        told: by model, the daemon's facts that the guard's choice depends on (workers.guard.guard.Sentry). guard: the daemon's settings;
+        an agent that an earlier daemon started has not received them yet.
         """
         self.open()
         if told is not None:

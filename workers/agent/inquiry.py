@@ -1,5 +1,5 @@
-"""A node's conversation with its own vLLM about models, for a daemon on another node: started, read, ended. Never two at once, and none
-that nobody reads any more.
+"""A node's conversation with its own vLLM about models, for a daemon on another node: started, read, ended. Never two at once, and never
+one that the daemon has stopped reading.
 """
 
 from __future__ import annotations

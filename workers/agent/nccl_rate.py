@@ -94,7 +94,7 @@ def _watch() -> None:
 
 
 def _nccl(lines: Any) -> list[str]:
-    """Those that tell of the network; workers.rank.log picks the same out of a rank's log."""
+    """The lines about the network; workers.rank.log selects the same from a rank's log."""
     return [line[:LINE_CHARS].rstrip("\n") for line in lines if "NCCL" in line or "ibv_" in line][:LINES]
 
 

@@ -1,4 +1,4 @@
-"""What lies on a node's disks of models: the hub's cache, quantized weights, profiles of KV sizing. It removes what it is told to."""
+"""The models on a node's disks: the hub's cache, quantized weights, profiles of KV sizing. Removes only the entry that a caller names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Storage:
         return size_bytes
 
     def verify_stored(self, kind: str, name: str, folders: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-        """Why an entry cannot be used; None where it can. Of the hub's files it reads every byte, past the page cache. Raises RankError."""
+        """Why an entry cannot be used; None where it can. Reads every byte of the hub's files, past the page cache. Raises RankError."""
         path = self._path(kind, name, folders, environ)
         if kind == HUB:
             return _hub_fault(path)
@@ -159,7 +159,7 @@ def _used_s(paths: list[Path]) -> float | None:
 
 
 def _free(folder: Path) -> dict[str, int | None]:
-    """Of the file system that the folder is on, or will be."""
+    """Free bytes of the file system that the folder is on, or will be."""
     for place in (folder, *folder.parents):
         with suppress(OSError):
             disk = os.statvfs(place)

@@ -71,7 +71,7 @@ class Absent(types.ModuleType):
 
 
 class _Name(type):
-    """Whatever is looked up in an absent module. No number and no tensor: where a class needs one it fails."""
+    """Stands for any name of an absent module. It is neither a number nor a tensor, so a class that needs one fails."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -129,7 +129,7 @@ def stand_in(capability: tuple[int, int]) -> bool:
 
 
 def _packages() -> None:
-    """Those that a CUDA build brings along and a class asks for by name before it is made."""
+    """Stand in for the packages of a CUDA build that a class looks up by name before its construction."""
     from vllm.utils import import_utils
 
     import_utils.has_deep_gemm = lambda: True

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """As `vllm serve --headless` (vllm/entrypoints/cli/serve.py, cmd)."""
+    """Run like `vllm serve --headless` (vllm/entrypoints/cli/serve.py, cmd)."""
     from vllm.entrypoints.cli import serve
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

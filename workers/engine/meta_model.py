@@ -32,7 +32,7 @@ _LONGEST = 4000
 _SMALL = 4096
 
 
-# Lengths at which a request's share of the cache is told, besides the longest.
+# The shortest length for which the answer has a request's share of the cache; the other lengths lie between it and the longest.
 _SHORTEST = 1024
 # The errors of a class of vLLM that will not have a model. Any other error, and one of these out of torch, tells of this process.
 _WORDS = (ValueError, RuntimeError, AssertionError)
@@ -292,8 +292,8 @@ _EMPTY = {torch.empty, torch.rand, torch.randn, torch.randint, torch.empty_strid
 
 
 class _MetaMode(TorchFunctionMode):
-    """Whatever device is named, a tensor has no memory. A small one that a class may read back is on the CPU; beside one without memory it
-    loses its own."""
+    """Creates tensors without memory, on any device that a class names. A small tensor that a class may read back is on the CPU; combined
+    with a tensor without memory, its result has none either."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -366,7 +366,7 @@ def _cache(config: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _customized(layer: Any, spec: Any) -> Any:
-    """As the model runner does, since a release that knows it."""
+    """Customize a layer's cache specification like the model runner; unchanged in releases that do not."""
     try:
         from vllm.v1.worker.utils import customize_attention_spec
     except ImportError:
@@ -449,7 +449,7 @@ def _requests(config: Any, groups: Any) -> list[list[int]]:
 
 
 def _settle_layout(config: Any, specs: Mapping[str, Any]) -> None:
-    """As the engine core does before it makes groups, since a release that knows it."""
+    """Resolve the cache layout like the engine core before it makes groups; nothing in releases that do not."""
     try:
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
         from vllm.v1.worker.worker_base import get_current_attn_backends
@@ -514,7 +514,7 @@ def _resolved(config: Any) -> dict[str, Any]:
 
 
 def _tasks(config: Any, model: Any) -> list[str]:
-    """As the model runner tells them."""
+    """The model's tasks, as the model runner reports them."""
     from vllm.model_executor.models import interfaces, interfaces_base
 
     if config.runner_type == "pooling":

@@ -82,7 +82,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asker = os.getppid()
-    # Whoever asks may be killed; an import or a question would go on for minutes.
+    # End with the process that asks: if it is killed, an import or a question would go on for minutes.
     processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     request = json.load(sys.stdin)
     os.environ.update(_ENVIRONMENT)

@@ -53,7 +53,7 @@ class _Word(str):
 
 
 def parse(lines: Sequence[Sequence[str]], *, serve: bool = False) -> list[list[dict[str, Any]]]:
-    """What the installed vLLM refuses of each list of arguments; see above."""
+    """The refusals of the installed vLLM for each list of arguments, in the module docstring's format."""
     parser = parser_here(_noting)
     checks = _Checks(parser)
     answers = []
@@ -176,7 +176,7 @@ def _noting(base: Any) -> Any:
                     yield _refusal(flag, "key")
 
         def error(self, message: str) -> NoReturn:
-            """What an action of its own refuses: vLLM's sentence has the value in it, the exception behind it has the key alone."""
+            """Note a refusal of one of vLLM's own actions. Its message contains the value; the exception behind it names the key only."""
             cause = sys.exc_info()[1]
             fault = _broken(self._at, cause) if isinstance(cause, json.JSONDecodeError) else None
             self.refused.append(fault or _refusal(self._at, "other", text=str(cause) if isinstance(cause, TypeError) else ""))
@@ -213,7 +213,7 @@ def _near(name: str, names: Sequence[str]) -> str | None:
 
 
 def _misread(action: argparse.Action, text: str, error: BaseException) -> dict[str, Any]:
-    """What the function that reads a flag's value says of it."""
+    """The refusal of a value by the function that reads a flag's value."""
     name, causes = _name(action), list(_causes(error))
     for cause in causes:
         if isinstance(cause, json.JSONDecodeError):
@@ -274,7 +274,7 @@ def _made(kind: Any) -> list[Any]:
 
 
 class _Checks:
-    """What vLLM looks at only when it starts, because its parser takes any text there."""
+    """Checks of values that vLLM makes only at its start, because its parser accepts any text for them."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         from vllm.config import SpeculativeConfig
@@ -286,7 +286,7 @@ class _Checks:
         self._hints = _types(AsyncEngineArgs) | _types(self._module.FrontendArgs)
 
     def values(self, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        """Of the flags that are given another value than their own."""
+        """The refusals of flags whose value differs from the default."""
         for action in self._parser._actions:
             value = getattr(given, action.dest, None)
             if value is None or value == action.default or action.choices is not None:
@@ -314,7 +314,7 @@ class _Checks:
             yield _refusal(flag, "map" if held is dict else "list")
 
     def serving(self, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        """What `vllm serve` says before it starts: of files too, so that it holds for this machine alone."""
+        """The refusals of `vllm serve` before its start. They depend on files too, so they hold for this machine alone."""
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
@@ -344,7 +344,7 @@ def _types(cls: type) -> dict[str, Any]:
 
 
 def _parts(hint: Any) -> list[Any]:
-    """Of `A | None`: A."""
+    """The parts of a union without None: [A] for `A | None` and for `A`."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
 

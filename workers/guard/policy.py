@@ -79,7 +79,7 @@ class GuardedEngine:
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """What the guard remembers between two looks. Times are those of the looks."""
+    """The guard's memory between two samples. Times are those of the samples."""
 
     level: str = OK
     low_looks: int = 0

@@ -1,4 +1,4 @@
-"""Asks a program in a child with a time limit. Never waits for one that does not end: a caller must not hang with the driver it asks."""
+"""Runs a program with a time limit. Never waits for one that does not end: a caller must not hang with the driver that it asks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
 REAP_S = 0.5
 
-# Killed and still there: in an uninterruptible wait. Kept so that they are reaped once they end, and counted meanwhile.
+# Killed children that have not ended: they are in an uninterruptible wait. Kept to be counted, and reaped once they end.
 _stuck: list[subprocess.Popen[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutput:
-    """text is what the program wrote to stdout. trouble says why there is none, None where it ended well; hung, whether it did not end;
-    missing, whether it is not installed."""
+    """text: the program's stdout. trouble: why there is none, None after exit status 0. hung: the program did not end in time. missing: it
+    is not installed."""
 
     text: str
     trouble: str | None = None
@@ -26,7 +26,7 @@ class ProgramOutput:
 
 
 def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
-    """Blocks for timeout_s and REAP_S at most, whatever the program does."""
+    """Run the program. Blocks for at most timeout_s + REAP_S seconds, whatever the program does."""
     try:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
@@ -48,7 +48,7 @@ def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
 
 
 def stuck() -> int:
-    """How many children that were killed have not ended yet."""
+    """The number of killed children that have not ended yet."""
     _stuck[:] = [child for child in _stuck if child.poll() is None]
     return len(_stuck)
 

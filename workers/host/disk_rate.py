@@ -15,7 +15,7 @@ SMALLEST_BYTES = 64 << 20
 
 
 def largest(folders: Iterable[Path]) -> Path | None:
-    """The largest file of weights at most three folders below one of these, None where none is large enough to tell anything."""
+    """The largest weights file at most three levels below these folders; None where none is large enough to measure."""
     sizes = [
         (size, path)
         for folder in folders
@@ -27,7 +27,7 @@ def largest(folders: Iterable[Path]) -> Path | None:
 
 
 def rate(path: Path) -> tuple[int, float, bool]:
-    """(bytes read, seconds, whether the page cache was passed by). One reader, as a loader of one stream has it. Raises OSError."""
+    """(bytes read, seconds, whether the page cache was bypassed), with one reader, like a loader with one stream. Raises OSError."""
     fd, direct = _open(path)
     # Anonymous memory begins at a page, which O_DIRECT asks for (open(2)).
     buffer = mmap.mmap(-1, STEP_BYTES)

@@ -1,4 +1,4 @@
-"""Where the hub's local cache has a model. Never fetches anything, never looks into a model's folder."""
+"""Owns the paths of models in the hub's local cache. Never fetches anything, never looks into a model's folder."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from workers.host import regular_file
 
 PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
 
-# A branch, a tag, refs/pr/1 or a commit, and OWNER/NAME, each of them only below the cache's folder.
+# Spellings of a branch, a tag, refs/pr/1 or a commit, and of OWNER/NAME, that cannot lead outside the cache's folder.
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}(?:/[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}){0,7}")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
 _COMMIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def is_revision(text: str) -> bool:
-    """Whether it can be the name of a revision, and none of a place outside the cache."""
+    """Whether the text can be the name of a revision, and cannot be a path outside the cache."""
     return _REVISION.fullmatch(text) is not None and ".." not in text
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether it can be OWNER/NAME, or an old NAME alone."""
+    """Whether the text can be OWNER/NAME, or NAME alone as for old models."""
     return _HUB_ID.fullmatch(text) is not None and ".." not in text
 
 
 def is_commit(text: str) -> bool:
-    """Whether it can be the name of a folder of snapshots."""
+    """Whether the text can be the name of a folder below snapshots/."""
     return _COMMIT.fullmatch(text) is not None and ".." not in text
 
 
 def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
     """The folder of a hub id in the local cache (huggingface_hub, "Understand caching"). Fetches nothing.
 
-    None where it is not there, or a name would lead elsewhere.
+    None where the model is not in the cache, or a name would lead outside of it.
     """
     if not is_hub_id(hub_id) or not is_revision(revision or "main"):
         return None
@@ -56,5 +56,5 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def cache_places(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that say where it is, and nothing else of an environment that may hold secrets."""
+    """The variables that set the cache's place, and no other of an environment that may hold secrets."""
     return {name: environ[name] for name in PLACES if name in environ}

@@ -1,4 +1,4 @@
-"""Owns the identity of what a node would serve a model with: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine,
+"""Owns the identity of a node's software and model files: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine,
 never reads a whole weight."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WEIGHTS = (".safetensors", ".bin", ".gguf")
 # The files that decide shapes and names besides the weights. Rank 0 alone uses the tokenizer.
 CONFIG = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 DIGITS = 12
-# The part of each file of weights that is read; what differs in a twentieth of a file is seen in 32 of 33 cases, and in one of a hundred
-# such files for certain.
+# Blocks of each weights file that are read. A difference in a twentieth of a file is detected in 32 of 33 cases; where a hundred files
+# differ like that, in at least one of them for certain.
 SAMPLES, SAMPLE_BYTES = 64, 4096
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE)
@@ -27,11 +27,11 @@ _OURS = Path(__file__).resolve().parents[1]
 
 
 def identity(runtime: str, model: str, revision: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    """{"vllm", "platform", "plugin", "files"}: plain JSON that is equal on two nodes where ranks of one model may be on both.
+    """{"vllm", "platform", "plugin", "files"}: plain JSON. Ranks of one model may run on two nodes where this is equal.
 
-    files: name -> [bytes, digest]; that of weights is over the header and SAMPLES blocks spread over the file, because two fine-tunes of
-    a model differ in nothing else. None where the model is not on this node. Times and folders are left out, since a copy has others.
-    Blocks. Raises RankError.
+    files: name -> [bytes, digest]; None where the model is not on this node. The digest of weights covers the header and SAMPLES blocks
+    spread over the file, because two fine-tunes of a model differ in nothing else. Times and folders do not count, since a copy has
+    others. Blocks. Raises RankError.
     """
     folder = Path(model) if model.startswith("/") else snapshot_of(model, revision, environ)
     try:
@@ -44,7 +44,7 @@ def identity(runtime: str, model: str, revision: str | None, environ: Mapping[st
 
 @cache
 def plugin() -> str:
-    """Hex digits over the sources of this folder: two builds of one version differ too."""
+    """A digest, in hex digits, of the sources of the package workers: two builds of one version differ too."""
     digest = hashlib.sha256()
     for path in sorted(_OURS.rglob("*.py")):
         digest.update(f"{path.relative_to(_OURS)}\0".encode() + path.read_bytes())
@@ -66,9 +66,9 @@ def _digest(path: Path) -> str:
         digest = hashlib.sha256()
         if path.suffix == ".safetensors":
             prefix = file.read(_PREFIX_BYTES)
-            # No more than the file holds is read, whatever the number says; a file that lies about it the engine refuses.
+            # The read ends with the file, whatever length it states; the engine refuses a file with a wrong length.
             digest.update(prefix + file.read(min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES)))
-        # Reading ahead would put half of a checkpoint into the page cache.
+        # Read-ahead would put half of a checkpoint into the page cache.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         last = max(0, os.fstat(file.fileno()).st_size - SAMPLE_BYTES)
         for at in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):

@@ -1,7 +1,7 @@
-"""Reads how a node was prepared, from /proc, /sys, /etc, its caches and nvidia-smi, into plain JSON. Never judges or changes it.
+"""Reads a node's setup, from /proc, /sys, /etc, its caches and nvidia-smi, into plain JSON. Never judges or changes it.
 
-Below a root path other than / nothing is run: what a program would answer is read from files of the folder `captured`, so that a folder
-can stand for a node.
+Under a root path other than / no program is run: the folder `captured` has files with the programs' output, so that a folder can stand
+for a node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path("/")
 TIMEOUT_S = 5.0
 TEXT_BYTES = 64 * 1024
 DMESG_BYTES = 256 * 1024
-# Read whole where they are there.
+# Files that are read whole where they exist.
 FILES = (
     "proc/meminfo", "proc/swaps", "proc/cmdline", "proc/pressure/memory", "proc/driver/nvidia/version", "proc/self/limits",
     "proc/sys/kernel/osrelease", "proc/sys/kernel/sysrq", "proc/sys/vm/swappiness", "proc/sys/vm/dirty_bytes", "proc/sys/vm/dirty_ratio",
@@ -33,7 +33,7 @@ FILES = (
     "sys/class/dmi/id/product_name", "sys/class/dmi/id/bios_date", "sys/class/dmi/id/bios_version", "etc/dgx-release", "etc/os-release",
     "etc/default/earlyoom",
 )  # fmt: skip
-# Whether they are there.
+# Paths of which only the existence is noted.
 PATHS = (
     "run/sparkd-dropcache.sock", "dev/infiniband/rdma_cm", "dev/nvidiactl", "dev/nvidia-uvm", "dev/watchdog", ".dockerenv",
     "lib/systemd/system/sparkd-dropcache.socket", "usr/lib/systemd/system/sparkd-dropcache.socket",
@@ -42,7 +42,7 @@ PATHS = (
 )  # fmt: skip
 SLICES = ("etc/systemd/system/user.slice.d", "usr/lib/systemd/system/user.slice.d")
 DEFAULT_TARGET = ("etc/systemd/system/default.target", "usr/lib/systemd/system/default.target")
-# The program, and the file below `captured` that has its answer where the root is not /.
+# By the name of the file below `captured` that has the output where the root is not /: the program.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "nvidia-smi": (
         "nvidia-smi",
@@ -51,16 +51,16 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "dmesg": ("dmesg", "--notime"),
 }
-# Kept from one start to the next by vLLM and by what it compiles with.
-# In vLLM's folder only the compiled code counts: descriptions of models are there too.
+# Caches that vLLM and its compilers keep between starts. vLLM's folder holds descriptions of models too; only compiled code counts.
 CACHES = (".cache/vllm/torch_compile_cache", ".cache/vllm/deep_gemm", ".cache/flashinfer", ".triton/cache", ".tilelang")
 ENGINE_NAMES = ("VLLM::", "vllm", "sglang", "llama-server", "ollama")
 
 
 def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
-    """One look; blocks, for two TIMEOUT_S at most where a program hangs. Values that cannot be read are left out.
+    """The facts at this moment. Blocks, for at most two TIMEOUT_S where a program hangs. Unreadable values are left out.
 
-    runtime: the Python of the node's engines, whose vLLM is older or newer than what was compiled for it. Sizes in bytes, ages in seconds.
+    runtime: the Python of the node's engines; the age of its vLLM is compared with that of the compiled code. Sizes in bytes, ages in
+    seconds.
     """
     here = root == ROOT
     environ = dict(os.environ) if here else {}
@@ -99,7 +99,7 @@ def _asked(root: Path, name: str) -> dict[str, Any]:
 
 
 def _engines(root: Path) -> Iterator[dict[str, Any]]:
-    """Processes that hold a model, ours and others', and what they hold on the host's side."""
+    """Engine processes, sparkd's and others', with the host memory that each holds."""
     for folder in _listed(root / "proc"):
         if not (folder.name.isascii() and folder.name.isdecimal() and len(folder.name) < 10):
             continue
@@ -112,7 +112,7 @@ def _engines(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _shared(folder: Path) -> Iterator[dict[str, Any]]:
-    """Files of shared memory, which outlive who made them."""
+    """Files of shared memory, which outlive the processes that made them."""
     for path in _listed(folder):
         try:
             facts = path.lstat()
@@ -123,7 +123,7 @@ def _shared(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The hub's cache: whose it is, what broke off, and models whose `main` is not known, which nothing finds without a network."""
+    """Facts of the hub's cache: files of other owners, incomplete downloads, and models without a ref `main`, not found offline."""
     if not path.is_dir():
         return None
     owner = path.parent.parent.stat().st_uid if path.parts[-3:-1] == (".cache", "huggingface") else os.geteuid()
@@ -163,7 +163,7 @@ def _disk(path: Path) -> dict[str, Any]:
 
 
 def _installed(runtime: str | None) -> dict[str, Any]:
-    """Which vLLM is in the environment of that Python, and when it was put there: by its distribution's folder, since to ask is slow."""
+    """The vLLM in that Python's environment and the time of its installation, from its distribution's folder, because an import is slow."""
     folders = Path(runtime).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info") if runtime else ()
     versions = [(facts.st_mtime, path.name.removesuffix(".dist-info")) for path in folders if (facts := _lstat(path))]
     at_s, name = max(versions, default=(None, ""))

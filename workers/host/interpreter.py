@@ -1,4 +1,4 @@
-"""How a Python of ours is started: it imports nothing from the working folder, and of this process's environment it gets a list of names.
+"""Owns how sparkd starts a Python: it imports nothing from the working folder and inherits only a list of environment variables.
 
 A variable that is not on the list may hold a secret that only `${env.NAME}` in sparkd.yaml reads. /proc/PID/environ shows a process's
 environment to every process of the same user, so such a variable must stay in the one process that reads it.
@@ -20,9 +20,9 @@ INHERITED = (
     "TP_SOCKET_IFNAME", "MAX_JOBS",
 )  # fmt: skip
 
-# Opens development or update routes, loads code, writes prompts, tensors or answers to disk or log, changes the log that progress is
-# read from, or describes the place of another process. The operator's own `env` may still set them. OMP_NUM_THREADS is not inherited
-# because Ray forces it to 1 in its workers (ray/_private/utils.py), and LD_PRELOAD because it loads code.
+# Variables that open development or update routes, load code, write prompts, tensors or answers to disk or log, change the log that
+# progress is read from, or describe the place of another process. The operator's own `env` may still set them. OMP_NUM_THREADS is not
+# inherited because Ray forces it to 1 in its workers (ray/_private/utils.py), and LD_PRELOAD because it loads code.
 NOT_INHERITED = (
     "RAY_*", "*_PLUGINS", "*PROFIL*", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION",
     "VLLM_API_KEY", "VLLM_LORA_RESOLVER_*", "VLLM_MODEL_REDIRECT_PATH", "VLLM_MEDIA_CONNECTOR", "VLLM_GPT_OSS_*", "VLLM_RUST_FRONTEND_PATH",
@@ -44,7 +44,7 @@ def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def program_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a program of ours: what it may inherit, and our packages as the one folder to import from."""
+    """The whole environment of a program of sparkd's: the variables it may inherit, and sparkd's packages as the only import folder."""
     return inherited_environment(environ) | {"PYTHONPATH": PACKAGE_DIR}
 
 

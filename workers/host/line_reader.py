@@ -1,6 +1,6 @@
-"""A program of the agent's that gets one order and says how far it is, line by line. Never knows what the program does.
+"""Runs a program that gets one order and reports its progress in JSON lines. Never knows the meaning of the order.
 
-Its order comes on stdin, so that no key is in a command line, and it ends when that closes: with the agent that started it.
+The program gets its order on stdin, so that no key is in a command line, and ends when stdin closes: with the agent that started it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ END_TIMEOUT_S = 5.0
 
 
 class Spoken:
-    """does: what it is for, as in "the program that copies". last: the JSON object that it said last, {} before any.
+    """A running program. does: its purpose, as in "the program that copies". last: the newest JSON object of its output, {} before any.
 
-    Raises OSError where the command cannot be run. Ended by `end`, with all that it started.
+    Raises OSError where the command cannot be run. `end` ends the program and all processes that it started.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], order: Mapping[str, Any], does: str) -> None:
@@ -49,7 +49,7 @@ class Spoken:
 
     @property
     def running(self) -> bool:
-        """Once it is not, `last` is what it said at its end: that may still have been in the pipe."""
+        """Whether the program runs. Once it does not, `last` is its final output, which may have been in the pipe."""
         if self.process.poll() is None:
             return True
         self._reader.join(END_TIMEOUT_S)
@@ -57,11 +57,11 @@ class Spoken:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has said its last word."""
+        """Whether the program has written its final line."""
         return "ended" in self.last or "error" in self.last
 
     def wait_for_a_word(self, timeout_s: float) -> bool:
-        """False where it said nothing meanwhile; it may have ended."""
+        """Wait for output of the program. False where none came within timeout_s seconds; the program may have ended."""
         return self._said.wait(timeout_s)
 
     def end(self) -> None:

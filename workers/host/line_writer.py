@@ -1,4 +1,4 @@
-"""How a program of a pull is spoken to: an order on stdin, answers on stdout, its end with stdin's. Never knows what is ordered."""
+"""The program's end of line_reader: an order on stdin, answers on stdout, its end with stdin's. Never knows the meaning of the order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 def ordered(name: str) -> tuple[dict[str, Any], Tell]:
-    """The order, one line of JSON, and what writes an answer. From here on the process ends when stdin does. name: of that thread."""
+    """(the order, a function that writes an answer), each one line of JSON. From now on the thread `name` ends the process with stdin."""
     order = json.loads(sys.stdin.readline())
 
     def watch() -> None:

@@ -1,7 +1,7 @@
-"""Asks who is at the other end of each QSFP link: one echo request to all nodes of the link. Never joins, never leaves the link.
+"""Finds the machines at the other end of each QSFP link: one echo request to all nodes of the link. Never joins, never leaves the link.
 
-`sparkd nodes` offers a machine that answers and is none of the cluster. The kernel learns its addresses by that, which the neighbours then
-show.
+`sparkd nodes` offers each machine that answers and is not in the cluster. The answer also makes the kernel learn its addresses, which the
+neighbour table then shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-# systemd's names of a card's ports; a virtual pair that stands for a cable has one too.
+# systemd's names of a card's ports. In tests a virtual pair with such a name stands for a cable.
 _PORT = re.compile(r"en(?:P\d+)?p\d+s\d+f\d+(?:np\d+)?")
 MELLANOX = "0x15b3"
 ALL_NODES = "ff02::1"  # RFC 4291, 2.7.1: all IPv6 nodes of one link
@@ -23,7 +23,7 @@ ANSWER_S = 0.1
 
 
 def knock(answer_s: float = ANSWER_S) -> list[dict[str, str]]:
-    """[{"dev", "dst"}]: link-local addresses that answered within answer_s seconds; none where the kernel does not let this user ask."""
+    """[{"dev", "dst"}]: link-local addresses that answered within answer_s seconds; empty where the kernel does not let this user ask."""
     ports = {index: name for index, name in socket.if_nameindex() if _is_port(name)}
     if not ports:
         return []

@@ -1,4 +1,4 @@
-"""Reads what a node is, besides its memory: its name, how long it has been up, and how full the disk of a folder is."""
+"""Reads facts of a node besides its memory: its name, its uptime, and the free space on a folder's disk."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def sample(proc: Path, folder: Path) -> dict[str, Any]:
-    """{"host", "uptime_s", "disk_total_bytes", "disk_free_bytes"}; None for what cannot be read.
+    """{"host", "uptime_s", "disk_total_bytes", "disk_free_bytes"}; None for a value that cannot be read.
 
-    free: to a user who is not root. Blocks as long as the folder's file system does.
+    disk_free_bytes: free to a user who is not root. Blocks as long as the folder's file system does.
     """
     facts: dict[str, Any] = {"host": socket.gethostname(), "uptime_s": None, "disk_total_bytes": None, "disk_free_bytes": None}
     try:

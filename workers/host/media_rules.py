@@ -17,14 +17,14 @@ _TUNNELS = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """domains: hosts in lower case; local: whether they may be on this machine or in its networks."""
+    """domains: allowed hosts, in lower case; local: whether they may be on this machine or in its networks."""
 
     domains: frozenset[str] = frozenset()
     local: bool = False
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Rules:
-        """Nothing is allowed where nothing is said."""
+        """The rules in the environment. Without the variable no source is allowed."""
         settings = json.loads(environ.get(VARIABLE) or "{}")
         return cls(frozenset(map(str.lower, settings.get("domains", ()))), bool(settings.get("local", False)))
 

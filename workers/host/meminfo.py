@@ -41,12 +41,12 @@ def parse_fields(text: str) -> dict[str, int]:
 
 
 def read_fields(proc: Path = PROC) -> dict[str, int]:
-    """As parse_fields. Only the guard reads the file in another way: it holds it open. Raises OSError where it cannot be read."""
+    """The fields of /proc/meminfo, see parse_fields. Only the guard reads the file differently: it holds it open. Raises OSError."""
     return parse_fields((proc / "meminfo").read_text())
 
 
 def mem_total_bytes(proc: Path = PROC) -> int:
-    """Raises OSError where /proc/meminfo cannot be read."""
+    """MemTotal, 0 where the line is missing. Raises OSError where /proc/meminfo cannot be read."""
     return read_fields(proc).get("MemTotal", 0)
 
 
@@ -56,11 +56,10 @@ def count_of(word: str) -> int | None:
 
 
 def unaccounted_bytes(fields: Mapping[str, int]) -> int | None:
-    """The bytes that no line of /proc/meminfo accounts for: the driver's, so CUDA's, and 1.1 to 1.35 GiB on an idle Spark. None where lines
-    lack.
+    """Bytes that no line of /proc/meminfo accounts for: the driver's, so CUDA's too; 1.1 to 1.35 GiB on an idle Spark. None where lines are
+    missing.
 
-    Shmem is part of Cached, SReclaimable of KReclaimable. Memory of CUDA is in no line, as 12 GiB of cudaMalloc beside an unchanged
-    Shmem have shown.
+    Shmem is part of Cached, SReclaimable of KReclaimable. CUDA's memory is in no line: 12 GiB of cudaMalloc left Shmem unchanged.
     """
     if not {"MemTotal", "MemFree", "Cached", "AnonPages", "SUnreclaim"} <= fields.keys():
         return None
@@ -68,7 +67,7 @@ def unaccounted_bytes(fields: Mapping[str, int]) -> int | None:
     return fields["MemTotal"] - reclaimable - sum(fields.get(name, 0) for name in ACCOUNTED)
 
 
-# The first that the kernel prints counts.
+# The first of these lines that the kernel prints counts.
 RECLAIMABLE = ("KReclaimable", "SReclaimable")
 ACCOUNTED = (
     "MemFree", "Buffers", "Cached", "SwapCached", "AnonPages", "SUnreclaim", "KernelStack", "PageTables", "SecPageTables", "Percpu",
@@ -88,7 +87,8 @@ def parse_pressure(text: str) -> dict[str, float]:
 
 
 def sample(proc: Path = PROC) -> dict[str, float]:
-    """One look, without a time. A kernel without PSI gives no psi fields. Raises OSError where /proc/meminfo cannot be read."""
+    """The values at this moment, without a time; no psi fields on a kernel without PSI. Raises OSError where /proc/meminfo is
+    unreadable."""
     values: dict[str, float] = dict(_named(read_fields(proc)))
     try:
         values |= parse_pressure((proc / "pressure" / "memory").read_text())

@@ -1,4 +1,4 @@
-"""Keeps this process's memory in memory: who guards a machine that runs out must not wait for its own pages. Never raises a limit."""
+"""Locks this process's pages in memory: the guard of a machine that runs out of memory must not wait for its own. Never raises a limit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CAP_IPC_LOCK = 14
 
 
 def lock() -> str | None:
-    """Lock present and future pages of this process (mlockall(2)). None where that was done, else why not, in words for a log.
+    """Lock present and future pages of this process (mlockall(2)). Returns None on success, else the reason for a log.
 
-    With a limit and without the capability nothing is locked: memory that is asked for later would be refused once the limit is reached.
+    With a limit and without the capability nothing is locked: later allocations would fail once the limit is reached.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and not _may_pass_the_limit():

@@ -1,6 +1,6 @@
 """Reads a node's network, from /sys and by `ip` (addresses, routes, neighbours), into plain JSON. Never judges or changes it.
 
-Below a root path other than / what `ip` would answer is read from files of that folder, so that a folder can stand for a node.
+Under a root path other than / the answers of `ip` are read from files of that folder, so that a folder can stand for a node.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from workers.host import regular_file
 
 ROOT = Path("/")
 IP_TIMEOUT_S = 3.0
-# The questions, and the file that has the answer where the root is not /. `ip` reads netlink, which answers for the network namespace
-# that one is in; /sys shows the namespace that it was mounted from. -details adds phys_port_name and the PCI address (iproute2 5.13).
+# Questions to `ip`, by the file that has the answer where the root is not /. `ip` reads netlink, which answers for the network namespace of
+# the process; /sys shows the namespace that it was mounted from. -details adds phys_port_name and the PCI address (iproute2 5.13).
 QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "ip-address.json": ("-details", "address", "show"),
     "ip-route.json": ("-4", "route", "show"),
     "ip-neighbour.json": ("neighbour", "show"),
 }
 _IP_PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
-# The variables that sparkd computes for an engine: a node's own environment may say otherwise, and only these of it are told.
+# The variables that sparkd computes for an engine. A node's own environment may set them differently, so the node reports these, no other.
 VARIABLES = (
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_MERGE_NICS",
     "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN", "NCCL_DEBUG", "MAX_JOBS", "FLASHINFER_NVCC_THREADS",
@@ -35,10 +35,10 @@ VARIABLES = (
 # NVIDIA's package dgx-spark-mlnx-hotplug powers the ConnectX-7 off where no cable is plugged and this file is there.
 HOTPLUG_MARK = "etc/nvidia/cx7-hotplug-enabled"
 GPUS = "proc/driver/nvidia/gpus"
-# NVIDIA's GPUs whose memory is the host's, as their driver calls them. Where none is named the engine is one for CPUs.
+# The driver's names of GPUs that share the host's memory. On a node without any GPU the engine is one for CPUs.
 _UNIFIED = re.compile(r"^Model:.*\b(GB10|Thor|Orin)\b", re.MULTILINE)
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
-# The keys of an answer of `ip` that are read, and what each holds: another release may write something else.
+# The keys of an answer of `ip` that are read, and their types, because another release may write other types.
 _KINDS: Mapping[str, type] = {
     "ifname": str, "ifindex": int, "address": str, "mtu": int, "flags": list, "addr_info": list, "parentdev": str, "phys_port_name": str,
     "phys_switch_id": str, "dst": str, "dev": str, "gateway": str, "metric": int, "lladdr": str, "state": list,
@@ -50,7 +50,8 @@ WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/
 
 
 def sample(root: Path = ROOT) -> dict[str, Any]:
-    """One look; blocks, for three IP_TIMEOUT_S at most. `trouble` tells what could not be read; what is not there at all is none.
+    """The facts at this moment. Blocks, for at most three IP_TIMEOUT_S. trouble: the answers that could not be read; a missing file is
+    none.
 
     {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}. speed in Mb/s, counters in
     bytes. unified: whether no GPU of the node has memory of its own.
@@ -95,14 +96,14 @@ def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dic
 
 
 def _entry(answer: Any) -> dict[str, Any]:
-    """The keys of one of its objects that hold what they should."""
+    """The keys of one object of `ip` that are known and have the expected type."""
     if not isinstance(answer, dict):
         return {}
     return {name: value for name, value in answer.items() if name in _KINDS and type(value) is _KINDS[name]}
 
 
 def _ip(question: tuple[str, ...]) -> str:
-    """In a child with a time limit: a driver that hangs must not take its caller along."""
+    """Run `ip` with a time limit: a driver that hangs must not block the caller."""
     done = subprocess.run(
         ["ip", "-json", *question],
         stdin=subprocess.DEVNULL,
@@ -120,7 +121,7 @@ def _file(root: Path) -> Callable[[str], str]:
 
 
 def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Every interface but loopback; by name from /sys alone where `ip` said nothing."""
+    """Every interface but loopback; from /sys alone where `ip` gave no answer."""
     folder = root / "sys/class/net"
     listed: list[dict[str, Any]] = [{"ifname": name} for name in _names(folder)] if links is None else links
     named = [link for link in listed if _NAME.fullmatch(link.get("ifname", "")) and link["ifname"] != "lo"]
@@ -161,7 +162,7 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _address(entry: Any) -> dict[str, Any] | None:
-    """None for one of IPv6, and for what is no address."""
+    """An IPv4 address; None for IPv6 and for an entry that is no address."""
     if not isinstance(entry, dict) or entry.get("family") != "inet":
         return None
     try:
@@ -172,7 +173,7 @@ def _address(entry: Any) -> dict[str, Any] | None:
 
 
 def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
-    """Whether /sys speaks of this interface, not of one of that name in another network namespace."""
+    """Whether the folder in /sys is that of this interface, not of one with the same name in another network namespace."""
     if not path.exists():
         return False
     index, mac = _text(path / "ifindex"), _text(path / "address")
@@ -180,7 +181,7 @@ def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
 
 
 def _rdma(path: Path) -> Iterable[dict[str, Any]]:
-    """One for each port of an RDMA device; those of a Spark have one each."""
+    """An entry for each port of an RDMA device; a Spark's devices have one port each."""
     for number in filter(_is_number, _names(path / "ports")):
         port = path / "ports" / number
         yield {
@@ -228,7 +229,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _text(path: Path) -> str | None:
-    """None for what is not there, what the driver does not know (EOPNOTSUPP), and what cannot be told now (EINVAL)."""
+    """The text of a file; None where it is missing, unknown to the driver (EOPNOTSUPP) or not readable at present (EINVAL)."""
     try:
         return regular_file.read(path).decode(errors="replace").strip()
     except OSError:
@@ -236,7 +237,7 @@ def _text(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> int | float | None:
-    """The number that a text begins with (`32.0 GT/s PCIe`); None for -1, which is how a link that is down tells its speed."""
+    """The number that a text begins with (`32.0 GT/s PCIe`); None for -1, the speed of a link that is down."""
     word = (text or "").split(" ")[0]
     try:
         value = float(word)

@@ -1,8 +1,8 @@
-"""Names of the variables by which a node's Ray tells the agent, which it starts, where things are on that node."""
+"""Names of the variables by which a node's Ray passes that node's paths to the agent, which it starts."""
 
 from __future__ import annotations
 
-# In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
+# In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's folders, from the node's own configuration.
 NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
 NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"

@@ -1,4 +1,4 @@
-"""The folder that a foreign interpreter gets to import from: the plugin's two packages, and no other package of sparkd's environment."""
+"""Owns the folder from which a foreign interpreter imports the plugin's two packages, and no other package of sparkd's environment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from sparkd import errors
 
 _SHOWN = {"workers": Path(__file__).resolve().parents[1], "sparkd": Path(errors.__file__).resolve().parent}
-# The bare folder of a distribution that tells vLLM of the entry points with nothing installed. Both names differ from those of sparkd's own
-# distribution, the entry points' do not.
+# A distribution's metadata folder, by which vLLM finds the entry points without an installation. Its name and version differ from those of
+# sparkd's own distribution; the entry points have the same names.
 _DISTRIBUTION = "sparkd_plugin-0.dist-info"
 _FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
@@ -19,7 +19,7 @@ _FILES = {
 
 
 def expose(folder: Path) -> None:
-    """Make that folder, or bring it up to date, while others may do the same. Raises OSError."""
+    """Make the folder, or bring it up to date; another process may do the same at once. Raises OSError."""
     for path in (folder, folder / _DISTRIBUTION):
         path.mkdir(mode=0o700, exist_ok=True)
     fresh = folder / f".{os.getpid()}"

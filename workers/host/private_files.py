@@ -1,6 +1,7 @@
-"""Folders and files of this user alone, made so or tightened. Never follows a link in the place of a file, never gives anything away.
+"""Makes folders and files that only this user may open, or restricts existing ones. Never follows a link in place of a file, never widens
+access.
 
-A folder that was there before, made by hand or by an earlier release, may be open to others, so nothing relies on the one above it.
+A folder made by hand or by an earlier release may be open to others, so every folder and file is restricted by itself.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _GROUP_READS = 0o050
 
 
 def private_folder(path: Path, *, keep_group: bool = False) -> None:
-    """Make it, or close it to others. Raises OSError, also where it belongs to another user: what root did there that user could change.
+    """Make a folder, or close it to other users. Raises OSError, also for another user's folder, because that user could change its files.
 
-    keep_group: where an operator opened it to its group and not to everybody, the group may go on reading it. An earlier release left its
-    folders open to everybody, as the umask had it.
+    keep_group: a group that an operator has given access, and not all users, may go on reading it. An earlier release left its folders
+    open to all users, by the umask.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.stat()
@@ -38,7 +39,7 @@ def private_folder(path: Path, *, keep_group: bool = False) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace the file by one of this user alone: whole or not at all, also for those who read it meanwhile. Raises OSError."""
+    """Replace the file by one that only this user may read. A concurrent reader sees the old or the new content, whole. Raises OSError."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -55,8 +56,8 @@ def write_private(path: Path, text: str) -> None:
 
 
 def private_file(path: Path) -> None:
-    """Make it, empty, or close it to others. Raises OSError, also for a link. For a file that SQLite has open, too: it is not opened here,
-    because closing it would let go of the locks that this process holds on it (fcntl_locking(2))."""
+    """Make an empty file, or close an existing one to other users. Raises OSError, also for a link. An existing file is not opened, because
+    closing it would release the locks that SQLite holds on it in this process (fcntl_locking(2))."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except FileExistsError:

@@ -1,8 +1,8 @@
-"""Which processes of this machine belong to a rank, and how to end exactly those. Never starts one, never guesses by name.
+"""Finds the processes of a rank on this machine, and ends exactly those. Never starts one, never guesses by name.
 
-A process is named by (pid, start time, boot id): a pid alone is used again. A rank's processes are those whose environment carries
-its mark, the members of its shim's session, and the descendants of either: a child that makes a session of its own keeps the mark,
-and one that loses its environment keeps its parent.
+A process is identified by (pid, start time, boot id), because the kernel reuses pids. A rank's processes are those whose environment
+carries the rank's mark, the members of its shim's session, and the descendants of either: a child that makes a session of its own keeps
+the mark, and one that loses its environment keeps its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S = 0.02
 TRACKER_S = 1.5
 READ_BYTES = 1 << 15
 PROC = "/proc"
-# Errors that mean that the reader lacks something. They say nothing about the process, which may well live.
+# Errors that mean that this process lacks a resource. They prove nothing about the process that was read, which may well live.
 LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 4, 15, 36, 37  # linux/prctl.h
@@ -42,8 +42,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process; cpu_ticks: used,
-    with what its ended children used (compilers, each of which lives for seconds), clock ticks."""
+    """A line of /proc/PID/stat. state: the kernel's letter; session: the pid of the session's first process; cpu_ticks: clock ticks used by
+    the process and its ended children (compilers, each of which lives for seconds)."""
 
     pid: int
     state: str
@@ -58,13 +58,13 @@ def boot_id() -> str:
 
 
 def identity(pid: int) -> Identity | None:
-    """None where no such process lives."""
+    """The identity of a living process; None where no such process lives."""
     stat = read_stat(pid)
     return Identity(pid, stat.start_ticks, boot_id()) if stat and not _is_over(stat) else None
 
 
 def is_alive(who: Identity) -> bool:
-    """A zombie counts as dead, unless threads of it still run: then its memory has not come back."""
+    """Whether the process lives. A zombie counts as dead, unless threads of it still run: then its memory has not come back."""
     stat = read_stat(who.pid)
     return stat is not None and stat.start_ticks == who.start_ticks and not _is_over(stat) and who.boot_id == boot_id()
 
@@ -128,7 +128,7 @@ def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, 
 
 
 def living(who: Identity | None, stats: Mapping[int, Stat], boot: str) -> set[int]:
-    """Its pid, where it is among these and was not used again."""
+    """The pid of the process, where it is in `stats` and was not reused; else an empty set."""
     here = who is not None and who.boot_id == boot and who.pid in stats and stats[who.pid].start_ticks == who.start_ticks
     return {who.pid} if who and here else set()
 
@@ -156,7 +156,7 @@ def adopts_orphans() -> bool:
 
 
 def prctl(option: int, value: Any) -> bool:
-    """False where the C library or the kernel refuses."""
+    """Call prctl(2). False where the C library or the kernel refuses."""
     import ctypes
 
     try:
@@ -166,10 +166,9 @@ def prctl(option: int, value: Any) -> bool:
 
 
 def hide() -> bool:
-    """Closes this process's environment, memory, open files and root folder to other processes of its user, which may be engines with a
-    model's own code; False where the kernel refuses. Its files in /proc are root's from here on: its own environ and oom_score_adj are
-    closed to itself too, while fd, maps and status stay open to it (ptrace(2), PR_SET_DUMPABLE(2const)). A child that it starts is seen
-    as before, and has none of it.
+    """Close this process's environment, memory, open files and root folder to other processes of its user, which may be engines that run a
+    model's own code. False where the kernel refuses. From now on root owns the process's files in /proc: it cannot read its own environ
+    and oom_score_adj either, while fd, maps and status stay readable (ptrace(2), PR_SET_DUMPABLE(2const)). Its children are not hidden.
     """
     import ctypes
 
@@ -177,10 +176,10 @@ def hide() -> bool:
 
 
 def send(who: Identity, number: signal.Signals) -> bool:
-    """Signals exactly this process; False where it is gone, or another user's.
+    """Signal exactly this process. False where it is gone or belongs to another user.
 
-    A pidfd holds on to the process it was opened for (pidfd_open(2)), so that looking again after opening leaves no gap in which the
-    number could change hands. Where the kernel or the Python has none the gap is a few microseconds.
+    A pidfd stays bound to its process (pidfd_open(2)), so a check after opening leaves no gap in which the pid could be reused. Where the
+    kernel or Python has no pidfd the gap is a few microseconds.
     """
     try:
         handle = os.pidfd_open(who.pid)
@@ -206,10 +205,10 @@ def send(who: Identity, number: signal.Signals) -> bool:
 
 
 def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, between: Callable[[float], object] = time.sleep) -> list[int]:
-    """SIGKILLs what `find` returns until it returns nothing; the pids that live after timeout_s seconds (uninterruptible waits).
+    """SIGKILL the processes of `find` until it returns none. Returns the pids that live after timeout_s seconds (uninterruptible waits).
 
-    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and remove the shared
-    memory that those left in /dev/shm, which nobody else would. `between` is called with the seconds to wait between two looks.
+    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and only they remove the
+    shared memory that those left in /dev/shm. `between` is called with the seconds to wait between two looks.
     """
     started_s = time.monotonic()
     while left := find():
@@ -260,7 +259,8 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def _read(pid: int, name: str, proc: str = PROC) -> bytes:
-    """Empty where the process is gone or another user's. Not through pathlib: this is read for every process of the machine.
+    """A file of /proc/PID; empty where the process is gone or another user's. Without pathlib, which is slow for all processes of a
+    machine.
 
     Raises OSError where this process may open no more files.
     """

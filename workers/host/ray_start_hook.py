@@ -1,4 +1,4 @@
-"""The hook that `ray start` calls before it starts a node for sparkd: takes away what no option can. Never starts or stops anything.
+"""The hook that `ray start` calls before it starts a node for sparkd: turns off what no option can. Never starts or stops anything.
 
 Ray calls the function that RAY_START_HOOK names with its parameters (ray/scripts/scripts.py, 2.60). The client server is on whenever
 grpcio can be imported, listens on every address, and `--ray-client-server-port=0` is refused.
@@ -10,5 +10,5 @@ from typing import Any
 
 
 def trim(parameters: Any, head: bool) -> None:
-    """No Ray client server. `head` is unused: the parameter is Ray's."""
+    """Turn off the Ray client server. Ray passes `head`, which is unused."""
     parameters.ray_client_server_port = None

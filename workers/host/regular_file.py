@@ -1,4 +1,4 @@
-"""Reads a file that other hands have put there. Never waits for a pipe, never reads a device."""
+"""Reads a file that a user or another program has written. Never waits for a pipe, never reads a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 def read(path: str | Path, limit_bytes: int = -1) -> bytes:
     """The first limit_bytes of a regular file, all of it where the limit is negative.
 
-    Raises OSError, whose strerror is for people; a pipe, a socket or a device is one, too. ValueError for a path with a zero byte.
+    Raises OSError with a readable strerror, also for a pipe, a socket or a device. Raises ValueError for a path with a zero byte.
     """
-    # Looked at first: to open some devices does something.
+    # Checked before opening, because opening some devices has an effect.
     _refuse_others(os.stat(path).st_mode, path)
-    # Without waiting, as it may be a pipe by now.
+    # O_NONBLOCK, because the file may have become a pipe since.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _refuse_others(os.fstat(file.fileno()).st_mode, path)
         return file.read(limit_bytes)

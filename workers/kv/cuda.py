@@ -1,4 +1,4 @@
-"""The worker class for CUDA. It never reads a utilization: what is left after a rehearsal is the cache.
+"""The worker class for CUDA. The cache gets the memory that is left after a rehearsal; a utilization is never read.
 
 Importing this module imports vLLM.
 """
@@ -28,7 +28,7 @@ from workers.kv.sizing import RanOut, Sizing
 from workers.kv.start_gate import open_gate
 from workers.kv.symbols import Missing, imported, need_of
 
-# The driver's part of a process, which no counter of torch's has: 0.35 GiB as vLLM logs it ("non-torch") for one rank.
+# The driver's memory for a process, which no counter of torch shows: 0.35 GiB for one rank, as vLLM logs it ("non-torch").
 CONTEXT_BYTES = 350 << 20
 # More than any device has.
 _MUCH = 1 << 60
@@ -37,9 +37,10 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 
 class CudaRehearsal:
-    """Peaks are the caching allocator's; what is left is the driver's word, and on an integrated GPU the kernel's too.
+    """The rehearsal on CUDA: peaks come from torch's caching allocator, free memory from the driver and on an integrated GPU from the
+    kernel too.
 
-    frontends: bytes of the device that are other processes' of this engine, and not taken yet.
+    frontends: bytes of the device that other processes of this engine will take later.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -48,7 +49,7 @@ class CudaRehearsal:
         self._idle_allocated: int | None = None
 
     def warm(self) -> int:
-        # The page cache of the checkpoint is memory that the driver cannot take; by now every rank has read it.
+        # The driver cannot take the page cache of the checkpoint; by now every rank has read the files.
         forget_files(folders_of(self._worker.vllm_config))
         with _refusals(), self._configured():
             peak = self._peak(self._worker.model_runner.profile_run)
@@ -58,7 +59,7 @@ class CudaRehearsal:
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
         with _refusals(), self._configured():
-            # The first run compiles; what the compiler takes for a moment is not the model's peak.
+            # The first run compiles; the compiler's passing memory is not part of the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
             prefill = [profiled(runner, scale, self._peak)]
@@ -69,8 +70,7 @@ class CudaRehearsal:
             before = self._free()
             graphs = graphs_of(runner)
             self._settle()
-        # The memory that a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken
-        # again.
+        # A first capture leaves memory behind (modules that the driver has loaded, its tables), which the real capture does not take again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
         return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
@@ -84,7 +84,8 @@ class CudaRehearsal:
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def read(self) -> MemoryReading:
-        """From any thread: which device is the current one is a thread's own affair, and device 0 where it has not said."""
+        """The memory of the worker's device. Callable from any thread: it names the device, because a thread's current device is 0 by
+        default."""
         device = self._worker.device
         free, total = torch.cuda.mem_get_info(device)
         integrated = bool(torch.cuda.get_device_properties(device).is_integrated)
@@ -94,7 +95,7 @@ class CudaRehearsal:
         return replace(reading, device_free=max(0, free - self.frontends), device_total=total, integrated=integrated)
 
     def mark(self) -> None:
-        """Only once: the sampler's part of a batch comes after the model's."""
+        """Begin a batch's peak. Only the first call counts, because the sampler's part of a batch runs after the model's."""
         if self._idle_allocated is None:
             self._idle_allocated = torch.cuda.memory_allocated(self._worker.device)
             torch.cuda.reset_peak_memory_stats(self._worker.device)
@@ -103,11 +104,11 @@ class CudaRehearsal:
         return max(0, torch.cuda.max_memory_allocated(self._worker.device) - (self._idle_allocated or 0))
 
     def untouched(self, pool_bytes: int) -> int:
-        """Device memory is taken when it is allocated."""
+        """0: allocated device memory counts as taken at once."""
         return 0
 
     def _configured(self) -> contextlib.AbstractContextManager[Any]:
-        """As vLLM's own profiling has it: what is compiled may ask for the configuration."""
+        """vLLM's configuration as the current one, as in vLLM's own profiling: compiled code may read it."""
         configured: contextlib.AbstractContextManager[Any] = imported("vllm.config", "set_current_vllm_config")(self._worker.vllm_config)
         return configured
 
@@ -115,7 +116,7 @@ class CudaRehearsal:
         return torch.cuda.mem_get_info(self._worker.device)[0]
 
     def _peak(self, run: Callable[[], Any]) -> int:
-        """Bytes that torch's allocator hands out at most meanwhile, beyond what it has handed out before."""
+        """The peak of torch's allocator during `run`, in bytes beyond those allocated before."""
         device = self._worker.device
         torch.cuda.synchronize(device)
         base = torch.cuda.memory_allocated(device)
@@ -125,20 +126,20 @@ class CudaRehearsal:
         return max(0, torch.cuda.max_memory_allocated(device) - base)
 
     def _whole(self, run: Callable[[], float]) -> int:
-        """The bytes that a batch would take of which `run` runs a share."""
+        """The peak of a whole batch, in bytes, from that of `run`, which returns the share of the batch that it ran."""
         share = [1.0]
         peak = self._peak(lambda: share.append(run()))
         return int(peak / share[-1])
 
     def _kernels(self, runner: Any, scale: float) -> float:
-        """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
+        """Run JIT compilers and autotuners now, before the cache takes the memory that they need for a moment."""
         kernel_warmup = imported("vllm.model_executor.warmup.kernel_warmup", "kernel_warmup")
         with smaller_batches(runner, scale) as share:
             kernel_warmup(self._worker)
         return share
 
     def _requests(self, runner: Any, scale: float) -> float:
-        """V2's profile run samples without any wish; its warm-up asks for every one that a request can have."""
+        """Run V2's warm-up, which uses every sampling option of a request; V2's profile run samples without any."""
         if not is_v2(runner):
             return 1.0
         with smaller_batches(runner, scale, sequences=True) as share:
@@ -158,14 +159,14 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # vLLM has one of its own for a sampler that ran out (v1/worker/gpu_model_runner.py, _dummy_sampler_run).
+        # vLLM raises a RuntimeError of its own for a sampler that ran out (v1/worker/gpu_model_runner.py, _dummy_sampler_run).
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         raise RanOut(str(error).partition(". ")[0]) from None
 
 
 class SparkWorker(SizedWorker, Worker):
-    """vLLM's GPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
+    """vLLM's GPU worker, with a KV cache that fills the memory left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -184,7 +185,7 @@ class SparkWorker(SizedWorker, Worker):
             super().init_device()
 
     def determine_available_memory(self) -> int:
-        # vLLM calls it under inference_mode in its own method; the dummy runs need it here.
+        # vLLM's own method runs under inference_mode; the dummy runs need that here too.
         self._rehearsal.frontends = self._frontends()
         with torch.inference_mode():
             size = self._sizing.determine(self._stock)
@@ -195,7 +196,7 @@ class SparkWorker(SizedWorker, Worker):
         """Bytes of the device that vLLM leaves to its API servers for decoded images and videos (--mm-ipc-gpu-memory-gb)."""
         try:
             reserve = imported("vllm.multimodal.gpu_ipc_memory", "reserve_mm_ipc_gpu_memory")
-        except Missing:  # a release that has none, or has it as a method
+        except Missing:  # a release without the function, or with a method instead
             own = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
             return 0 if own is None else _MUCH - int(own(_MUCH))
         servers = getattr(self.parallel_config, "_api_process_count", 1)
@@ -211,7 +212,7 @@ class SparkWorker(SizedWorker, Worker):
     def _stock(self, limit: int | None) -> int:
         try:
             self.requested_memory = imported("vllm.v1.worker.utils", "request_memory")(self.init_snapshot, self.cache_config)
-        except Missing:  # a way back that needs a symbol of its own would be none
+        except Missing:  # the fall-back must not need a symbol that a release may lack
             self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)

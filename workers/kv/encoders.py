@@ -1,7 +1,7 @@
-"""Encoders of images, sound and film in a profile run: how many items they are given, and the run itself where vLLM's leaves them out.
+"""Runs encoders of images, sound and video in a profile run, where vLLM's own leaves them out. Never with more items than a batch may have.
 
-V1 has always profiled them. V2 has since it has `EncoderRunner.profile_encoder_cache`; before that (0.26) it fills memory with a cache and
-meets its first image with what is left. Never runs them with more items than one batch may have.
+V1 has always profiled encoders. V2 does since it has `EncoderRunner.profile_encoder_cache`; before that (0.26) it fills memory with a cache
+and processes its first image with the memory that is left.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from workers.kv.symbols import imported
 
-# A processor is the model's own code; this vLLM starts without asking it.
+# Errors of a processor, which is the model's own code. vLLM itself starts without calling it.
 _ANY = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
 
 def items(runner: Any) -> int:
-    """Images, or whatever is largest, that a profile run has its encoders run at once; 0 for none. Raises Missing."""
+    """The number of items of the largest kind that a profile run encodes at once; 0 for a model without encoders. Raises Missing."""
     return _most(_budget(runner))[1] if _encodes(runner) else 0
 
 
 def profile_run(runner: Any) -> None:
-    """vLLM's own, with the encoders' part in memory meanwhile. Raises Missing."""
+    """vLLM's profile run, with the encoders' outputs in memory meanwhile. Raises Missing."""
     encoder_runner = getattr(getattr(runner, "model_state", None), "encoder_runner", None)  # V2's
     if encoder_runner is None or hasattr(encoder_runner, "profile_encoder_cache") or not _encodes(runner):
         runner.profile_run()
@@ -34,7 +34,7 @@ def profile_run(runner: Any) -> None:
     largest = _largest(runner)
     try:
         outputs = encoder_runner.execute_mm_encoder(largest) if largest else []
-        # As a real one, which keeps them for the steps of its prefill.
+        # A real request keeps these outputs too, for the steps of its prefill.
         runner.encoder_cache.encoder_outputs.update((f"sparkd-{number}", output) for number, output in enumerate(outputs))
         del outputs
         runner.profile_run()
@@ -49,7 +49,7 @@ def _encodes(runner: Any) -> bool:
 
 
 def _largest(runner: Any) -> list[tuple[str, Any]]:
-    """As many of the largest item as a batch may have; none where the model's own processor cannot make one, as vLLM says of it then."""
+    """As many of the largest items as a batch may have; empty where the model's own processor cannot make one."""
     budget = _budget(runner)
     kind, count = _most(budget)
     if not count:
@@ -70,7 +70,7 @@ def _largest(runner: Any) -> list[tuple[str, Any]]:
 
 
 def _most(budget: Any) -> tuple[str, int]:
-    """(kind, how many of them are in a batch at most)."""
+    """(kind of the largest item, the most items of it in a batch)."""
     if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
         return "", 0
     kind = budget.get_modality_with_max_tokens()

@@ -16,7 +16,7 @@ import vllm
 from workers.host.hub_cache import snapshot_of
 from workers.kv.profiles import checkpoint_of, key_of
 
-# Those of the loader's settings that change what is in memory; the rest are paths and limits.
+# The loader's setting that changes the weights in memory; the rest are paths and limits.
 _RECIPE = "quantize"
 # The variables of other libraries that size buffers, pools and workspaces: torch's allocator (torch/docs, "CUDA environment variables"),
 # cuBLAS's and NCCL's own (their documentation, "Environment variables"), the C allocators', threads that each have scratch memory.
@@ -33,12 +33,12 @@ VARIABLES = (
     *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
     *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_CONF", "LD_PRELOAD"),
     *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "ONEDNN_MAX_CPU_ISA"),
-    # vLLM's own that its compiled graphs do not depend on (vllm/envs.py, compile_factors), and memory does.
+    # vLLM's variables that change its memory but not its compiled graphs (vllm/envs.py, compile_factors).
     *("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_MAX_IMAGE_PIXELS"),
     *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
 )
-# The parts of vLLM's configuration that its compiled graphs do not depend on and memory does: (part, field). A field that a release lacks
-# is None.
+# The fields of vLLM's configuration that change its memory but not its compiled graphs: (part, field). A field that a release lacks is
+# None.
 FIELDS = (
     *(("model_config", name) for name in ("max_logprobs", "logprobs_mode", "logits_processors", "disable_cascade_attn", "runner_type")),
     *(("cache_config", name) for name in ("enable_prefix_caching", "mamba_cache_mode", "block_size")),
@@ -48,7 +48,7 @@ FIELDS = (
     *(("scheduler_config", name) for name in ("max_num_active_seqs", "disable_chunked_mm_input")),
     *(("kernel_config", name) for name in ("enable_flashinfer_autotune", "enable_jit_warmup", "enable_cutedsl_warmup")),
     ("lora_config", "max_cpu_loras"),
-    # vLLM's hash has the model of a draft alone; probabilities of drafts are as large as logits.
+    # vLLM's hash covers only the draft's model; probabilities of drafts are as large as logits.
     *(("speculative_config", name) for name in ("draft_sample_method", "rejection_sample_method", "parallel_drafting")),
     *(("speculative_config", name) for name in ("draft_tensor_parallel_size", "max_model_len", "disable_padded_drafter_batch")),
     ("speculative_config", "num_speculative_tokens_per_batch_size"),
@@ -64,7 +64,7 @@ MULTIMODAL = (
 
 
 def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
-    """JSON values; equal for two starts whose demand is the same. device: its name and total memory."""
+    """The engine's identity in JSON values, equal for two starts with the same demand. device: the device's name and total memory."""
     model, scheduler, parallel = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.parallel_config
     loader = vllm_config.load_config
     return {
@@ -90,12 +90,12 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
 
 
 def multimodal_of(config: Any) -> dict[str, Any] | None:
-    """None for a model of text alone."""
+    """The limits on items besides text; None for a text-only model."""
     return None if config is None else {name: _plain(getattr(config, name, None)) for name in MULTIMODAL}
 
 
 def environment_of(environ: Mapping[str, str]) -> str:
-    """A key of the variables that change what is in memory: a file of profiles is no place for their values."""
+    """A digest of the variables that change memory, because a profile's file must not hold their values."""
     named = {name: environ[name] for name in VARIABLES if name in environ}
     factors = getattr(vllm.envs, "compile_factors", None)
     own = factors() if factors is not None else {name: value for name, value in environ.items() if name.startswith("VLLM_")}
@@ -103,7 +103,7 @@ def environment_of(environ: Mapping[str, str]) -> str:
 
 
 def folders_of(vllm_config: Any) -> list[str]:
-    """Where the weights of the model, and of a draft, are on this machine."""
+    """The folders of the model's and the draft's weights on this machine."""
     speculative = vllm_config.speculative_config
     models = [vllm_config.model_config, None if speculative is None else getattr(speculative, "draft_model_config", None)]
     folders = [_folder(config, vllm_config.load_config) for config in models if config is not None]
@@ -111,7 +111,7 @@ def folders_of(vllm_config: Any) -> list[str]:
 
 
 def _folder(model: Any, loader: Any) -> str:
-    """A hub id's snapshot in the local cache, whose revision `main` is another one tomorrow; the name where it is not there."""
+    """The model's folder: for a hub id its snapshot in the local cache, because `main` may move. The name itself where there is none."""
     name = str(model.model)
     if os.path.isdir(name):
         return name
@@ -133,7 +133,7 @@ def _draft(vllm_config: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers and words as they are, everything else by its text."""
+    """A value for JSON: numbers and strings unchanged, everything else as text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,5 +1,5 @@
-"""Looks at what real batches take for a moment, and says where it is more than was learned of the largest. Never makes it less: that a load
-was small is no proof that none is larger.
+"""Measures the passing memory of real batches, and reports where it exceeds the learned peak. Never lowers the peak: small batches prove
+nothing about the largest.
 """
 
 from __future__ import annotations
@@ -7,26 +7,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-# As much more than planned is within every margin.
+# An excess over the plan that every margin covers.
 ERROR_BYTES = 64 << 20
-# A look costs a tenth of a millisecond (torch's memory statistics; /proc/self/status): not in every step that only decodes.
+# A measurement costs 0.1 ms (torch's memory statistics; /proc/self/status): too much for every step that only decodes.
 LOOKS, EVERY = 64, 1024
-# A report is worth writing for so much more than was reported before.
+# The growth over the last report that is worth a new one.
 GROWTH = 1.1
 
 
 class Batches(Protocol):
-    """The platform's part."""
+    """The platform's measurement of batches."""
 
     def mark(self) -> None:
-        """Before a batch."""
+        """Called before a batch."""
 
     def taken_by_batch(self) -> int:
-        """After it: bytes that it took for a moment, or any since the first mark."""
+        """Called after a batch: the peak of its passing memory in bytes, or of all batches since the first mark."""
 
 
 class UnderLoad:
-    """planned: bytes that a batch may take. report: called with what the largest took so far. beyond: more than was planned."""
+    """planned: bytes that a batch may take. report: called with the largest measurement so far. beyond: called where it exceeds the
+    plan."""
 
     def __init__(self, batches: Batches, planned: int, report: Callable[[int], None], beyond: Callable[[int], None]) -> None:
         self._batches = batches
@@ -40,7 +41,7 @@ class UnderLoad:
         batches.mark()
 
     def looks_at(self, tokens: int) -> bool:
-        """At the largest batches so far, some of each size, and now and then at any."""
+        """Whether to measure a batch of so many tokens: the largest batches so far, LOOKS times each, and every EVERY-th step."""
         self._steps += 1
         if tokens > self._most_tokens:
             self._most_tokens, self._looks = tokens, 0

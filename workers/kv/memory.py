@@ -1,4 +1,4 @@
-"""Owns the readings of a machine's and a device's free memory, as numbers read at one moment. Never decides how much of it may be taken.
+"""Owns the readings of a machine's and a device's free memory at one moment. Never decides how much of it may be taken.
 
 On a GB10 cudaMemGetInfo's free memory is MemFree, so page cache counts against it, while vLLM counts MemAvailable: both are kept.
 """
@@ -22,9 +22,9 @@ EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
+    """Bytes. cgroup_left: left under this process's memory limit, None without one. device_free, device_total: from the driver, None on a
     CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory; ranks:
-    all that are on it, where some have the memory of other nodes (0: nobody else). total, available, free, reclaimable: of the nodes bound.
+    all ranks on this host, where some use other NUMA nodes (0: none does). total, available, free, reclaimable: of the bound NUMA nodes.
     """
 
     total: int
@@ -40,31 +40,31 @@ class MemoryReading:
 
     @property
     def ranks_here(self) -> int:
-        """Those that a limit on all of them is for."""
+        """The number of ranks on this host, which share a limit of the host."""
         return max(self.ranks, self.sharers)
 
     @property
     def room(self) -> int:
-        """The bytes that this rank can take now: on a discrete GPU of its own memory, else its part of the host's, by every number there
-        is."""
+        """The bytes that this rank can take now: of a discrete GPU's own memory, else its part of the host's memory, by the tightest of the
+        readings."""
         part = self._whole_room // self.sharers
         return part if self.cgroup_left is None or not self.is_shared else min(part, self.cgroup_left // self.ranks_here)
 
     @property
     def size(self) -> int:
-        """This rank's part of all the memory that the cache could be in, used or not."""
+        """This rank's part of the total memory of the kind that holds the cache, used or not."""
         whole = self.device_total if self.device_total is not None and not self.integrated else self.total
         return whole // self.sharers
 
     @property
     def is_shared(self) -> bool:
-        """Whether everything else on the host lives in the same memory."""
+        """Whether the cache shares its memory with all processes of the host."""
         return self.device_free is None or self.integrated
 
     @property
     def _whole_room(self) -> int:
         host = self.available
-        if self.device_free is not None:  # who allocates for a device waits less for the kernel's page cache than a process does
+        if self.device_free is not None:  # the driver reclaims less page cache for a device's allocation than the kernel for a process
             host = min(host, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
         if self.device_free is None:
             return host
@@ -74,7 +74,7 @@ class MemoryReading:
 
 
 def host(proc: Path = PROC, cgroup: Path = CGROUP, nodes_kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
-    """nodes_kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
+    """The host's memory. nodes_kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo is unreadable."""
     fields, limited = read_fields(proc), cgroup_left(proc, cgroup)
     of_nodes = None if nodes_kept is None else memory_of(nodes_kept, fields, nodes)
     if of_nodes is not None:
@@ -86,7 +86,7 @@ def host(proc: Path = PROC, cgroup: Path = CGROUP, nodes_kept: frozenset[int] | 
 
 
 def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:
-    """Each number's minimum over a window: what is left only for a moment is not left. window_s: 0 for a single look."""
+    """Each number's minimum over a window, because memory that is free only for a moment does not count. window_s: 0 for one reading."""
     minimum = read()
     for _ in range(int(window_s / EVERY_S)):
         sleep(EVERY_S)
@@ -116,12 +116,12 @@ def resident_bytes(proc: Path = PROC) -> int:
 
 
 def peak_resident_bytes(proc: Path = PROC) -> int:
-    """Its peak since the start or since `forget_peak` (VmHWM)."""
+    """This process's peak of resident memory since its start or since `forget_peak` (VmHWM)."""
     return _status("VmHWM", proc)
 
 
 def taken_by_session(proc: Path = PROC) -> int:
-    """Bytes of all processes of this one's session, which an engine has to itself; what several share counts once (Pss)."""
+    """Bytes of all processes of this process's session, which is the engine's own; shared pages count once (Pss)."""
     session = os.getsid(0)
     total = 0
     for folder in proc.iterdir():
@@ -139,7 +139,7 @@ def taken_by_session(proc: Path = PROC) -> int:
 
 
 def forget_peak(proc: Path = PROC) -> bool:
-    """Begins the peak anew (proc_pid_clear_refs(5), value 5). False where the kernel does not allow it."""
+    """Reset the peak of resident memory (proc_pid_clear_refs(5), value 5). False where the kernel does not allow it."""
     try:
         (proc / "self" / "clear_refs").write_text("5")
     except OSError:

@@ -1,6 +1,6 @@
-"""Watches what is left while a rehearsal takes memory, and ends this process before the machine freezes. Never frees anything by itself.
+"""Watches free memory during a rehearsal, and ends this process before the machine freezes. Never frees anything by itself.
 
-On unified memory nothing else would: there is no out-of-memory kill for what a driver holds, the machine stands still instead.
+On unified memory nothing else would: the kernel has no out-of-memory kill for a driver's memory, and the machine freezes instead.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 LEAST_BYTES, MOST_BYTES = 256 * 2**20, 2 * 2**30
 MARGIN_SHARE = 0.5
-# So many readings in a row that fail are no accident: 2 s.
+# Failed readings in a row after which the log says that memory is not watched: 2 s.
 BLIND = 40
 
 
 def floor_of(margin: int) -> int:
-    """Bytes under which the rehearsal ends: half the margin, which is nobody's to use; within bounds where the margin is a wish."""
+    """Free bytes below which the rehearsal ends: half of the margin, within bounds, because an operator may set the margin."""
     return min(MOST_BYTES, max(LEAST_BYTES, int(margin * MARGIN_SHARE)))
 
 
 class Floor:
-    """While it is entered, `under` is called once, from a thread, with the first reading whose room is less than `floor` bytes.
+    """A context in which a thread calls `under` once, with the first reading whose room is less than `floor` bytes.
 
-    A reading that fails ends nothing: the first is logged, and so is that nobody watches where they go on failing.
+    A failed reading ends nothing. The first is logged; where readings go on failing, the log says that memory is not watched.
     """
 
     def __init__(self, read: Callable[[], MemoryReading], floor: int, under: Callable[[MemoryReading], None]) -> None:

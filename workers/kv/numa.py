@@ -1,7 +1,7 @@
 """Owns the NUMA nodes that this process takes its memory from, and their readings. Never binds anything: vLLM's CPU backend does.
 
-It binds a worker's memory to the node of its CPUs (VLLM_CPU_OMP_THREADS_BIND; csrc/cpu/utils.cpp: numa_set_membind), and a container may be
-held to some (cpuset.mems). The other nodes' memory is then not there for it.
+vLLM binds a worker's memory to the node of its CPUs (VLLM_CPU_OMP_THREADS_BIND; csrc/cpu/utils.cpp: numa_set_membind), and a container may
+be restricted to some nodes (cpuset.mems). The process cannot use the memory of other nodes then.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from workers.host.meminfo import parse_fields
 
 NODES = Path("/sys/devices/system/node")
-# get_mempolicy(2), by the machine's own numbers: glibc has no function of that name.
+# Numbers of the system call get_mempolicy(2) by machine: glibc has no function for it.
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MASK_BITS = 1024
-# include/uapi/linux/mempolicy.h: modes that keep to their nodes, or spread over them alone; flags are in the high bits.
+# include/uapi/linux/mempolicy.h: modes that take memory from their nodes only; flags are in the high bits.
 _BIND, _INTERLEAVE, _WEIGHTED_INTERLEAVE = 2, 3, 6
 _MODE = 0xFF
 _FILES = ("Active(file)", "Inactive(file)")
@@ -26,7 +26,7 @@ _FILES = ("Active(file)", "Inactive(file)")
 
 @dataclass(frozen=True, slots=True)
 class NumaMemory:
-    """Bytes, as /proc/meminfo names them; reclaimable: page cache of files."""
+    """Memory of some NUMA nodes in bytes, with the meanings of /proc/meminfo; reclaimable: page cache of files."""
 
     total: int
     available: int
@@ -35,7 +35,7 @@ class NumaMemory:
 
 
 def policy() -> frozenset[int] | None:
-    """The nodes that this thread's memory is bound to, and that of threads it starts; None where it is bound to none or nobody says so."""
+    """The NUMA nodes that the memory of this thread and of threads it starts is bound to; None where it is not bound or unknown."""
     number = _GET_MEMPOLICY.get(platform.machine())
     if number is None:
         return None
@@ -49,7 +49,7 @@ def policy() -> frozenset[int] | None:
 
 
 def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[int] | None] = policy) -> frozenset[int] | None:
-    """The nodes that this process's memory comes from; None for all that there are."""
+    """The NUMA nodes that this process's memory comes from; None for all nodes of the machine."""
     there = frozenset(node for node, _ in _each(nodes))
     allowed, held = _allowed(proc), bound()
     usable = there if allowed is None else there & allowed
@@ -58,10 +58,10 @@ def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[i
 
 
 def memory_of(wanted: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> NumaMemory | None:
-    """The readings of these nodes together; None where one does not say. whole: of /proc/meminfo (parse_fields).
+    """The sums of these nodes; None where a node lacks a number. whole: the fields of /proc/meminfo (parse_fields).
 
-    A node has no MemAvailable of its own. The kernel's is free memory, page cache and what can be reclaimed of the slabs, less its
-    watermarks and half of what is little (mm/show_mem.c, si_mem_available): a node bears its part of what is less.
+    A node has no MemAvailable of its own. The kernel's is free memory, page cache and reclaimable slabs, minus watermarks and half of the
+    smaller amounts (mm/show_mem.c, si_mem_available): each node gets its proportional part of that deduction.
     """
     nodes_kept = [fields for node, fields in _each(nodes) if node in wanted]
     if len(nodes_kept) != len(wanted) or not all({"MemTotal", "MemFree"} <= fields.keys() for fields in nodes_kept):

@@ -1,7 +1,7 @@
 """Owns the profiles of earlier starts of the same engine: one small JSON file for each, so that the next start need not rehearse. Never
 measures.
 
-The demand is kept, not the size that came of it: the next start takes what is left then.
+A profile has the demand, not the resulting size: the next start sizes the cache by the memory that is free then.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from workers.kv.arithmetic import Demand
 from workers.kv.report import replace_json
 
-# 2: every sequence is rehearsed with its drafts and its sampler.
+# Version 2: every sequence is rehearsed with its drafts and its sampler.
 VERSION = 2
 MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
-    """demand: as it turned out; seconds: how long the rehearsal took; starts: how many have used it; error: by how much the free memory
-    differed from what was expected, the last time (bytes, positive: more was free); slack: what was free when the engine was ready;
-    warm: what the batch of a compile run took for a moment in a start from the profile, 0 before there was one."""
+    """demand: as measured; seconds: duration of the rehearsal; starts: number of starts that used the profile; error: bytes by which the
+    free memory differed from the expectation at the last start (positive: more was free); slack: bytes free when the engine was ready;
+    warm: peak bytes of the compile run's batch in a start from the profile, 0 before the first such start."""
 
     demand: Demand
     seconds: float
@@ -39,12 +39,12 @@ class MeasuredProfile:
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A file name for everything that the demand depends on."""
+    """A digest of everything that the demand depends on, as a file name."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def checkpoint_of(model: str, revision: str = "None") -> str:
-    """Names, sizes and times of the weight files, and the configuration's text; for a model that is not a folder its name and revision."""
+    """A digest of the weight files' names, sizes and times and of config.json; for a model that is no folder, its name and revision."""
     folder = Path(model)
     if not folder.is_dir():
         return f"{model}@{revision}"
@@ -58,7 +58,7 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """A profile as it lies on the disk. engine: the name that its starter gave (settings.engine). about: what the engine was."""
+    """A profile on disk. engine: the digest from its starter (settings.engine). about: facts of the engine, for a reader."""
 
     profile: MeasuredProfile
     engine: str | None
@@ -66,7 +66,7 @@ class KeptProfile:
 
 
 def profiles_in(folder: str) -> tuple[KeptProfile, ...]:
-    """The newest first; a file that cannot be read is passed over."""
+    """The profiles of a folder, newest first. An unreadable file is skipped."""
     profiles = Profiles(folder)
     dated: list[tuple[float, KeptProfile]] = []
     with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ class Profiles:
     """A folder of profiles; None: nothing is kept. A file that cannot be read or written costs the next start a rehearsal, nothing else."""
 
     def __init__(self, folder: str | None, engine: str | None = None) -> None:
-        """engine: what is written beside whatever is kept, for whoever looks for a profile before an engine runs."""
+        """engine: a digest written with each profile, by which the daemon finds the profile before an engine runs."""
         self._folder = folder
         self._engine = engine
 
@@ -103,7 +103,7 @@ class Profiles:
             return None
 
     def keep(self, key: str, learned: MeasuredProfile, about: Mapping[str, Any]) -> bool:
-        """about: for a reader of the file. False where it could not be written."""
+        """Write a profile. about: facts for a reader of the file. False where the file could not be written."""
         if self._folder is None:
             return False
         raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about), "engine": self._engine}
@@ -115,7 +115,7 @@ class Profiles:
         return True
 
     def setbacks(self, key: str) -> int:
-        """How many rehearsals in a row had to be ended because memory ran out."""
+        """The number of rehearsals in a row that ended because memory ran out."""
         if self._folder is None:
             return 0
         try:
@@ -124,7 +124,7 @@ class Profiles:
             return 0
 
     def set_back(self, key: str) -> None:
-        """One more. A byte is appended: the process that says so has no time left."""
+        """Count one more failed rehearsal. Appends a byte, because the process may end at any moment."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):

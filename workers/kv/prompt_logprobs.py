@@ -1,8 +1,8 @@
-"""Log-probabilities of a prompt's own tokens, a few rows at a time. Never changes which are computed.
+"""Makes vLLM compute the log-probabilities of a prompt's own tokens a few rows at a time. Never changes the values.
 
-A client may ask for them (`prompt_logprobs`, `echo` with `logprobs`), and then vLLM's V1 runner has the logits of a whole chunk of the
-prompt in memory, with a float32 copy: 12 GB for 8,192 tokens of a vocabulary of 152,000. Its V2 runner takes 1,024 rows at a time, 1.5 GB.
-It would be a waste to keep that free for a rare request. So it takes few rows at a time: as many as a rehearsal tries.
+For a request with `prompt_logprobs`, or `echo` with `logprobs`, vLLM's V1 runner holds the logits of a whole chunk of the prompt in memory,
+with a float32 copy: 12 GB for 8,192 tokens of a vocabulary of 152,000. Its V2 runner takes 1,024 rows at a time, 1.5 GB. Reserving that for
+a rare request would waste memory. So the runner gets few rows at a time: as many as the rehearsal tries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "vllm.v1.worker.gpu.sample.prompt_logprob"
 
 
 def bound(runner: Any) -> None:
-    """From now on this runner, or every V2 runner of this process, does so. Where a release has it elsewhere, the log says so."""
+    """Apply this to the runner, or to every V2 runner of this process. A release that has the function elsewhere is noted in the log."""
     stock = getattr(runner, _V1, None)
     if stock is not None:
         runner._get_prompt_logprobs_dict = _with_pieces(runner, stock)
@@ -39,8 +39,8 @@ def bound(runner: Any) -> None:
 
 
 def rehearse(runner: Any, hidden: Any) -> None:
-    """The bytes that one step of it takes. hidden: hidden states [tokens, hidden size] of a forward pass; anything else is not the last
-    stage's."""
+    """Run one step, so that its memory is measured. hidden: hidden states [tokens, hidden size] of a forward pass; another type means that
+    this rank is not the last stage of a pipeline, and nothing runs."""
     if not isinstance(hidden, torch.Tensor):
         return
     logits = runner.model.compute_logits(hidden[:ROWS])
@@ -49,7 +49,7 @@ def rehearse(runner: Any, hidden: Any) -> None:
 
 
 def rows_at_a_time(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ids [rows], hidden states [rows, ..] and more, to a tuple of tensors [rows, ..], called for ROWS rows at a time."""
+    """Wrap a function of ids [rows], hidden states [rows, ..] and more, which returns a tuple of tensors [rows, ..]: ROWS rows a call."""
 
     def pieces(ids: torch.Tensor, hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
         starts = range(0, max(1, ids.shape[0]), ROWS)
@@ -60,7 +60,7 @@ def rows_at_a_time(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_pieces(runner: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's own method, while model and sampler are stand-ins that compute nothing before the rows are gathered."""
+    """vLLM's own method, called with stand-ins for model and sampler that compute nothing before rows are gathered."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
         model, sampler = runner.model, runner.sampler
@@ -75,7 +75,7 @@ def _with_pieces(runner: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Rows:
-    """Logits [rows, vocabulary] that are not there yet. log: their log-probabilities are meant."""
+    """Logits [rows, vocabulary] that are not computed yet. log: stands for their log-probabilities."""
 
     def __init__(self, hidden: torch.Tensor, *, log: bool = False) -> None:
         self.hidden = hidden
@@ -86,7 +86,7 @@ class _Rows:
 
 
 class _Later:
-    """In place of a model and of its sampler."""
+    """Stands for a model and its sampler."""
 
     def __init__(self, model: Any, sampler: Any) -> None:
         self._model = model

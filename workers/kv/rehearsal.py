@@ -1,4 +1,4 @@
-"""A KV cache of a few blocks and what is run against it before there is a real one. Never leaves any of it behind.
+"""Runs the largest batches against a KV cache of a few blocks, before the real one exists. Never leaves any memory behind.
 
 vLLM has two runners: `v1.worker.gpu_model_runner` (V1) has methods for such a cache; `v1.worker.gpu.model_runner` (V2, the usual one for
 dense models since 0.24 and for most models since 0.30) has functions for it since 0.30, and none before.
@@ -20,9 +20,9 @@ from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
 from workers.kv.symbols import Missing, function, imported, method, need_of
 
 MINIMAL_BLOCKS = 8
-# Where every sequence cannot have a block of its own within this, fewer sequences are run.
+# Limit of the minimal cache. Where it has fewer blocks than sequences, fewer sequences run.
 MOST_BYTES = 1 << 30
-# The bytes that a captured graph takes at least: its nodes and the driver's own (the floor that vLLM's estimate has, too).
+# The least bytes of a captured graph: its nodes and the driver's structures (vLLM's estimate has the same lower bound).
 GRAPH_BYTES = 1 << 20
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 
@@ -33,7 +33,7 @@ def is_v2(runner: Any) -> bool:
 
 @contextlib.contextmanager
 def minimal_cache(runner: Any) -> Iterator[None]:
-    """For forward passes with attention. Raises Missing."""
+    """A context with a small KV cache for forward passes with attention. Raises Missing."""
     allocate, tear_down = _v2(runner) if is_v2(runner) else _v1(runner)
     set_current_vllm_config = imported("vllm.config", "set_current_vllm_config")
     try:
@@ -45,23 +45,24 @@ def minimal_cache(runner: Any) -> Iterator[None]:
 
 
 def largest_prefill(runner: Any, scale: float = 1.0) -> float:
-    """A share of the most that the scheduler may ask: max_num_batched_tokens at the end of the longest context. scale: of them. The share
-    of them that was run, as all of these. Raises Missing."""
+    """Run the largest prefill of the scheduler, max_num_batched_tokens at the end of the longest context. scale: the share to run. Returns
+    the share that ran, like the other runs here. Raises Missing."""
     tokens = max(1, int(runner.max_num_tokens * scale))
-    each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
-    # Releases of V2 before 0.30 take no notice of context_len.
+    each = -(-tokens // min(tokens, runner.max_num_reqs))  # tokens of one sequence
+    # V2 before 0.30 ignores context_len.
     at_end = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
     rehearse_prompt_logprobs(runner, _run(runner, tokens, **at_end)[0])
     return float(tokens / runner.max_num_tokens)
 
 
 def all_decoding(runner: Any, scale: float = 1.0) -> float:
-    """The other half of it: every sequence decodes, with its drafts, and is sampled. scale: of max_num_seqs. Raises Missing."""
+    """Run the largest decoding batch: every sequence decodes, with its drafts, and is sampled. scale: share of max_num_seqs. Raises
+    Missing."""
     each = int(getattr(runner, "uniform_decode_query_len", None) or getattr(runner, "decode_query_len", None) or 1)
     most = max(1, min(runner.max_num_reqs, runner.max_num_tokens // each))
     sequences = max(1, int(most * scale))
     hidden, last = _run(runner, sequences * each, uniform_decode=True)
-    rows = last if each == 1 else hidden  # of a draft each token is judged
+    rows = last if each == 1 else hidden  # with drafts, the model verifies each token
     pools = getattr(runner, "is_pooling_model", False) or getattr(runner, "pooling_runner", None) is not None
     if isinstance(rows, torch.Tensor) and rows.ndim == 2 and not pools:  # else no last stage, or nothing to sample
         method(runner, "_dummy_sampler_run")(rows[: sequences * each])
@@ -69,9 +70,9 @@ def all_decoding(runner: Any, scale: float = 1.0) -> float:
 
 
 def profiled(runner: Any, scale: float, peak: Callable[[Callable[[], Any]], int]) -> int:
-    """Bytes that vLLM's own profile run takes for a moment, from one of a smaller batch. peak: what a run takes.
+    """The peak bytes of vLLM's own profile run, computed from one with a smaller batch. peak: measures the peak of a run.
 
-    Encoders run as many items as a batch may have, and one at least, however small the rest is: so their part is measured by itself.
+    Encoders run as many items as a batch may have, and at least one, however small the batch is: so their part is measured separately.
     Raises Missing.
     """
     items = encoders.items(runner) if scale < 1 else 0
@@ -82,7 +83,7 @@ def profiled(runner: Any, scale: float, peak: Callable[[Callable[[], Any]], int]
         of_items = max(1, encoders.items(runner)) / items
         with _set(runner.model_config.multimodal_config, skip_mm_profiling=True):
             text = peak(lambda: encoders.profile_run(runner))
-    # Their outputs are kept while the rest runs, or they took the more by themselves.
+    # The encoders' outputs stay in memory while the text part runs, unless the encoders alone had the larger peak.
     return int(max(whole / of_items, text / share + max(0, whole - text) / of_items))
 
 
@@ -90,21 +91,22 @@ def _run(runner: Any, tokens: int, **named: Any) -> Any:
     run = method(runner, "_dummy_run")
     if is_v2(runner):
         return run(tokens, skip_eplb=True, **named)
-    # V1 would capture what it can: into the pool that the real graphs are to have, and against this cache.
+    # Without this V1 would capture graphs of this minimal cache, into the pool of the real graphs.
     none = imported("vllm.config", "CUDAGraphMode").NONE
     return run(tokens, force_attention=True, skip_eplb=True, cudagraph_runtime_mode=none, **named)
 
 
 @contextlib.contextmanager
 def smaller_batches(runner: Any, scale: float, *, sequences: bool = False) -> Iterator[float]:
-    """While the runner profiles itself, or tunes kernels, of its own accord with max_num_batched_tokens: it has a copy of the number, and
-    vllm/model_executor/warmup asks the scheduler's configuration. Its encoders have a budget: V1 one from its start, V2 one that it makes
-    of the configuration (vllm/multimodal/encoder_budget.py). sequences: for V2's warm-up, which runs max_num_seqs short requests
-    (vllm/v1/worker/gpu/warmup.py). The share that is run."""
+    """A context in which vLLM's profile run and kernel tuning use a smaller batch; yields the share of max_num_batched_tokens that runs.
+
+    The runner has a copy of that number, and vllm/model_executor/warmup reads the scheduler's configuration. The encoders have a budget: V1
+    makes one at its start, V2 makes one from the configuration (vllm/multimodal/encoder_budget.py). sequences: reduce max_num_seqs as well,
+    for V2's warm-up, which runs that many short requests (vllm/v1/worker/gpu/warmup.py)."""
     scheduler = runner.scheduler_config
     most = runner.max_num_tokens
     tokens = max(min(most, runner.max_num_reqs), int(most * scale))
-    # A budget is refused where an item has to be in one batch and is not.
+    # vLLM refuses a budget smaller than an item that must be in one batch.
     whole_items = getattr(scheduler, "disable_chunked_mm_input", False) and getattr(runner, "supports_mm_inputs", False)
     configured: dict[str, Any] = {} if whole_items else {"max_num_batched_tokens": tokens}
     share = tokens / most
@@ -137,7 +139,7 @@ def _set(holder: Any, **values: Any) -> Iterator[None]:
 
 
 def graphs_of(runner: Any) -> int:
-    """Bytes that capturing every CUDA graph takes, from a few that are captured and thrown away. 0 without graphs. Raises Missing."""
+    """The bytes of all CUDA graphs, estimated from a few that are captured and dropped. 0 without graphs. Raises Missing."""
     if getattr(runner.compilation_config.cudagraph_mode, "name", "NONE") == "NONE":
         return 0
     size = max(0, int(method(runner, "profile_cudagraph_memory")()))
@@ -146,9 +148,9 @@ def graphs_of(runner: Any) -> int:
 
 
 def receive(runner: Any, stages: int) -> None:
-    """Where a later stage of a pipeline takes what the one before it sends.
+    """Make the buffer in which a later stage of a pipeline receives the tensors of the stage before.
 
-    vLLM makes it with the first dummy run, of which its CPU backend has none where nothing is compiled: the first request would end the
+    vLLM makes it in its first dummy run. The CPU backend has no dummy run where nothing is compiled, and the first request would end the
     engine (0.32: gpu_model_runner.py, _dummy_run and sync_and_gather_intermediate_tensors).
     """
     if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
@@ -175,7 +177,8 @@ def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """With a block for each sequence where that is not too much: V2's warm-up runs as many real requests as there are blocks for."""
+    """V2's functions to make and to remove a minimal cache. It has blocks for every sequence, within MOST_BYTES, because V2's warm-up runs
+    as many real requests as the blocks allow."""
     need = need_of(runner.vllm_config, runner.get_kv_cache_spec())
     wanted = 1 + 2 * runner.max_num_reqs
     blocks = max(MINIMAL_BLOCKS, wanted if need is None else min(wanted, MOST_BYTES // need.per_block))
@@ -195,13 +198,13 @@ def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 def _profiling(initialize: Callable[..., Any]) -> dict[str, bool]:
-    """Releases since 0.30 want to be told that a cache is not the real one."""
+    """Keyword arguments for a cache that is not the final one: releases since 0.30 need is_profiling."""
     code = getattr(initialize, "__code__", None)
     return {"is_profiling": True} if code is not None and "is_profiling" in code.co_varnames[: code.co_argcount] else {}
 
 
 def _tear_down(runner: Any) -> None:
-    """The V2 runner as it was before a cache was there."""
+    """Restore the V2 runner to its state before the minimal cache."""
     theirs = getattr(importlib.import_module(_GRAPHS), "_teardown_profiling_state", None)
     if theirs is not None:
         theirs(runner)
@@ -225,8 +228,8 @@ def _tear_down(runner: Any) -> None:
 
 
 def _sampled(runner: Any) -> int:
-    """V2 without an estimate of its own. The largest graph of each kind brings the kind's memory, the next ones share it: so of each kind
-    two are captured, largest first, as the real capture does."""
+    """The graphs' bytes for a V2 runner without an estimate of its own. The largest graph of a kind allocates memory that the others share:
+    so two of each kind are captured, largest first, as in the real capture."""
     first: dict[Any, int] = {}
     total = 0
     with _throwaway_pool(runner), minimal_cache(runner):
@@ -243,7 +246,7 @@ def _sampled(runner: Any) -> int:
                     continue
                 manager._capture_descs = {mode: [every[mode][number]]}
                 taken = max(GRAPH_BYTES, int(capture()))
-                # The driver's word: where a graph costs more than the larger one before it, somebody else took memory meanwhile.
+                # The driver reports these bytes: where a graph costs more than the larger one before it, another process took memory.
                 total += first.setdefault(mode, taken) if number == 0 else min(taken, first[mode]) * (len(every[mode]) - 1)
         del manager
     return total
@@ -258,8 +261,8 @@ def _descriptors(manager: Any) -> dict[Any, list[Any]]:
 
 @contextlib.contextmanager
 def _throwaway_pool(runner: Any) -> Iterator[None]:
-    """Graphs that are captured meanwhile take their memory from a pool of their own, which goes with them: torch's allocator refuses a
-    pool whose last graph is gone (create_or_incref_pool in CUDACachingAllocator.cpp)."""
+    """A context in which captured graphs use a separate memory pool, which is dropped with them: torch's allocator refuses a pool whose
+    last graph is gone (create_or_incref_pool in CUDACachingAllocator.cpp)."""
     current_platform = imported("vllm.platforms", "current_platform")
     platform: Any = type(current_platform)
     if not hasattr(platform, "_global_graph_pool"):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 def give_back() -> None:
-    """Python's garbage and the C allocator's free pages."""
+    """Free Python's garbage and return the C allocator's free pages to the system."""
     gc.collect()
     trim()
 
 
 def trim() -> None:
-    """malloc_trim(3); tcmalloc, which vLLM's CPU image preloads, has its own name."""
+    """Return the C allocator's free pages: malloc_trim(3), or the function of tcmalloc, which vLLM's CPU image preloads."""
     libc = ctypes.CDLL(None)
     for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):
         with contextlib.suppress(AttributeError):
@@ -26,7 +26,7 @@ def trim() -> None:
 
 
 def forget_files(folders: Sequence[str]) -> None:
-    """The page cache of checkpoints that a loader has read through it; on unified memory it is what the driver cannot take.
+    """Drop the page cache of checkpoints; on unified memory the driver cannot take that memory.
 
     Pages that are mapped into a process stay (posix_fadvise(2)).
     """

@@ -8,12 +8,12 @@ from workers.kv.arithmetic import GIB, CacheCosts, Demand, Reserved, margin_of
 from workers.kv.memory import MemoryReading
 from workers.kv.settings import BLOCKS_FLAG, SIZES, CacheSettings
 
-# The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
+# The largest batches of models that fit one Spark have a passing need of 2 to 17 GiB; those of a CPU's models of less than one.
 PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
 
 
 class CacheRequest:
-    """taken: bytes that the whole engine holds of the memory that the cache will be in."""
+    """taken: measures the bytes that the whole engine holds in the memory of the cache."""
 
     def __init__(self, settings: CacheSettings, taken: Callable[[], int]) -> None:
         self._settings = settings

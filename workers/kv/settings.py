@@ -1,7 +1,7 @@
-"""Owns the operator's settings of the KV cache, as the worker gets it: one JSON object in SPARKD_KV. Never measures anything.
+"""Owns the operator's settings of the KV cache in the worker: one JSON object in SPARKD_KV. Never measures anything.
 
-An environment variable rather than an engine argument: vLLM hashes its arguments into the key of its compile cache, and a margin is no
-reason to compile again.
+The settings are in an environment variable, because vLLM hashes its arguments into the key of its compile cache, and a margin is no reason
+to compile again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 VARIABLE = "SPARKD_KV"
-# The variable of this project's forerunner (MiB); kept for those who have it in their scripts.
+# The variable of this project's predecessor (MiB), kept for existing scripts.
 MARGIN_VARIABLE = "VLLM_KV_CACHE_MEM_MARGIN"
 SIZES = ("bytes", "tokens", "sequences")
 # vLLM's own ways to give the cache a size.
@@ -49,7 +49,7 @@ class CacheSettings:
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> CacheSettings:
-        """Raises ValueError that names the wrong setting."""
+        """The settings in the environment. Raises ValueError that names the wrong setting."""
         text = environ.get(VARIABLE, "").strip()
         settings: Any = {}
         if text:
@@ -76,8 +76,8 @@ class CacheSettings:
         return cls(**settings)
 
     def or_vllms(self, cache_config: Any) -> CacheSettings:
-        """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size; with its
-        --num-gpu-blocks-override whatever this says."""
+        """These settings, with the size of vLLM's --kv-cache-memory-bytes (on a CPU also VLLM_CPU_KVCACHE_SPACE) where they have none.
+        --num-gpu-blocks-override overrides every size."""
         blocks = getattr(cache_config, "num_gpu_blocks_override", None)
         if blocks is not None:
             return replace(self, blocks=int(blocks))

@@ -1,4 +1,4 @@
-"""Owns the steps of both worker classes around vLLM's own methods once their cache was sized. Never sizes anything."""
+"""Owns the steps that both worker classes add to vLLM's methods, for a cache that has been sized. Never sizes anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.kv.symbols import requests_in
 
 
 class SizedWorker:
-    """Stands before vLLM's worker among the bases."""
+    """A mixin that precedes vLLM's worker class among the bases."""
 
     _sizing: Sizing
     vllm_config: Any
@@ -28,7 +28,7 @@ class SizedWorker:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         load = self._sizing.under_load
-        # A release that counts them under another name is looked at now and then.
+        # Where a release has another name for the count, only every EVERY-th step is measured.
         if load is None or not load.looks_at(getattr(scheduler_output, "total_num_scheduled_tokens", 0)):
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]

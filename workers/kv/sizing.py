@@ -1,4 +1,5 @@
-"""One worker's way from placed weights to a cache: rehearse or remember, read, subtract, check afterwards. Never runs the model itself."""
+"""Owns a worker's steps from loaded weights to a sized cache: rehearse or use a profile, read free memory, subtract, check afterwards.
+Never runs the model itself."""
 
 from __future__ import annotations
 
@@ -23,41 +24,40 @@ from workers.kv.symbols import Missing
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
-# The bytes that are left are read as a minimum over so long: other processes breathe, and freed memory comes back late. A GPU's own memory
-# is known.
+# Seconds over which the least free memory is read: other processes vary, and freed memory comes back late. KNOWN_WINDOW_S: for a GPU's own
+# memory, which no other process uses.
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
-# So far may free memory be from what was expected before a profile counts as wrong.
+# A profile counts as wrong where free memory differs from the expectation by more.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
-# A batch is not made smaller than an eighth: its peak is then taken times eight.
+# Each failed rehearsal halves the next one's batch, down to an eighth; the peak is scaled up accordingly.
 MOST_SETBACKS = 3
-# The bytes that one compile run takes more or less than another of the same batch: Triton's autotuner alone holds 256 MiB while it
-# measures.
+# The difference between two compile runs of the same batch that is normal: Triton's autotuner alone holds 256 MiB while it measures.
 WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
-# The parts of an engine's identity that its ranks have in common on any two nodes; the rest names folders and devices.
+# The parts of an engine's identity that are equal on all its ranks; the rest names folders and devices.
 OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may do
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may succeed
 
 
 class Rehearsal(Batches, Protocol):
-    """The platform's part."""
+    """The platform's part of a rehearsal."""
 
     def warm(self) -> int:
-        """The first step of every start, before its cache is there: the model is compiled. Bytes that its batch took for a moment, 0 where
-        nobody knows. Raises RanOut."""
+        """Run the first step of a start, before the KV cache exists: vLLM compiles the model. Returns the peak bytes of its batch, 0 where
+        unknown. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
-        """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
+        """Run the largest batches on a minimal cache and remove it; the compile run's peak does not count. Raises Missing, RanOut."""
 
     def read(self) -> MemoryReading: ...
 
     def untouched(self, pool_bytes: int) -> int:
-        """The bytes of an allocated cache that the system still counts as free."""
+        """Bytes of an allocated cache that the system still counts as free."""
 
     def taken(self) -> int:
-        """Bytes that the whole engine holds of the memory that the cache will be in, all its processes on this host together."""
+        """Bytes that all processes of the engine on this host hold in the memory of the cache."""
 
     def idle(self) -> int:
-        """Bytes that the engine's own allocator keeps and that a batch can have at once, though the system counts them as taken."""
+        """Bytes that the engine's own allocator keeps in reserve: a batch can use them, though the system counts them as taken."""
 
 
 class RanOut(Exception):
@@ -65,16 +65,16 @@ class RanOut(Exception):
 
 
 class _Stock(Exception):
-    """Nothing can be rehearsed; why."""
+    """The cache cannot be rehearsed; the message is the reason."""
 
 
 class _Wrong(Exception):
-    """A profile that is not to be believed; why."""
+    """A profile is not credible; the message is the reason."""
 
 
 class Sizing:
-    """need: asks what the model's cache costs; None for a model without a cache. identity: everything that the demand depends on. leave:
-    ends the process, with an exit code. gather: over the ranks of the engine, which agree whether they rehearse.
+    """need: computes the costs of the model's cache; None for a model without one. identity: everything that the demand depends on. leave:
+    ends the process with an exit code. gather: exchanges values between the engine's ranks, which agree whether they rehearse.
     """
 
     def __init__(
@@ -132,28 +132,29 @@ class Sizing:
         except _Stock as stock_error:
             reason = str(stock_error)
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
-            # A private function that is there and is another one.
+            # A private function of vLLM exists but behaves differently.
             logger.debug("sparkd: the rehearsal", exc_info=True)
             reason = _another(error)
         return self._by_vllm(stock, reason)
 
     @property
     def is_sized(self) -> bool:
-        """False where vLLM sizes its cache itself: what counts in it may be what the release lacks."""
+        """False where vLLM sizes its cache itself, because the release may lack the symbols to examine that cache."""
         return self._pool is not None
 
     def allocated(self, requests: float, max_model_len: int | None = None) -> None:
-        """The cache is there. requests: of max_model_len tokens that it holds; None: as many as it was counted for."""
+        """Called once vLLM has allocated the cache. requests: the number of requests of max_model_len tokens that it holds; max_model_len:
+        None where vLLM has not changed it."""
         if self._pool is None or self._need is None:
             return
         if max_model_len is not None:
             self._need = self._need.shortened(max_model_len)
         tokens = int(requests * self._need.max_model_len)
         size = round(requests * self._need.per_request)
-        # More than a block: another rank had less.
+        # The cache is smaller by more than a block: another rank had less memory.
         other = self._pool.bytes - size > 2 * self._need.per_block and self._pool.bytes > size
         if other:
-            # Memory that is left over for the other's sake is no error of this rank's profile.
+            # Memory that stays free because of another rank is no error of this rank's profile.
             self._pool = replace(self._pool, bytes=size)
         self._sentence = (
             f"{size / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
@@ -169,7 +170,7 @@ class Sizing:
         )
 
     def ready(self) -> None:
-        """After warm-up and capture: how much is really free, and what the next start should know."""
+        """Called after warm-up and capture: compare the free memory with the expectation, and keep the profile for the next start."""
         if self._pool is None or self._need is None:
             return
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
@@ -180,12 +181,12 @@ class Sizing:
         if wrong and self._source != "plenty":
             demand = replace(demand, graphs=max(0, demand.graphs - error))
             what_now = "the profile is corrected" if self._learned is not None else "the next start knows"
-            if demand == self._pool.demand:  # more is free than all that was learned, so others gave it
+            if demand == self._pool.demand:  # more is free than the demand can explain, so other processes have freed it
                 what_now = "other processes have freed memory meanwhile, and the profile stays"
             expected = self._pool.expected_slack
             logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, what_now)
         starts = 0 if self._learned is None else self._learned.starts + 1
-        # The first that was seen: against the last one, a little more with each start would never be noticed.
+        # Keep the first measurement: a comparison with the last one would never notice slow growth.
         warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
         profile = MeasuredProfile(demand, self._seconds, starts, error, slack, warm)
         if self._source != "plenty":
@@ -205,7 +206,7 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """The way that all ranks take, once each has said what it found. Raises CacheDoesNotFit, Missing, _Stock."""
+        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, Missing, _Stock."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)
@@ -241,7 +242,7 @@ class Sizing:
         return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
 
     def _together(self, need: CacheCosts, course: Course) -> int:
-        """As all ranks do; where one does not believe its profile, or has no room by it, all rehearse."""
+        """The size by the common course. Where one rank doubts its profile, or has no room by it, all ranks rehearse."""
         if course.source != "profile":
             return self._sized(need, course)
         size, doubt = 0, ""
@@ -259,7 +260,7 @@ class Sizing:
         return self._sized(need, Course("rehearsal", why=f"{who}{reason}"))
 
     def _sized(self, need: CacheCosts, course: Course) -> int:
-        """Raises CacheDoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
+        """The size of this rank's cache. Raises CacheDoesNotFit, Missing, RanOut; _Wrong where a profile is not credible."""
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
         demand = Demand()
@@ -271,7 +272,7 @@ class Sizing:
                 self._warm_bytes = self._rehearsal.warm()
         if self._learned is not None:
             self._believe(self._learned)
-            # The allocator's reserve is read like the rest: it is what this start has, whatever another one had.
+            # The allocator's reserve is that of this start, not the profile's.
             demand = replace(self._learned.demand, reusable=self._rehearsal.idle())
             self._seconds = self._learned.seconds
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
@@ -307,7 +308,7 @@ class Sizing:
         return sized.bytes
 
     def _believe(self, learned: MeasuredProfile) -> None:
-        """A compile run has the whole batch, so a peak that was learned wrong, or of another kernel, shows in its own. Raises _Wrong."""
+        """Compare a profile with this start's compile run, which has the whole batch. Raises _Wrong where the peaks differ too much."""
         now, before = self._warm_bytes, learned.warm
         most = before or int(learned.demand.peak * PEAK_FACTOR)
         off = now - most if not before else abs(now - before)
@@ -315,7 +316,7 @@ class Sizing:
             raise _Wrong(f"a batch took {now / GIB:.2f} GiB for a moment where {most / GIB:.2f} GiB were learned.")
 
     def _by_vllm(self, stock: Callable[[int | None], int], why: str) -> int:
-        """vLLM's own sizing, within what was asked as far as that can be kept; the rest is said."""
+        """vLLM's own sizing, within the requested limits as far as vLLM can keep them; the log names the others."""
         reading, need = self._rehearsal.read(), self._need
         settings, by_blocks = self._settings, self._settings.blocks is not None
         requested = (None if by_blocks else settings.bytes) if need is None else self._wish.asked(need)
@@ -330,7 +331,7 @@ class Sizing:
         size = stock(limit)
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
-        if by_blocks and need is not None and requested is not None and requested > left:  # it would be allocated whatever is returned here
+        if by_blocks and need is not None and requested is not None and requested > left:  # vLLM allocates blocks whatever this returns
             sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left without the margin."
             fewer = [Cure({"kv_cache": {"blocks": left // need.per_block}})] if left >= need.floor else []
             sentence += f" {advised([*fewer, Cure(deed=OTHER_PROGRAMS)])}."
@@ -339,7 +340,7 @@ class Sizing:
         return min(size, left)
 
     def _rehearsed(self, setbacks: int) -> Demand:
-        """Raises Missing, RanOut."""
+        """The demand, by a rehearsal with a batch that is halved for each setback. Raises Missing, RanOut."""
         scale = 0.5 ** min(setbacks, MOST_SETBACKS)
         if setbacks:
             logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)
@@ -353,14 +354,15 @@ class Sizing:
         self._report.tell("refused", why=reason)
         message = f"{reason}. To start now, set a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights."
         if self._ranks > 1:
-            # The others wait for this one within the batch; that its process is gone they are told.
+            # The other ranks wait for this one within the batch; only the end of this process frees them.
             logger.critical("sparkd: %s", message)
             logging.shutdown()
             self._leave(EXIT_CODE)
         return ValueError(message)
 
     def _ended(self, reading: MemoryReading) -> None:
-        """On the watching thread: the process ends at once, whatever fails of telling why, and the system has its memory back."""
+        """Called on the watching thread: end the process at once, even where the report of the reason fails, so that its memory is
+        freed."""
         try:
             self._profiles.set_back(self._key)
             reason = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"

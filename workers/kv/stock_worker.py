@@ -1,4 +1,4 @@
-"""vLLM's own worker in place of ours, where a release lacks a symbol that ours is built on. Never sizes anything.
+"""Substitutes vLLM's own worker for sparkd's, where a release lacks a symbol that sparkd's needs. Never sizes anything.
 
 Importing this module imports no vLLM.
 """
@@ -20,11 +20,11 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 
 class _Base:
-    """vLLM adds a worker extension to the bases of a worker class, which Python refuses where `object` is the only one."""
+    """A base class, because vLLM adds a worker extension to the bases, which Python refuses where `object` is the only one."""
 
 
 def in_place_of(error: ImportError) -> type:
-    """A class that vLLM can make its worker of: what comes of it is the platform's own. error: why ours cannot be imported.
+    """A class by which vLLM creates the platform's own worker. error: why sparkd's worker cannot be imported.
 
     Raises ImportError where there is no vLLM at all.
     """
@@ -42,7 +42,7 @@ def in_place_of(error: ImportError) -> type:
 
 
 def _keep(cache_config: Any, why: str, rank: int) -> None:
-    """The wish's size in bytes, if it has one; the rest is said."""
+    """Pass a requested size in bytes on to vLLM; the log names the settings that are lost."""
     settings = CacheSettings.parse(os.environ)
     size = settings.bytes or settings.at_most_bytes
     if size is not None and getattr(cache_config, "kv_cache_memory_bytes", size) is None:
@@ -55,7 +55,7 @@ def _keep(cache_config: Any, why: str, rank: int) -> None:
 
 
 def _own(vllm_config: Any, why: str) -> type:
-    """The worker class that this platform takes by default. Raises RuntimeError."""
+    """The platform's default worker class. Raises RuntimeError."""
     config = copy.deepcopy(vllm_config)
     config.parallel_config.worker_cls = "auto"
     try:

@@ -1,4 +1,4 @@
-"""vLLM's functions and methods that sizing needs and that are not promised to stay. Never falls back: it names what is missing."""
+"""Looks up vLLM's private functions and methods that sizing needs. Never falls back: it raises Missing with the symbol's name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from workers.kv.arithmetic import CacheCosts
 
 # vLLM 0.33 moved some of them.
 _MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
-# Enough for more blocks than any rounding matters for; nothing of it is taken.
+# A pretended size of memory, so large that rounding to blocks does not matter; it is not allocated.
 _MUCH = 1 << 50
 
 
 class Missing(Exception):
-    """A release without a symbol; its name is the message."""
+    """A release lacks a symbol; the message is its name."""
 
 
 def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     """The costs of this model's cache, as this release counts it; None for a model without one. Raises Missing.
 
-    specs: the worker's get_kv_cache_spec(). All layer types are vLLM's own affair here: full, grouped, latent and sliding attention
-    and states of Mamba or linear attention differ in how many blocks of the one pool a request takes.
+    specs: the worker's get_kv_cache_spec(). vLLM itself counts the blocks of each layer type: full, grouped, latent and sliding attention
+    and states of Mamba or linear attention take different numbers of blocks for a request.
     """
     if not specs:
         return None
@@ -39,7 +39,7 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     block_bytes = _MUCH // config.num_blocks
 
     def of(tokens: int) -> int:
-        """Bytes of one request, by a configuration that differs in its length alone."""
+        """Bytes of one request of so many tokens, from a configuration with that max_model_len."""
         shorter, model = copy.copy(vllm_config), copy.copy(vllm_config.model_config)
         model.max_model_len, shorter.model_config = tokens, model
         requests = function("get_max_concurrency_for_kv_cache_config")(shorter, config)
@@ -50,22 +50,22 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     shrinks = getattr(vllm_config.model_config, "original_max_model_len", None) == -1
     scheduler = vllm_config.scheduler_config
     batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    # Without it no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
+    # Without chunked prefill no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
     chunked = bool(getattr(scheduler, "enable_chunked_prefill", True))
     bits, lookahead = weight_bits(vllm_config), lookahead_of(vllm_config)
     return CacheCosts(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
 
 
 def lookahead_of(vllm_config: Any) -> int:
-    """Tokens that vLLM has slots for beyond those of a request, up to max_model_len (v1/core/sched/scheduler.py: schedule, and
-    kv_cache_manager.py: allocate_slots). In its last step a request that ends with n tokens has n - 1, the drafts of that step, those of
-    the step before where its result is not awaited, and what the drafter writes itself."""
+    """Slots that vLLM allocates beyond a request's tokens, up to max_model_len (v1/core/sched/scheduler.py: schedule, and
+    kv_cache_manager.py: allocate_slots). In its last step a request that ends with n tokens has slots for n - 1, for the drafts of that
+    step, for those of the step before with asynchronous scheduling, and for the drafter's own tokens."""
     speculative = getattr(vllm_config, "speculative_config", None)
     drafts = int(getattr(speculative, "num_speculative_tokens", None) or 0)
     if not drafts:
         return 0
     written = getattr(vllm_config, "num_lookahead_tokens", None)
-    if written is None:  # releases whose scheduler counts them itself
+    if written is None:  # a release whose scheduler counts the drafter's tokens itself
         own = getattr(speculative, "use_eagle", bool)() or getattr(speculative, "uses_draft_model", bool)()
         written = drafts if own else 0
     steps = 2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1
@@ -73,7 +73,7 @@ def lookahead_of(vllm_config: Any) -> int:
 
 
 def weight_bits(vllm_config: Any) -> int:
-    """The bits of most weights, as far as their names say: 16, 8, or 4 where they are quantized in another way."""
+    """The bits of most weights, by the name of the quantization: 16, 8, or 4 for any other quantization."""
     method = getattr(vllm_config.model_config, "quantization", None)
     if method is None:
         return 16
@@ -83,12 +83,12 @@ def weight_bits(vllm_config: Any) -> int:
 
 
 def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:
-    """How many requests of max_model_len tokens a cache holds. Raises Missing."""
+    """The number of requests of max_model_len tokens that a cache holds. Raises Missing."""
     return float(function("get_max_concurrency_for_kv_cache_config")(vllm_config, kv_cache_config))
 
 
 def imported(module: str, name: str) -> Any:
-    """`name` of one of vLLM's modules, asked for where it is needed: a release without it sizes its cache itself. Raises Missing."""
+    """`name` from one of vLLM's modules. Raises Missing; vLLM then sizes its cache itself."""
     try:
         symbol = getattr(importlib.import_module(module), name, None)
     except ImportError:

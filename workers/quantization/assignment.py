@@ -1,4 +1,4 @@
-"""Owns the walk over a checkpoint that gives each weight its format, one for what vLLM fuses. Never decides about a weight alone."""
+"""Owns the walk over a checkpoint that gives each weight its format, and one format to all weights that vLLM fuses into one matrix."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ FP8 = Format("fp8")
 MIN_DIMENSION = 64
 _DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3"})
 _SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": FP8, "fp8_tensor": FP8}
-# Their FP8 weights are served as FP8 where a recipe keeps them: every other class has no quantized form in vLLM or is read as it is.
+# Classes whose FP8 weights stay FP8 where a recipe keeps them. Every other class has no quantized form in vLLM or is read as stored.
 _SERVED_AS_FP8 = frozenset({"attention", "mlp", "expert", "lm_head"})
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """The decision about one weight alone. level: between fused siblings the larger holds. named: by a rule that spells it out."""
+    """A rule's decision about one weight. level: among fused siblings the choice with the largest level wins. named: a rule names the
+    weight itself."""
 
     format: Format
     level: tuple[int, int]
@@ -36,7 +37,7 @@ class FormatChoice:
 
 
 def order(choice: FormatChoice) -> tuple[tuple[int, int], int]:
-    """The largest of fused siblings' choices holds for all."""
+    """Sort key: the largest choice among fused siblings holds for all of them."""
     return choice.level, choice.format.precision
 
 
@@ -47,7 +48,7 @@ BARRED = FormatChoice(BF16, (2, 0))
 class Assignment(dict[str, Format]):
     """Module path ("model.layers.0.self_attn.q_proj", packed "model.layers.0.mlp.experts.gate_up_proj") -> format; quantized weights only.
 
-    adjustments: what the recipe asked for and did not get, or asked of nothing, one sentence each.
+    adjustments: one sentence for each request of the recipe that was not followed, or that matches no weight.
     """
 
     __slots__ = ("adjustments",)
@@ -59,7 +60,7 @@ class Assignment(dict[str, Format]):
 
 @dataclass(slots=True)
 class _Group:
-    """Modules that must agree. kind: their tensor_class; choices: one for each distinct choice, with the first module that has it."""
+    """Modules that must have one format. kind: their tensor_class; choices: each distinct choice, with the first module that has it."""
 
     kind: str
     modules: list[str]
@@ -68,12 +69,12 @@ class _Group:
 
 
 def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -> Assignment:
-    """choose: (module path, tensor_class) -> FormatChoice. It is asked once for all experts of a layer, with number 0.
+    """The format of every quantized weight. choose: (module path, tensor_class) -> FormatChoice, called once for all experts of a layer,
+    with expert number 0.
 
-    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. A weight that vLLM cannot load in blocks
-    of 128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts in a layout that is not known or without
-    scales, for a weight that is unlike those that vLLM runs with it (likeness.py), and for one that cannot have the blocks that a rule
-    names it for.
+    A weight of an FP8 checkpoint that keeps its precision gets the format FP8. A weight that vLLM cannot load in blocks of 128x128 gets FP8
+    with a scale for each row. Raises CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that is
+    unlike those that vLLM runs with it (likeness.py), and where a rule names fp8-block for a weight that cannot have it.
     """
     groups: dict[str, _Group] = {}
     groups_of: dict[str, tuple[str, FormatChoice, str]] = {}
@@ -130,7 +131,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
 
 
 def is_unknown_expert(name: str, tensor: TensorRef) -> bool:
-    """Whether it holds routed experts under a name or in a layout that no format is known for."""
+    """Whether a tensor holds routed experts under a name or in a layout that sparkd cannot quantize."""
     large = len(tensor.shape) in (2, 3) and min(tensor.shape[-2:]) >= MIN_DIMENSION and tensor.dtype in _DTYPES
     if not large or name.endswith("bias") or tensor_class(name, tensor.shape) != "expert":
         return False
@@ -154,7 +155,7 @@ def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
 
 
 def _refuse_unknown_fp8(module: str, tensor: TensorRef, checkpoint: Checkpoint) -> None:
-    """Nobody takes it as it is beside layers that are quantized anew."""
+    """Raise CheckpointError for packed FP8 experts in an unknown layout: vLLM cannot serve them as stored beside quantized layers."""
     if packed_of(module) is None or min(tensor.shape[-2:]) < MIN_DIMENSION:
         reason = f"packed experts in FP8 of shape {list(tensor.shape)} are in a layout that is not known here"
         raise CheckpointError(reason, file=tensor.path, tensor=tensor.name, cure="Leave out `quantize`, and vLLM serves them as they are")
@@ -162,7 +163,7 @@ def _refuse_unknown_fp8(module: str, tensor: TensorRef, checkpoint: Checkpoint) 
 
 
 def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:
-    """Why these modules cannot have fp8-block, told without their numbers; None where they can. Raises CheckpointError if one was named."""
+    """Why these modules cannot have fp8-block, without layer numbers; None where they can. Raises CheckpointError where a rule names it."""
     for module in group.modules:
         tensor = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
         problem = misfit(module, group.kind, tensor, checkpoint.config)

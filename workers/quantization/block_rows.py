@@ -1,4 +1,4 @@
-"""Owns which weights vLLM cannot load in blocks of 128x128, told by their shapes alone. Never decides what they get instead.
+"""Owns which weights vLLM cannot load in blocks of 128x128, by their shapes alone. Never decides their format.
 
 The rules are those of vllm/model_executor/layers/quantization/utils/fp8_utils.py (validate_fp8_block_shape, validate_fp8_block_shape_moe)
 on one rank; a larger tensor-parallel size divides the rows further, and is checked where the model is built.
@@ -39,12 +39,12 @@ def misfit(module: str, kind: str, tensor: TensorRef, config: Mapping[str, Any])
 
 
 def _expert_rows(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
-    """Rows of one expert's gate, which are those of its up; 0 for a weight that has no such rows."""
+    """Rows of one expert's gate matrix, equal to those of its up matrix; 0 for a weight that is neither."""
     if len(shape) == 2:
         return shape[0] if leaf in _UP else 0
     if leaf != _GATE_UP:
         return 0
-    # Packed, and either way round: the side that is not the hidden size holds gate and up.
+    # A packed tensor may be transposed: the side that is not the hidden size holds gate and up.
     rows, columns = shape[-2:]
     return (rows if columns == _number(config, "hidden_size") else columns) // 2
 
@@ -60,7 +60,7 @@ def _parts(leaf: str, rows: int, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    """The number for the language model, where the checkpoint has others beside it; 0 where it is not said."""
+    """A number of the language model's configuration; 0 where config.json lacks it."""
     text = config.get("text_config")
     value = (text if isinstance(text, Mapping) else config).get(key)
     return value if isinstance(value, int) else 0

@@ -1,13 +1,13 @@
-"""Owns regular expressions that are matched in linear time, whatever the text: who writes a rule may be a client. Never looks back.
+"""Owns regular expressions that are matched in linear time for any text, because a client may write a rule. Never backtracks.
 
-Python's `re` tries every way to divide a text among nested repetitions, holds the interpreter's lock meanwhile, and so stops a whole
-process over `(a+)+b`. This walks all ways at once, as Thompson's construction does (Russ Cox, "Regular Expression Matching Can Be Simple
-And Fast", 2007), and keeps where each set of ways led, as RE2 does: a character that comes again costs one look-up. Many expressions are
-searched together, component by component of a dotted path. Each step is charged, so that an expression with many sets of ways, or many
-expressions and many names, end with an error and not in minutes.
+Python's `re` tries every way to divide a text among nested repetitions and holds the interpreter's lock meanwhile, so `(a+)+b` can stop the
+whole process. This module follows all states at once, as Thompson's construction does (Russ Cox, "Regular Expression Matching Can Be
+Simple And Fast", 2007), and caches each transition between sets of states, as RE2 does: a repeated character costs one look-up. Many
+expressions are searched together, component by component of a dotted path. Each step is counted, so that an expression with many sets of
+states, or many expressions and many names, end with an error and not after minutes.
 
-It knows literals, sets, classes, groups, alternatives, repetitions and both anchors. A repetition that would rather be short finds the
-same, because only whether there is a match is asked.
+It supports literals, sets, classes, groups, alternatives, repetitions and both anchors. Lazy and greedy repetitions are equal here, because
+only the existence of a match counts.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dataclasses import dataclass, field
 MAX_CHARACTERS = 512
 MAX_STATES = 1000
 MAX_DEPTH = 40
-# Steps of about 0.1 us, for one expression's new fronts and for all that a Search does: 0.5 s, and 5 s.
+# Limits in steps of about 0.1 us: 0.5 s for the new fronts of one expression, 5 s for a whole Search.
 MAX_STEPS_OF_ONE = 5_000_000
 MAX_STEPS = 50_000_000
-# A look-up is one step. These take as long, or as much memory, as so many.
+# A look-up is one step. The costs of other operations, in time or memory, as multiples of it.
 _STEP_STEPS, _STATE_STEPS, _FRONT_STEPS = 50, 4, 500
 _REPEAT = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 _OPENING = re.compile(r"\((?:\?:|\?P<\w+>)?")
-# Looking ahead and back, flags (one of them has Python's compiler walk whole ranges of Unicode), groups of all other kinds.
+# Unsupported groups: look-ahead and look-behind, flags (one makes Python's compiler walk whole ranges of Unicode), and all other kinds.
 _ODD_GROUP = re.compile(r"\(\?(?!:|P<)[^)]?")
-# One character of a text, in the words of an expression: a set, a class, a literal that is escaped, or any.
+# One element of an expression that matches one character: a set, a class, an escaped literal, or any other character.
 _CHARACTER = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]|\\[dDwWsS]|\\[^A-Za-z0-9]|[^\\\[]", re.DOTALL)
 _ANCHORS = {"^": "^", r"\A": "^", "$": "$", r"\Z": "$"}
 
 
 class Unreadable(ValueError):
-    """The expression is none, or has what cannot be matched in linear time. The message continues a sentence about it."""
+    """The text is no expression, or uses a construct without linear-time matching. The message continues a sentence about the text."""
 
 
 class TooCostly(Exception):
-    """The steps are used up. number: the expression of a Search that took too many by itself; None where all together did."""
+    """The limit of steps is reached. number: the expression of a Search that took too many by itself; None where all together did."""
 
     def __init__(self, number: int | None = None) -> None:
         super().__init__(number)
@@ -47,7 +47,7 @@ class TooCostly(Exception):
 
 @dataclass(slots=True)
 class _State:
-    """character: what it takes, None where it takes nothing; anchor: ^ or $, where that is what it waits for."""
+    """A state of the automaton. character: the characters it consumes, None where it consumes none; anchor: ^ or $ for an anchor."""
 
     following: list[int]
     character: re.Pattern[str] | None = None
@@ -56,7 +56,7 @@ class _State:
 
 @dataclass(slots=True)
 class _Front:
-    """All that the text so far may have led to. states: a bit for each; ended: whether it matches if the text ends here."""
+    """The set of states after a text. states: one bit for each state; ended: whether the expression matches if the text ends here."""
 
     states: int
     ended: bool
@@ -64,7 +64,7 @@ class _Front:
 
 
 class Expression:
-    """`text` as an expression that is searched anywhere in a path. steps: what its fronts have cost so far. Raises Unreadable."""
+    """An expression that is searched anywhere in a path. steps: the cost of its fronts so far. Raises Unreadable."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_CHARACTERS:
@@ -76,7 +76,7 @@ class Expression:
         except (re.error, OverflowError, RecursionError) as error:
             raise Unreadable(str(error)) from None
         self.steps = 0
-        # The first is where a match is complete.
+        # The first state is the accepting one.
         self._states: list[_State] = [_State([])]
         first = self._built(_Parser(text).whole(), 0)
         self._alike: dict[re.Pattern[str], int] = {}
@@ -93,15 +93,15 @@ class Expression:
 
     @property
     def size(self) -> int:
-        """Characters, once its repetitions are written out."""
+        """Number of states: the expression's characters with all repetitions written out."""
         return len(self._states)
 
     def search(self, path: str) -> bool:
-        """Whether it matches anywhere in the path. Raises TooCostly."""
+        """Whether the expression matches anywhere in the path. Raises TooCostly."""
         return self.walk(self.begin, path).ended
 
     def walk(self, front: _Front, text: str) -> _Front:
-        """Where `text` leads from `front`. Raises TooCostly."""
+        """The front after reading `text` from `front`. Raises TooCostly."""
         for character in text:
             front = front.led.get(character) or self._step(front, character)
         return front
@@ -121,7 +121,7 @@ class Expression:
         return following
 
     def _stepped(self, taken: int) -> _Front:
-        """The front behind the states in `taken`."""
+        """The front after the states in `taken` have consumed their character."""
         states = self._again | self._reached({following for at in _bits(taken) for following in self._states[at].following})
         if states & 1:
             states = 1
@@ -139,7 +139,7 @@ class Expression:
             raise TooCostly
 
     def _reached(self, states: Iterable[int], start: bool = False, end: bool = False) -> int:
-        """States that take a character, wait for the end or complete a match, without taking anything."""
+        """The states reachable without consuming a character that consume one, wait for the end or accept."""
         reached = 0
         waiting = list(states)
         seen = set(waiting)
@@ -161,7 +161,7 @@ class Expression:
         return len(self._states) - 1
 
     def _built(self, node: _Node, following: int) -> int:
-        """The state that begins `node`; behind it goes on what is `following`."""
+        """The first state of `node`; after the node the automaton goes on in the state `following`."""
         match node:
             case _Text(character):
                 return self._state([following], character)
@@ -195,7 +195,7 @@ class Search:
         self._steps = 0
 
     def matches(self, path: str) -> frozenset[int]:
-        """Which of the expressions match anywhere in the path, by their numbers; equal answers are mostly one object. Raises TooCostly."""
+        """The numbers of the expressions that match anywhere in the path; equal answers are mostly one object. Raises TooCostly."""
         together = self._begin
         *components, last = path.split(".")
         for component in components:
@@ -207,7 +207,7 @@ class Search:
         return matching
 
     def charge(self, steps: int) -> None:
-        """Count steps that something else takes over these paths, too. Raises TooCostly."""
+        """Add the steps of a caller's own work on these paths. Raises TooCostly."""
         self._steps += steps
         if self._steps > MAX_STEPS:
             raise TooCostly
@@ -233,7 +233,7 @@ class Search:
 
 @dataclass(slots=True)
 class _Together:
-    """fronts: of each expression; led: by the next component, where it leads on; ended: by the last, the answer."""
+    """The fronts of all expressions after some components. led: the next state by inner component; ended: the answer by last component."""
 
     fronts: tuple[_Front, ...]
     led: dict[str, _Together] = field(default_factory=dict)

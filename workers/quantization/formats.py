@@ -23,9 +23,10 @@ _PRECISION = ("bf16", "fp8", "fp8-block", "nvfp4", "int4-g32", "int4-g64", "int4
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """name: bf16 (a weight keeps the precision it has), fp8 (a scale for each row), fp8_block (for 128x128), mxfp4, nvfp4 or int4.
+    """A weight format. name: bf16 (unquantized, in its stored precision), fp8 (a scale for each row), fp8_block (a scale for 128x128),
+    mxfp4, nvfp4 or int4.
 
-    group_size: columns that share a scale, for int4 only; the other formats' are part of their definition.
+    group_size: columns that share a scale, for int4 only; the definition of every other format fixes it.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Format:
 
     @property
     def spelling(self) -> str:
-        """As a configuration has it: `int4-g64`, `fp8-block`, `nvfp4`."""
+        """The name in a configuration: `int4-g64`, `fp8-block`, `nvfp4`."""
         return f"{self.name}-g{self.group_size}" if self.group_size else self.name.replace("_", "-")
 
     @property
@@ -43,16 +44,16 @@ class Format:
 
     @property
     def precision(self) -> int:
-        """Larger is more precise."""
+        """The rank of the format's precision; a larger number is more precise."""
         return -_PRECISION.index(self.spelling)
 
     @property
     def group(self) -> int | None:
-        """Columns that share a scale; a weight's columns must be a multiple of it. None where any number will do."""
+        """Columns that share a scale; a weight's columns must be a multiple of this. None for a format that accepts any number."""
         return self.group_size or _FIXED_GROUPS.get(self.name)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of a quantized weight [rows, columns] with its scales, as compressed-tensors stores them; bf16: of 16 bits each."""
+        """Bytes of a quantized weight [rows, columns] with its scales, as compressed-tensors stores them; bf16: two bytes an element."""
         count = rows * columns
         if self.name == "nvfp4":
             return count // 2 + count // 16 + 4
@@ -66,9 +67,9 @@ class Format:
 
     @staticmethod
     def parse(value: str | Mapping[str, Any], *, where: str = "quantize", group_size: int | None = None) -> Format:
-        """A spelling, or {format: .., group_size: ..}. group_size: what int4 has where nothing is said. Raises ConfigError.
+        """Parse a spelling, or {format: .., group_size: ..}. Raises ConfigError.
 
-        `int4` alone is int4-g128. where: the key that is blamed.
+        group_size: the default for int4; without one, `int4` means int4-g128. where: the key named in the error.
         """
         if isinstance(value, Mapping):
             if unknown := sorted(str(key) for key in value if key not in ("format", "group_size")):
@@ -80,7 +81,7 @@ class Format:
 
 
 def fitting(group: int, columns: int) -> str:
-    """The nearest formats that a weight of so many columns can have where groups of `group` do not divide them: `int4-g64 or int4-g32`."""
+    """The nearest formats for a weight whose columns are no multiple of `group`, for an error: `int4-g64 or int4-g32`."""
     fits = [f"int4-g{size}" for size in (64, 32) if size < group and columns % size == 0]
     return " or ".join(fits or ["nvfp4" if group > 16 and columns % 16 == 0 else "fp8"])
 
@@ -95,7 +96,7 @@ def refused(where: str, reason: str) -> ConfigError:
 
 
 def refused_together(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that tells all of these."""
+    """One error with the messages of all these errors."""
     error = ConfigError(f"{'; '.join(each.clause for each in errors)}.", param="quantize")
     error.explanation = f"{'; '.join(clause(each.explanation) for each in errors)}."
     return error

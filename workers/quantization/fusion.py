@@ -1,4 +1,4 @@
-"""Owns what vLLM multiplies as one matrix though a checkpoint stores it in parts. Never looks at a checkpoint.
+"""Owns the groups of weights that a checkpoint stores apart and vLLM multiplies as one matrix. Never looks at a checkpoint.
 
 The names are those of `packed_modules_mapping` in vllm/model_executor/models (llama, deepseek_v2, qwen3_5), and Mixtral's.
 """
@@ -20,7 +20,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
 )
 _LEADER = {name: group[0] for group in FUSED for name in group}
 _SIBLINGS = {name: group for group in FUSED for name in group}
-# vLLM's name of the whole. A checkpoint may itself store the whole under the same name (Phi-3's qkv_proj, Qwen3-Next's in_proj_qkvz).
+# vLLM's name of the fused matrix. Some checkpoints store it fused under this name (Phi-3's qkv_proj, Qwen3-Next's in_proj_qkvz).
 _WHOLE = {
     "qkv_proj": FUSED[0],
     "gate_up_proj": FUSED[1],
@@ -33,7 +33,7 @@ _EXPERTS_OF_MIXTRAL = ("w1", "w2", "w3")
 
 
 def group_of(module: str, kind: str) -> str:
-    """The same text for modules that must have one format: the experts of a layer, the parts of one matrix. kind: its tensor_class."""
+    """A key, equal for modules that must have one format: the experts of a layer, the parts of one matrix. kind: its tensor_class."""
     if kind == "expert":
         before, mark, _ = module.partition(".experts.")
         return f"{before}.experts" if mark else module.rpartition(".")[0]
@@ -47,7 +47,7 @@ def siblings_of(leaf: str) -> tuple[str, ...]:
 
 
 def members_of(module: str, kind: str) -> tuple[str, ...]:
-    """The modules whose choices decide about this one, by name alone: itself, its siblings, and the parts it stands for."""
+    """The modules whose choices decide the format of this one, by name: the module itself, its fused siblings, and its parts."""
     parent, _, leaf = module.rpartition(".")
     if kind == "expert" or leaf == "experts":
         before, mark, _ = module.partition(".experts")

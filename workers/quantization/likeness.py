@@ -1,6 +1,6 @@
-"""Owns what weights that vLLM runs as one, or side by side, must have in common. Never decides a format.
+"""Owns the equal properties of weights that vLLM runs as one or side by side. Never decides a format.
 
-vLLM's classes find out too, when they are handed a tensor, but an export and a plan have nobody else to ask.
+vLLM's classes check the same when they receive a tensor, but an export and a plan run without vLLM.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _WHOLE_NUMBERS = frozenset({"I16", "U16", "I32", "U32", "I64", "U64", "BOOL"})
 
 
 class Likeness:
-    """Looks at every weight of a checkpoint that is not quantized, or is FP8; `see` raises CheckpointError for one that is unlike those
-    before it: one of q/k/v or gate/up with other columns, whole numbers in place of a weight. `done`, after the last, for the one expert
-    of its layer that has another shape; a layer may have experts of two sizes (vLLM's ernie45_vl_moe.py: text and vision)."""
+    """Checks the weights of an unquantized or FP8 checkpoint. `see` raises CheckpointError for a weight that is unlike the earlier ones:
+    one of q/k/v or gate/up with other columns, or integers in place of a weight. `done`, after the last weight, raises it for a single
+    expert of a layer with another shape; a layer may have experts of two sizes (vLLM's ernie45_vl_moe.py: text and vision)."""
 
     def __init__(self) -> None:
         self._experts: dict[str, dict[tuple[int, ...], list[TensorRef]]] = {}
         self._columns: dict[tuple[str, str], TensorRef] = {}
 
     def see(self, key: str, module: str, kind: str, tensor: TensorRef) -> None:
-        """key: the module with its expert's number as 0. kind: its tensor_class."""
+        """Check one weight. key: the module path with expert number 0. kind: its tensor_class."""
         if kind not in _CLASSES or len(tensor.shape) != 2:
             return
         if tensor.dtype in _WHOLE_NUMBERS:
@@ -37,7 +37,7 @@ class Likeness:
                 return
         parent, _, leaf = module.rpartition(".")
         siblings = siblings_of(leaf)
-        if len(siblings) == 1 or "cross" in parent:  # whose keys and values may be another model's
+        if len(siblings) == 1 or "cross" in parent:  # cross-attention may take its keys and values from another model
             return
         beside = self._columns.setdefault((parent, siblings[0]), tensor)
         if beside.shape[1] != tensor.shape[1]:

@@ -1,5 +1,5 @@
-"""Experts that a checkpoint holds as one tensor [experts, ., .]: which block of it becomes which weight, and under which name vLLM takes
-it. Never reads a weight, never imports torch or vLLM.
+"""Maps experts that a checkpoint packs into one tensor [experts, ., .] to single weights and vLLM's names for them. Never reads a weight,
+never imports torch or vLLM.
 
 Three layouts are known. Most models keep gate behind up in one block and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
 gpt-oss interleaves their rows, has biases, and its class takes both halves as one (`experts.0.w13_weight`, models/gpt_oss.py of 0.32,
@@ -19,15 +19,15 @@ from sparkd.errors import CheckpointError
 _PACKED = re.compile(r"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?$")
 _GRANITE = re.compile(r"((?:.*\.)?block_sparse_moe)\.(input_linear|output_linear)(?:\.weight)?$")
 _WHICH = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-# Between a module of ours and a suffix such as `weight_scale`, where vLLM's parameter is not a module's but the experts' own.
+# Joins a module's path and a suffix such as `weight_scale` where vLLM's parameter belongs to the experts, not to a module.
 JOINED = "_"
 _JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The parts of a packed tensor's name. module: its path, the key of its format; experts: where vLLM has them; which: gate_up_proj
-    or down_proj; upright: a block is known to stand as torch's linear layers do."""
+    """The parts of a packed tensor's name. module: its path, the key of its format; experts: vLLM's path of the experts; which:
+    gate_up_proj or down_proj; upright: its blocks are known to be [N, K], as in torch's linear layers."""
 
     module: str
     experts: str
@@ -37,9 +37,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One weight of a packed tensor: block number `expert`; of its result [N, K] only `row_count` rows from `row_start` where not all.
+    """One weight of a packed tensor: block number `expert`, or `row_count` rows of its [N, K] form from `row_start` on.
 
-    transposed: the block holds [K, N]. joint: what stands between `module` and a part's suffix.
+    transposed: the block is stored as [K, N]. joint: the text between `module` and a part's suffix.
     """
 
     module: str
@@ -51,7 +51,7 @@ class PackedWeight:
 
 
 def packed_of(name: str) -> Packed | None:
-    """name: of a tensor of three dimensions, or its module; None where it is not one of the layouts that are known."""
+    """The parts of the name of a three-dimensional tensor, or of its module; None for an unknown layout."""
     module = name.removesuffix(".weight")
     if match := _PACKED.match(name):
         return Packed(module, match[1], match[2])
@@ -61,16 +61,16 @@ def packed_of(name: str) -> Packed | None:
 
 
 def in_vllm(module: str) -> str:
-    """A module's path below which vLLM has its experts (`..block_sparse_moe.experts.gate_up_proj`); any other's own."""
+    """vLLM's path for a module of packed experts (`..block_sparse_moe.experts.gate_up_proj`); any other path unchanged."""
     packed = packed_of(module)
     return module if packed is None else f"{packed.experts}.{packed.which}"
 
 
 def blocks(ref: TensorRef, packed: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
-    """The weights of a packed tensor. packed: what its name tells.
+    """The weights of a packed tensor. packed: the parts of its name.
 
-    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
-    and [I, H] its transpose. A square block stands as its sibling does. Raises CheckpointError where none of it tells.
+    The shape and the model's hidden size H decide whether a block is transposed: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
+    and [I, H] its transpose. A square block has the orientation of its sibling. Raises CheckpointError where none of this decides.
     """
     experts, which = packed.experts, packed.which
     transposed = not packed.upright and _transposed(ref, which, checkpoint)

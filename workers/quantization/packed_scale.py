@@ -1,6 +1,6 @@
-"""Which part of a scale belongs to which block of a packed FP8 tensor. Never reads a weight, never imports torch or vLLM.
+"""Finds the part of a scale that belongs to a block of a packed FP8 tensor. Never reads a weight, never imports torch or vLLM.
 
-Beside `experts.gate_up_proj` [experts, ., .] three kinds are stored:
+Checkpoints store three kinds of scales for `experts.gate_up_proj` [experts, ., .]:
 
 * one value for all experts, or one for each: `_weight_scale` [] (ModelOpt's FP8 of Llama 4; vllm/model_executor/models/mllama4.py,
   `_rename_weight_for_modelopt_checkpoint`), `_scale_inv` [experts, 1, 1] (Mistral-Small-4-119B-2603);
@@ -31,9 +31,9 @@ _CURE = "Leave out `quantize`, and vLLM serves them as they are"
 
 @dataclass(frozen=True, slots=True)
 class BlockScale:
-    """The scale of one block, or of the rows that are one weight: the bytes at `ref`, of two dimensions and standing as the block does.
+    """The scale of one block, or of the rows of one weight in it. ref: its bytes, two-dimensional, transposed where the block is.
 
-    shape: [N, K] of what it is the scale of; first: the row of that at which the weight begins.
+    shape: [N, K] of the scaled matrix; first: the row of that matrix at which the weight begins.
     """
 
     ref: TensorRef
@@ -56,14 +56,14 @@ def scale_of(packed: TensorRef, module: str, tensors: Mapping[str, TensorRef]) -
 
 
 def refuse_codes(scale: TensorRef) -> None:
-    """Raises CheckpointError for an FP8 weight's scale that is no fraction: codes of E8M0 as bytes would be taken as numbers."""
+    """Raise CheckpointError for an FP8 weight's scale that is no floating-point number: E8M0 codes in bytes would be read as numbers."""
     if scale.dtype not in _SCALES:
         problem = f"an FP8 weight's scale holds {scale.dtype}, and {', '.join(_SCALES)} are known"
         raise CheckpointError(problem, file=scale.path, tensor=scale.name, cure=_CURE)
 
 
 def scales_beside(module: str, tensors: Container[str]) -> list[str]:
-    """The names of all that serves a packed FP8 tensor alone, scales of activations included."""
+    """The names of all tensors that belong to a packed FP8 tensor, scales of activations included."""
     return [name for suffix in (*_WEIGHTS, *_ACTIVATIONS) if (name := f"{module}{suffix}") in tensors]
 
 
@@ -74,7 +74,7 @@ def packed_module_of(name: str) -> str | None:
 
 
 def block_scale(packed: TensorRef, block: PackedWeight, scale: TensorRef) -> BlockScale:
-    """Raises CheckpointError for a scale of another shape than the three kinds have."""
+    """The scale of one block. Raises CheckpointError for a scale whose shape is none of the three kinds."""
     experts, rows, cols = packed.shape
     n, k = (cols, rows) if block.transposed else (rows, cols)
     count = math.prod(scale.shape)

@@ -1,9 +1,9 @@
-"""Linear layers that vLLM's model classes have in no quantized form, by model type. Never looks at a checkpoint, never imports torch.
+"""Linear layers that vLLM's model classes cannot load in quantized form, by model type. Never looks at a checkpoint, never imports torch.
 
 MambaMixer builds its projections without a quantization method (vllm/model_executor/layers/mamba/mamba_mixer.py, 0.26 and 0.32; that of
-Mamba-2 takes one). BLOOM's class turns everything of query_key_value by its first dimension (models/bloom.py, `_repack_qkv`), which a
-scale for the whole matrix and the note of an INT4 matrix's shape do not have. gpt2.py turns c_attn, c_proj and c_fc by name; a packed
-weight would stay as it is.
+Mamba-2 takes one). BLOOM's class reorders every tensor of query_key_value along its first dimension (models/bloom.py, `_repack_qkv`), which
+the scale of a whole matrix and an INT4 matrix's shape tensor do not have. gpt2.py transposes c_attn, c_proj and c_fc by name; a packed
+weight would stay as stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Nothing of these models is quantized. blip2.py builds its vision tower under no name (`prefix`), so a description cannot leave it out.
+# These models are not quantized at all. blip2.py builds its vision tower without a `prefix`, so a configuration cannot exclude it by name.
 _TRANSPOSED = "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged."
 UNCHANGED: Mapping[str, str] = {
     "gpt2": _TRANSPOSED,
@@ -22,7 +22,7 @@ UNCHANGED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PlainModules:
-    """leaves: last components of the modules; why: what is said of them, behind their names."""
+    """leaves: last components of the modules' paths; why: the clause about them for a message, after their names."""
 
     leaves: frozenset[str]
     why: str

@@ -9,15 +9,15 @@
       - {match: [layers.0.*, class:lm_head], format: fp8}
     keep: [shared_expert]      # rules too: what these match keeps its precision
 
-A rule holds against `format`. Where several rules match a weight, the highest priority holds (0 unless said), then the pattern with more
-components spelled out, then the one with more characters spelled out, then the later one; `keep` stands after `layers`. Embeddings,
-routers, norms, biases, and what has fewer than two dimensions or one under 64 are never quantized; rules.kept_unless_named lists what
-only a rule that names it touches.
+A rule overrides `format`. Where several rules match a weight, the highest priority wins (default 0), then the pattern with more literal
+components, then the one with more literal characters, then the later one; `keep` counts as later than `layers`. Embeddings, routers, norms,
+biases, and tensors with fewer than two dimensions or with one under 64 are never quantized; rules.kept_unless_named lists the weights that
+only a rule that names them changes.
 
 Weights that vLLM multiplies as one matrix get one format: q/k/v, gate/up and the like, and all experts of a layer. Where rules split them,
-the choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once. Where such a matrix
-is not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments say too; for a weight that a rule spells out it is an
-error.
+the choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments reports it once. Where such a
+matrix does not consist of whole blocks of 128 rows, fp8-block becomes fp8, and adjustments reports that; where a rule names fp8-block for
+the weight itself, it is an error.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_
 
 __all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe"]
 
-# Each is held against each weight.
+# Every rule is matched against every weight.
 MAX_RULES = 256
-# The most for all of them together, once repetitions are written out: they are read within 0.1 s.
+# Limit for all rules together, with repetitions written out: they are parsed within 0.1 s.
 MAX_RULE_CHARACTERS = 20_000
-# The most refusals of one value that are told at once.
+# The most refusals of one value in one message.
 _MOST_TOLD = 20
 # The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
 _RULE_STEPS = 50
@@ -54,7 +54,7 @@ _RULE_KEYS = ("match", "format", "group_size", "priority")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
-    """default: the format of a weight that no rule names; notes: what its author should know, one sentence each."""
+    """A parsed `quantize:` value. default: the format of a weight that no rule matches; notes: hints for the author, one sentence each."""
 
     default: Format
     rules: tuple[FormatRule, ...] = ()
@@ -62,10 +62,10 @@ class QuantizationRecipe:
 
     @staticmethod
     def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> QuantizationRecipe:
-        """Raises ConfigError, which names the key, what is wrong and what may stand there.
+        """Parse a `quantize:` value. Raises ConfigError, which names the key, the fault and the possible values.
 
-        environ: where VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE are looked up. They are rules only where
-        `value` says nothing (None, "" or {}): a configuration that speaks is the whole truth, and a note names the variables it leaves out.
+        environ: the source of VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE. They count as rules only where
+        `value` is empty (None, "" or {}); otherwise a note names the variables that are ignored.
         """
         environment = environ or {}
         if value is None or value == "" or value == {}:
@@ -89,9 +89,9 @@ class QuantizationRecipe:
     def assign(self, checkpoint: Checkpoint) -> Assignment:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
-        A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
-        Raises CheckpointError for packed experts in FP8 that are in no layout known here or have no scales, for a weight that a rule
-        spells out for fp8-block and vLLM cannot load so, and for rules that take too many steps (expression.py).
+        A checkpoint whose quantization the loader cannot undo (four bits, or an unknown method) passes through unchanged. Raises
+        CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that a rule names for fp8-block and
+        vLLM cannot load that way, and for rules that take too many steps (expression.py).
         """
         if not self.quantizes:
             return Assignment((), self.notes)
@@ -118,8 +118,8 @@ class QuantizationRecipe:
     def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
         """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
 
-        A fused name of vLLM's (`qkv_proj`, `gate_up_proj`, `experts`) stands for its parts. Agrees with `assign` wherever every sibling is
-        in the checkpoint, large enough, and made of whole blocks where it is fp8-block.
+        vLLM's fused names (`qkv_proj`, `gate_up_proj`, `experts`) stand for their parts. The answer agrees with `assign` where every
+        sibling is in the checkpoint, large enough, and made of whole blocks where its format is fp8-block.
         """
         if len(shape) not in (2, 3) or min(shape[-2:]) < MIN_DIMENSION:
             return None
@@ -132,8 +132,8 @@ class QuantizationRecipe:
 
 
 class _Deciding:
-    """The choices of a recipe for one checkpoint's weights. idle: the rules that match none of them so far; barred: those that name one
-    that is never quantized, with its class."""
+    """The choices of a recipe for one checkpoint's weights. idle: rules that have matched no weight so far; barred: rules that name a
+    weight that is never quantized, with its class."""
 
     def __init__(self, recipe: QuantizationRecipe) -> None:
         self._default = recipe.default
@@ -144,7 +144,8 @@ class _Deciding:
         self.barred: dict[FormatRule, str] = {}
 
     def choice(self, module: str, kind: str) -> FormatChoice:
-        """module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules take too many steps."""
+        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules
+        take too many steps."""
         try:
             key = self._search.matches(module), kind, kept_unless_named(module, kind), module.rpartition(".")[2]
             if key not in self._choices:
@@ -209,7 +210,7 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
 
 @contextmanager
 def _told(wrong: list[ConfigError]) -> Iterator[None]:
-    """A refusal goes to the others, so that all are told at once."""
+    """Collect a refusal in `wrong`, so that one error reports all of them."""
     try:
         yield
     except ConfigError as error:
@@ -232,7 +233,8 @@ def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
 
 
 def _layers(value: Any, group_size: int | None, wrong: list[ConfigError]) -> Iterator[FormatRule]:
-    """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}. wrong: takes the refusals."""
+    """Parse the rules: a list of {match, format, group_size, priority}, or {pattern: format or the same without match}. wrong: collects
+    the refusals."""
     if value is None:
         return
     if isinstance(value, Mapping):

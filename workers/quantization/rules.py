@@ -1,4 +1,4 @@
-"""Owns how a rule names weights, and which weights keep their precision unless a rule names them. Never looks at a checkpoint."""
+"""Owns how a rule matches weights, and which weights keep their precision unless a rule names them. Never looks at a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
 from workers.quantization.expression import Expression, Unreadable
 from workers.quantization.formats import Format, refused
 
-# No kernel in vLLM multiplies by these in a quantized form (its embeddings, and routers that are built with quant_config=None).
+# vLLM has no quantized form of these (its embeddings, and routers that are built with quant_config=None).
 NEVER = frozenset({"embedding", "router", "norm", "scale"})
 _KEPT_CLASSES = frozenset({"lm_head", "state_space"})
 # kv_b_proj: latent attention holds it in BF16 for decoding anyway, and for a long prompt reads `.weight.dtype`, which a packed weight
@@ -22,28 +22,28 @@ _KEPT_LEAVES = frozenset({"kv_b_proj", "eh_proj", "mtp_linear_proj"})
 _KEPT_PARTS = frozenset({"indexer", "lora_A", "lora_B"})
 _REGEX = "re:"
 _CLASS = "class:"
-# A path's components, as expressions: its begin, what parts them, its end, and any number of them.
+# Expressions for parts of a dotted path: its beginning, a dot, its end, and any number of components.
 _BEGIN, _DOT, _END, _ANY_COMPONENTS = r"(?:^|\.)", r"\.", r"(?:\.|$)", r"(?:[^.]+\.)*"
 _WILD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRule:
-    """One choice: the weights that `match` names get `format`. Raises ConfigError for a pattern that cannot be read.
+    """A rule: the weights that `match` selects get `format`. Raises ConfigError for a pattern that cannot be parsed.
 
     match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path (an Expression);
     else a glob over whole components of the dotted module path, found anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`,
-    `mtp.**.down_proj` (`**`: any number of components). source: the key or variable that said so, for messages.
+    `mtp.**.down_proj` (`**`: any number of components). source: the key or variable of the rule, for messages.
     """
 
     match: str
     format: Format
     priority: int = 0
     source: str = field(default="quantize.layers", compare=False)
-    # The class that it says, None where it is an expression over the module path.
+    # The class of a `class:` rule, None for an expression over the module path.
     kind: str | None = field(init=False, compare=False, repr=False)
     expression: Expression = field(init=False, compare=False, repr=False)
-    # Which of two rules for the same weight holds: the larger. Priority, then literal components, then literal characters.
+    # Among rules for the same weight the largest rank wins: priority, then literal components, then literal characters.
     rank: tuple[int, int, int] = field(init=False, compare=False, repr=False)
     _words: frozenset[str] = field(init=False, compare=False, repr=False)
 
@@ -67,20 +67,20 @@ class FormatRule:
 
     @property
     def shown(self) -> str:
-        """The pattern for a message: a client's may be long."""
+        """The pattern for a message, shortened because a client's may be long."""
         return repr(self.match if len(self.match) <= 64 else self.match[:61] + "...")
 
     def names(self, parts: Iterable[str], kind: str) -> bool:
-        """Whether the rule spells out one of `parts`, or says the class: only then it touches what keeps its precision otherwise."""
+        """Whether the rule names one of `parts` literally, or the class `kind`: only then it changes a weight that is kept by default."""
         return kind == self.kind if self.kind is not None else not self._words.isdisjoint(parts)
 
 
 def kept_unless_named(module: str, kind: str) -> frozenset[str]:
-    """The parts of a module's path one of which a rule must spell out to touch it; empty where every rule that matches may.
+    """Components of a module's path: a rule must name one of them literally to change the weight. Empty where every matching rule may.
 
-    Kept: lm_head, state-space parameters, towers, projectors and generators of other modalities, adapters, what stands outside the repeated
-    layers, and what is listed above. The draft layers (MTP) are quantized like the others: the model checks each of their tokens, so an
-    error there costs speed and never an answer, and in BF16 one such layer of a mixture of experts weighs as much as four of the others.
+    Kept: lm_head, state-space parameters, towers, projectors and generators of other modalities, adapters, weights outside the repeated
+    layers, and the names listed above. The draft layers (MTP) are quantized like the others: the model verifies each of their tokens, so an
+    error there costs speed but no answer, and in BF16 one such layer of a mixture of experts weighs as much as four of the others.
     """
     parts = module.split(".")
     leaf = parts[-1]
@@ -96,12 +96,12 @@ def kept_unless_named(module: str, kind: str) -> frozenset[str]:
 
 
 def class_of(module: str, dimensions: int = 2) -> str:
-    """tensor_class of a module's weight."""
+    """The tensor_class of a module's weight."""
     return tensor_class(f"{module}.weight", (0,) * dimensions)
 
 
 def _written(match: str, source: str) -> str:
-    """A glob as an expression over the path, whose components end in a dot or with it."""
+    """Translate a glob into an expression over the whole components of a path."""
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
@@ -119,7 +119,7 @@ def _written(match: str, source: str) -> str:
 
 
 def _component(part: str, match: str, source: str) -> str:
-    """One component: `*` and `?` stay inside it, `[..]` is a set of characters, `[!..]` its complement."""
+    """Translate one component of a glob: `*` and `?` match inside it, `[..]` is a set of characters, `[!..]` its complement."""
     pattern, rest = "", part
     while rest:
         mark, rest = rest[0], rest[1:]

@@ -80,7 +80,7 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
     environment |= {
         RANK_ID_VARIABLE: spec.rank_id,
         RUN_DIR_VARIABLE: spec.run_dir,
-        # setproctitle overwrites what /proc/PID/environ shows unless told not to, and the mark would be lost with it.
+        # Without SPT_NOENV setproctitle overwrites /proc/PID/environ, and the mark of the rank would be lost.
         "SPT_NOENV": "1",
     }
     if _is_address(spec.node_id) and "VLLM_HOST_IP" not in spec.env:

@@ -31,7 +31,7 @@ BY_RANK = ("rank", "phase", "source", *_SIZES, *_DIFFERENCES, LIMITED)
 
 
 def kv_path(run_dir: str, rank_id: str) -> Path:
-    """Where a rank's worker is told to write. Not *.json: those are the ranks' status files."""
+    """The file that a rank's worker writes to. Not *.json: those are the ranks' status files."""
     return Path(run_dir, f"{rank_id}.kv")
 
 
@@ -115,7 +115,7 @@ def remove_kv(run_dir: str, rank_id: str) -> None:
 
 
 def _deciding(files: Sequence[dict[str, Any]], phase: str) -> dict[str, Any]:
-    """The first that refused or gave up, else the smallest cache; once vLLM has made them equal, that of the rank that nobody limits."""
+    """The report of the first rank that refused or gave up, else that of the smallest cache; of equal ones, a rank that no other limits."""
     if phase in ("refused", "stock"):
         return min((report for report in files if report["phase"] == phase), key=lambda report: report["at"])
     sized = [report for report in files if report["pool_bytes"] is not None]

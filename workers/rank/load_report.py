@@ -23,7 +23,7 @@ WORD_CHARS = 64
 
 
 def load_path(run_dir: str, rank_id: str) -> Path:
-    """Where a rank's loader is told to write. Not *.json: those are the ranks' status files."""
+    """The file that a rank's loader writes to. Not *.json: those are the ranks' status files."""
     return Path(run_dir, f"{rank_id}.load")
 
 

@@ -74,8 +74,8 @@ _KNOWN_CAUSE = re.compile(
 )
 _FATAL_LOG = re.compile(r"EngineCore (?:encountered a fatal error|failed to start)|WorkerProc (?:failed to start|hit an exception)")
 # The end of a process inside the engine. Its API server ends in order after it, with exit code 0 (vLLM 0.32, v1/engine/core_client.py);
-# a signal may be told of a core that never came up (v1/engine/utils.py), and of a worker (v1/executor/multiproc_executor.py): both look
-# at a process that may not have been waited for yet, and then say {} and None, also of one that has failed with an error of its own.
+# vLLM may log the signal of a core that never came up (v1/engine/utils.py) and of a worker (v1/executor/multiproc_executor.py). Both look
+# at a process that may not have been waited for yet, and then log {} and None, also for a process that failed with an error of its own.
 _CORE_LOST = re.compile(
     r"^\[shutdown\] MPClient: engine core exited unexpectedly|^Engine core proc \S+ died unexpectedly|^(?:[A-Za-z_]\w*\.)*EngineDeadError\b"
 )
@@ -247,8 +247,8 @@ class Parser:
 
 
 def _loss_of(text: str, *, caused: bool) -> str | None:
-    """The part of the engine that is gone, and by which signal where that is told. caused: an error was told before it, which may be
-    why."""
+    """The part of the engine that is gone, and the signal where the line has one; None for another line. caused: an error was logged
+    before, which may be the cause."""
     if match := _WORKER_LOST.match(text):
         number = int(match[2] or 0)
         # By SIGTERM an engine that fails ends its workers itself.

@@ -23,7 +23,7 @@ _WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_executor.worker"
 
 
 def environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Those of the rank's variables that lead into Ray. inherited: those of a process that is in it already, for its token."""
+    """The rank's variables that connect it to Ray. inherited: variables of a process that is connected already, for its token."""
     if spec.ray is None:
         return {}
     attempt = spec.attempt or spec.rank_id

@@ -126,9 +126,9 @@ def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment
 def judge(
     files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int, blind: bool
 ) -> tuple[list[Segment], list[tuple[Segment, str]]]:
-    """Files that are surely the dead rank's and nobody's, and those that may be, with the reason against it. held: by any living process.
+    """(files that surely belong to the dead rank alone, files that may, each with the reason for the doubt). held: by any living process.
 
-    blind: some processes could not be looked into. They do not hold a file that only its user may open, unless they are root's.
+    blind: some processes could not be inspected. They do not hold a file that only its user may open, unless they are root's.
     """
     sure, unsure = [], []
     for segment in candidates(files, noted, user):

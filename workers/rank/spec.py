@@ -24,14 +24,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class RankSpec:
     """Everything that one rank is started from; plain JSON both ways.
 
-    rank_id is new for every start. model is a folder or a hub id, runtime and the paths are absolute. It listens on socket_path, or
-    on host and port with the key in api_key_path (mode 0600), or, as a headless rank, on nothing. stop_timeout_s is what an engine
-    gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
-    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.rank.command.parallel_flags). ray:
-    under vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the
-    ranks. memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.vllm.parsers.Parsers; the engine's flags say the
-    same. media: where it may fetch what a request names by a URL (workers.host.media_rules.Rules); None: from nowhere. trusted_code: the
-    commits whose code it may run (workers.host.trusted_code.Commits); None: it runs none of a hub's.
+    rank_id is new for every start. model is a folder or a hub id; runtime and the paths are absolute. The rank listens on socket_path, or
+    on host and port with the key in api_key_path (mode 0600); a headless rank does not listen. stop_timeout_s: seconds between SIGTERM
+    and SIGKILL. kv_cache: the settings of sparkd's worker class (workers.kv.settings). world: number of the model's ranks; attempt: the
+    rank_id of rank 0 of this start; flags tell the engine how its ranks connect (workers.rank.command.parallel_flags). ray: under vLLM's
+    Ray executor, {"address", "group"}: Ray's address and the placement group whose bundles the workers take, in the order of the ranks.
+    memory_gib: the rank's reservation on its node. parsers: the fields of a sparkd.vllm.parsers.Parsers, equal to the engine's flags.
+    media: the hosts from which the engine may fetch URLs of requests (workers.host.media_rules.Rules); None: no host. trusted_code: the
+    commits whose code it may run (workers.host.trusted_code.Commits); None: it runs no code of a hub.
     """
 
     rank_id: str

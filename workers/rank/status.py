@@ -25,7 +25,7 @@ def status_path(run_dir: str, rank_id: str) -> Path:
 
 
 def rank_ids(run_dir: str) -> list[str]:
-    """Whose status files are in the run directory, sorted."""
+    """The ids of all ranks with a status file in the run directory, sorted."""
     return sorted(path.stem for path in Path(run_dir).glob("*.json") if RANK_ID.fullmatch(path.stem))
 
 

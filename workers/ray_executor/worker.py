@@ -41,7 +41,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     log = os.open(engine / "fd" / "1", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # Ray turns both into files of its session unless told not to (ray/_private/node.py, should_redirect_logs).
+    # By default Ray redirects both into files of its session (ray/_private/node.py, should_redirect_logs).
     os.execve(runtime, [runtime, "-P", *rest], own | ray | {"RAY_LOG_TO_STDERR": "1", "RAY_BACKEND_LOG_LEVEL": "error"})
 
 

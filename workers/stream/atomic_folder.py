@@ -1,8 +1,8 @@
-"""A checkpoint's folder that looks whole only when it is. Never writes a file of it.
+"""Makes a checkpoint's folder appear only when it is complete. Never writes a file of it.
 
-Where the folder is not there yet, it appears by one rename. One that is there and empty may be a mount point, a link's end, or in a folder
-that is not ours to write in, so nothing is renamed onto it: what was written in a folder inside it moves up, `config.json` last, without
-which no program takes it for a checkpoint.
+A new folder appears by one rename. An existing empty folder may be a mount point, the target of a link, or inside a folder that this user
+may not write to, so nothing is renamed onto it: the files are written in a folder inside it and move up, `config.json` last, because no
+program takes a folder without it for a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from workers.stream.cache.writer import sync_folder
 
 LAST = "config.json"
 WRITING = ".writing-"
-# mke2fs makes it in every new file system.
+# A folder that mke2fs makes in every new file system.
 _NOTHING = "lost+found"
 
 
 @contextlib.contextmanager
 def appearing(target: str) -> Iterator[str]:
-    """The folder to write in. At the end of the block `target` has all of it; when that raises, nothing stays.
+    """Yield the folder to write in. At the end of the block `target` has all files; if the block raises, nothing stays.
 
-    Raises, before anything is written, CheckpointError for a target that is there and holds anything, and OSError where it cannot be made.
+    Raises, before anything is written, CheckpointError for a target that is not empty, and OSError where the target cannot be made.
     """
     place = os.path.realpath(target)
     if os.path.lexists(place) and not os.path.isdir(place):
@@ -41,7 +41,7 @@ def _into_new(place: str, target: str) -> Iterator[str]:
     writing = os.path.join(parent, f".{name}{WRITING.rstrip('-')}")
     os.makedirs(writing, exist_ok=True)
     with _alone(writing, target):
-        for left in os.listdir(writing):  # by one that was killed
+        for left in os.listdir(writing):  # left by an export that was killed
             _remove(os.path.join(writing, left))
         try:
             yield writing
@@ -57,7 +57,7 @@ def _into_new(place: str, target: str) -> Iterator[str]:
 def _into_empty(place: str, target: str) -> Iterator[str]:
     with _alone(place, target) as locked:
         for name in os.listdir(place) if locked else ():
-            if name.startswith(WRITING):  # of one that was killed: it would hold the lock
+            if name.startswith(WRITING):  # left by an export that was killed: a live one would hold the lock
                 shutil.rmtree(os.path.join(place, name))
         if set(os.listdir(place)) - {_NOTHING}:
             raise _is_there(target)
@@ -67,7 +67,7 @@ def _into_empty(place: str, target: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _alone(folder: str, target: str) -> Iterator[bool]:
-    """Holds the folder's lock; False on a network file system that locks none. Raises CheckpointError where another export holds it."""
+    """Hold the folder's lock; yields False on a network file system without locks. Raises CheckpointError where another export holds it."""
     taken = CheckpointError("another export writes into it", file=target, cure="Wait for it, or give another folder")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -78,7 +78,7 @@ def _alone(folder: str, target: str) -> Iterator[bool]:
             raise taken from None
         except OSError:
             locked = False
-        # Another that has just ended may have given it its name.
+        # An export that has just ended may have renamed this folder.
         if not os.path.isdir(folder) or not os.path.samestat(os.fstat(fd), os.stat(folder)):
             raise taken
         yield locked

@@ -1,4 +1,5 @@
-"""Which bytes of which files go into which block of the ring, in the order they are wanted. Never opens a file, never holds a byte."""
+"""Plans the reads: which bytes of which files go into each block of the ring, in the caller's order. Never opens a file, never holds a
+byte."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from workers.stream.direct_io import SourceFile
 
 
 class Piece(NamedTuple):
-    """One contiguous byte range that is wanted. `key` is the caller's own; `offset` counts from the file's beginning."""
+    """One contiguous byte range to read. `key` is the caller's own; `offset` counts from the file's beginning."""
 
     key: Any
     path: str
@@ -20,7 +21,7 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The part of a piece that lies in a block: its bytes from `start` on are at `at` of the block."""
+    """The part of a piece in a block: the piece's bytes from `start` on are at the block's byte `at`."""
 
     piece: Piece
     start: int
@@ -31,7 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Read:
-    """One read from `offset` of the file to `at` of the block: whole when `wanted` bytes came; the block has `room` bytes for it."""
+    """One read from the file's byte `offset` to the block's byte `at`. It is complete after `wanted` bytes; the block has `room` bytes."""
 
     file: SourceFile
     offset: int
@@ -41,22 +42,22 @@ class Read:
 
     @property
     def length(self) -> int:
-        """The bytes that the file is asked for: a multiple of its alignment, which may reach over the file's end."""
+        """The bytes to request from the file: a multiple of its alignment, which may exceed the file's end."""
         return -(-self.wanted // self.file.alignment) * self.file.alignment
 
 
 class Block(NamedTuple):
-    """The content of one block of the ring, and the pieces that are then in it."""
+    """The reads that fill one block of the ring, and the parts of pieces in it."""
 
     reads: list[Read]
     spans: list[Span]
 
 
 def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
-    """Pieces stay in their order, and one that fits a block is never cut.
+    """The blocks for these pieces, in their order. A piece that fits a block is never cut.
 
-    A piece that begins at most `gap_bytes` behind the one before is in the same read; one that lies elsewhere gets a read of its own, in
-    what is left of the block where that is enough. Raises CheckpointError for a piece that ends behind its file.
+    A piece that begins at most `gap_bytes` after the one before joins its read; any other piece gets a separate read, in the rest of the
+    block where that suffices. Raises CheckpointError for a piece that ends beyond its file.
     """
     blocks: list[Block] = []
     read: Read | None = None
@@ -89,7 +90,7 @@ def _takes(read: Read, file: SourceFile, position: int, end: int, gap_bytes: int
 
 
 def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:
-    """A read that begins at `position`, behind the one before where the block has room for all of it, else in a new block."""
+    """A read that begins at `position`: after the last read where the block has room for all of it, else in a new block."""
     alignment = file.alignment
     offset = position // alignment * alignment
     at = 0 if before is None else -(-(before.at + before.length) // alignment) * alignment

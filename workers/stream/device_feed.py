@@ -1,5 +1,5 @@
-"""From the reader's ring to the device: chunks become whole inputs there, and ring blocks go back as soon as nothing reads them. Never
-decides what is read."""
+"""Copies from the reader's ring to the device: joins chunks to whole inputs and returns ring blocks as soon as they are free. Never decides
+what is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENT_CHUNKS = 64
 
 @dataclass(slots=True)
 class _Lane:
-    """The copies of one stream in their order: chunks that no event stands behind yet, and those that one does."""
+    """The copies of one stream in their order: chunks without an event yet, and chunks that wait for one."""
 
     copied: list[Chunk] = field(default_factory=list)
     copied_bytes: int = 0
@@ -29,7 +29,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Stage:
-    """One of two buffers that take turns. used: passed when the device has done what was asked for with its last contents."""
+    """One of two alternating buffers. used: the event after the device's last work on its contents."""
 
     memory: torch.Tensor | None = None
     used: torch.cuda.Event | None = None
@@ -38,8 +38,7 @@ class _Stage:
 class Feed:
     """Takes inputs in exactly the order in which their pieces were given to `reader`.
 
-    On the CPU an input that lies in one chunk is handed out as a view into the ring, valid until `release`; everywhere else it is
-    copied once.
+    On the CPU an input in one chunk is returned as a view into the ring, valid until `release`; any other input is copied once.
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:
@@ -51,7 +50,7 @@ class Feed:
         self._lane, self._other = _Lane(), _Lane()
         self._aside: torch.cuda.Stream | None = None
         self._stages = (_Stage(), _Stage())
-        # The rest of the ring stays with the disk while the device works off what was copied.
+        # The disk keeps the rest of the ring while the device processes the copied part.
         self._most_held = max(1, reader.blocks // 2)
 
     def take(self, source: Input, *, keep: bool = False) -> torch.Tensor:
@@ -72,7 +71,7 @@ class Feed:
         self._copy(self._of(source), into)
 
     def place(self, source: Input, memory: torch.Tensor) -> None:
-        """The same, into memory that was there before the pass and that nothing else writes to."""
+        """Like `fill`, into memory that existed before the pass and that only this copy writes to."""
         with self._beside():
             self.fill(source, memory)
 
@@ -80,7 +79,7 @@ class Feed:
     def staged(self, fills: Sequence[tuple[Input, int]], nbytes: int) -> Iterator[torch.Tensor]:
         """uint8 [nbytes] on the device with each input at its offset, valid within the block; the block after the next one overwrites it.
 
-        So while the device works on one batch the next comes over the bus.
+        So the next batch crosses the bus while the device works on one batch.
         """
         stage = self._stages[0]
         self._stages = self._stages[::-1]
@@ -97,11 +96,11 @@ class Feed:
 
     @contextlib.contextmanager
     def _beside(self, after: torch.cuda.Event | None = None, *, fresh: bool = False) -> Iterator[None]:
-        """Copies go meanwhile over a GPU's other stream: where kernels are still to run it does not queue behind them, and
-        the ring's blocks come back at the speed of the bus. Work that the current stream gets afterwards waits for it.
+        """A context in which copies use a GPU's second stream: they do not queue behind kernels, and the ring's blocks return at the speed
+        of the bus. Later work on the current stream waits for the copies.
 
-        after: what the copies wait for; fresh: their memory was allocated just now, and the current stream may still work on what was
-        there before.
+        after: an event that the copies wait for. fresh: the target memory is newly allocated, and the current stream may still use its
+        former contents.
         """
         if not self._cuda:
             yield
@@ -123,20 +122,20 @@ class Feed:
         current.wait_stream(self._aside)
 
     def parts(self, source: Input) -> Iterator[torch.Tensor]:
-        """The input's bytes in host memory as they come; each is valid until the next is asked for, or, on a GPU, for every copy queued
-        until then."""
+        """The input's bytes in host memory, part by part as they arrive. Each part is valid until the next one is requested, or, on a GPU,
+        for every copy queued until then."""
         for chunk in self._of(source):
             yield chunk.view
             self._done(chunk)
 
     def release(self) -> None:
-        """Ends what `take` lent out of the ring."""
+        """Return the ring's chunks that `take` has lent."""
         for chunk in self._lent:
             chunk.release()
         self._lent.clear()
 
     def finish(self) -> None:
-        """Waits for the last copies; afterwards the ring may go."""
+        """Wait for the last copies; afterwards the ring may be freed."""
         self.release()
         self._mark(self._lane)
         for lane in (self._other, self._lane):
@@ -184,7 +183,7 @@ class Feed:
             self._collect(lane if lane.waiting else self._other, wait=True)
 
     def _mark(self, lane: _Lane) -> None:
-        """On the current stream, which is the lane's."""
+        """Record an event after the lane's copies, on the current stream, which is the lane's."""
         if not lane.copied:
             return
         event = torch.cuda.Event()
@@ -193,7 +192,7 @@ class Feed:
         lane.copied, lane.copied_bytes = [], 0
 
     def _collect(self, lane: _Lane, *, wait: bool) -> None:
-        """Gives back what was copied; with `wait` the lane's oldest copies are waited for."""
+        """Return the chunks whose copies have ended; with `wait`, wait for the lane's oldest copies."""
         while lane.waiting:
             event, chunks = lane.waiting[0]
             if wait:

@@ -1,4 +1,5 @@
-"""One file, read in aligned blocks past the page cache, or through it where there is no other way. Never decides what is read."""
+"""Reads one file in aligned blocks past the page cache, or through it where the file system allows nothing else. Never decides what is
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from sparkd.errors import CheckpointError
 
 # Offset, length and memory of an O_DIRECT read: 4096 suits every file system and disk that does not name its own (open(2), "O_DIRECT").
 ALIGNMENT = 4096
-# The errors of open and read where O_DIRECT is not known: EINVAL (open(2)); FUSE and network file systems also say EOPNOTSUPP.
+# Errors of open and read without support for O_DIRECT: EINVAL (open(2)); FUSE and network file systems also return EOPNOTSUPP.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _AGAIN = "Download it again"
 
@@ -57,11 +58,11 @@ class SourceFile:
             self.alignment = max(offset, ALIGNMENT)
 
     def expect(self, reads: int) -> None:
-        """So many reads will come; the file is closed after the last of them."""
+        """Announce reads; the file is closed after the last of them."""
         self._readers_left += reads
 
     def read(self, buffer: memoryview, offset: int, wanted: int) -> int:
-        """Fills `buffer` from `offset` on, at least `wanted` bytes of it; returns the bytes that came. Raises CheckpointError."""
+        """Fill `buffer` with the file's bytes from `offset` on, at least `wanted`; returns the number read. Raises CheckpointError."""
         fd = self._opened()
         done = 0
         while done < wanted:
@@ -86,14 +87,14 @@ class SourceFile:
         return done
 
     def finished(self) -> None:
-        """One of the expected reads has ended."""
+        """Note the end of one of the expected reads."""
         with self._lock:
             self._readers_left -= 1
         if self._readers_left == 0:
             self.close()
 
     def close(self) -> None:
-        """No thread may be reading. Twice is once."""
+        """Close the file. No thread may be reading. A second call has no effect."""
         with self._lock:
             fd, self._fd = self._fd, None
         if fd is None:
@@ -124,7 +125,7 @@ class SourceFile:
         return fd
 
     def _turn_buffered(self, fd: int, error: OSError) -> None:
-        """From now on through the page cache, on the same descriptor: other threads are reading from it."""
+        """Read through the page cache from now on, with the same descriptor, because other threads are reading from it."""
         with self._lock:
             if not self.direct:
                 return

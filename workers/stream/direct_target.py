@@ -10,13 +10,13 @@ import threading
 
 # Offset and length of an O_DIRECT write: 4096 suits every file system and disk that does not name its own (open(2), "O_DIRECT").
 ALIGNMENT = 4096
-# So much goes through the page cache at most before it is written out and dropped.
+# The most bytes in the page cache before they are written out and dropped.
 FLUSH_BYTES = 16 << 20
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class TargetFile:
-    """A new file. All of its room is taken at once, so that a full disk shows before the first byte. Every method raises OSError.
+    """A new file. All of its space is allocated at once, so that a full disk shows before the first byte. Every method raises OSError.
 
     `write` is safe for several threads.
 
@@ -43,7 +43,7 @@ class TargetFile:
             self.fallback_reason = f"the file system has no O_DIRECT ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
-        """All of `data`. Past the page cache where offset and length are multiples of ALIGNMENT; then the memory must be aligned too."""
+        """Write all of `data`, past the page cache where offset and length are multiples of ALIGNMENT; the memory must be aligned then."""
         if self._direct and self._direct_fd is not None and offset % ALIGNMENT == 0 and len(data) % ALIGNMENT == 0:
             try:
                 _write_all(self._direct_fd, offset, data)
@@ -64,13 +64,13 @@ class TargetFile:
         self._forget()
 
     def settle(self) -> None:
-        """On the disk for good, and out of the page cache; closes the file."""
+        """Sync the file to the disk, drop it from the page cache, and close it."""
         os.fsync(self._fd)
         self._forget()
         self.close()
 
     def close(self) -> None:
-        """Twice is once."""
+        """Close the file. A second call has no effect."""
         for fd in (self._direct_fd, self._fd):
             if fd is not None and fd >= 0:
                 os.close(fd)
@@ -88,7 +88,8 @@ def _write_all(fd: int, offset: int, data: memoryview) -> None:
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
-    """Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every block instead (posix_fallocate(3), BUGS)."""
+    """Allocate the file's space by fallocate(2). Without its support, glibc's posix_fallocate writes into every block
+    (posix_fallocate(3))."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while size_bytes and libc.fallocate(fd, 0, 0, size_bytes):

@@ -1,9 +1,9 @@
-"""Experts that go straight into their parameter, without vLLM's weight loader in between. Never guesses: what three experts do not agree on
-is left to vLLM.
+"""Copies experts directly into their parameter, without vLLM's weight loader. Never guesses: where three experts do not agree, vLLM places
+them.
 
-A layer's experts lie one behind the other in one parameter, and vLLM's loader looks for the right one among all of them for every tensor:
-about 100 us each, 18,000 tensors for 128 experts in 48 layers, three scales for each. So the first, the second and the last expert are
-asked (trace.py) where they go; where the three lie on a line and are taken in the same way, the others lie on it too.
+A layer's experts are adjacent in one parameter, and vLLM's loader searches for the right place for every tensor: about 100 us each, 18,000
+tensors for 128 experts in 48 layers with three scales each. So the loader traces only the first, the second and the last expert (trace.py);
+where their places are evenly spaced and taken in the same way, those of the others follow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.stream.virtual import Emitted
 
 @dataclass(slots=True)
 class Family:
-    """The same tensor of every expert of one layer: names by the expert's number. prefix, suffix: what is before and behind it."""
+    """The same tensor of every expert of one layer: names by the expert's number. prefix, suffix: the name before and after the number."""
 
     shape: tuple[int, ...]
     names: dict[int, str]
@@ -34,13 +34,13 @@ class Family:
 
     @property
     def followers(self) -> list[str]:
-        """The names of the others."""
+        """The names of the experts that are not traced."""
         leaders = self.asked
         return [name for number, name in self.names.items() if number not in leaders]
 
 
 def families(emitted: Sequence[Emitted]) -> list[Family]:
-    """The families among the emitted tensors; a tensor whose shape is not its siblings' has a family of its own."""
+    """The families among the emitted tensors. A tensor with another shape than its siblings is in a family of its own."""
     by_kind: dict[tuple[str, str, tuple[int, ...]], Family] = {}
     for tensor in emitted:
         if (expert := EXPERT.search(tensor.name)) is None:
@@ -54,7 +54,7 @@ def families(emitted: Sequence[Emitted]) -> list[Family]:
 
 
 def answered(groups: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Target]:
-    """Completes `taken` for the experts that were not asked, and says where those go whose place follows; the rest vLLM places."""
+    """Complete `taken` for the experts that were not traced. Returns the targets of those whose place follows; vLLM places the rest."""
     straight: dict[str, Target] = {}
     for family in groups:
         leaders = {number: taken[family.names[number]] for number in family.asked}
@@ -70,7 +70,7 @@ def answered(groups: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Tar
 
 
 def stretches(groups: Sequence[Family], straight: Mapping[str, Target]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory of the first and of the last of experts that are placed straight and whose numbers follow each other."""
+    """(memory of the first, memory of the last expert) of each run of consecutive experts that are placed directly."""
     for family in groups:
         numbers = sorted(number for number, name in family.names.items() if name in straight)
         start = 0
@@ -81,12 +81,12 @@ def stretches(groups: Sequence[Family], straight: Mapping[str, Target]) -> Itera
 
 
 def place(target: Target, tensor: torch.Tensor) -> None:
-    """The work of vLLM's loader on a tensor: its part, in the target's order of dimensions, copied into the parameter."""
+    """Do the work of vLLM's loader: copy the tensor's part, in the target's order of dimensions, into the parameter."""
     place_stacked([target], tensor.unsqueeze(0))
 
 
 def place_stacked(targets: Sequence[Target], stacked: torch.Tensor) -> None:
-    """The same for several tensors [targets, ..] whose places `followers` found on a line."""
+    """Like `place`, for several tensors [targets, ..] whose places `followers` has found evenly spaced."""
     first = targets[0]
     box = tuple(slice(start, stop) for start, stop in first.region)
     part = stacked[(slice(None), *box)] if _cuts(first.region, stacked[0]) else stacked
@@ -100,7 +100,7 @@ def place_stacked(targets: Sequence[Target], stacked: torch.Tensor) -> None:
 
 
 def followers(targets: Sequence[Target | None]) -> Iterator[tuple[int, int]]:
-    """Cuts a sequence into (first, behind the last) of places that lie on a line and are taken alike; one that is None is by itself."""
+    """Cut a sequence into (first, end) of targets that are evenly spaced and taken in the same way; a None is alone."""
     start = 0
     step: int | None = None
     for at in range(1, len(targets) + 1):
@@ -115,7 +115,7 @@ def followers(targets: Sequence[Target | None]) -> Iterator[tuple[int, int]]:
 
 
 def straightened(target: Target, origin: tuple[int, ...], shape: Sequence[int]) -> Target | None:
-    """The target for the part of the tensor that begins at `origin` and has this shape; None where more than that goes there."""
+    """The target for the part of a tensor that begins at `origin` and has this shape; None where the target takes more than that part."""
     if len(target.region) != len(origin) or len(origin) != len(shape):
         return None
     region = tuple((start - at, stop - at) for (start, stop), at in zip(target.region, origin, strict=True))
@@ -128,7 +128,7 @@ def _cuts(region: Region, tensor: torch.Tensor) -> bool:
 
 
 def _line(targets: Mapping[int, Target | None]) -> tuple[int, int] | None:
-    """(offset of expert 0, step) in elements of the parameter's memory, where the targets of three experts lie on one line."""
+    """(offset of expert 0, step) in elements of the parameter's memory; None unless the targets of three experts are evenly spaced."""
     placed = [(number, target) for number, target in targets.items() if target is not None]
     if len(placed) < 3:
         return None

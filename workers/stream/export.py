@@ -1,9 +1,9 @@
-"""Hands out a quantized checkpoint: copies the cache's, or quantizes the source unit by unit. Never needs vLLM: it asks the one that is
-there only whether a model class known to be choosy takes the formats.
+"""Exports a quantized checkpoint: copies it from the cache, or quantizes the source unit by unit. Never needs vLLM: it asks an installed
+one only whether a model class with restrictions accepts the formats.
 
     python -m workers.stream.export < REQUEST
 
-A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of
+A separate program, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of
 ExportRequest; stdout gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end
 {"event": "done", "from", "bytes"} or {"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of
 its output that has gone.
@@ -45,7 +45,7 @@ from workers.stream.vllm.supported import refuse_unserved
 
 GIB = 1 << 30
 EVERY_S = 0.25
-# Little is enough: here the disk is waited for.
+# A small ring is enough, because the export waits for the disk.
 STAGING_BYTES, BLOCK_BYTES = 16 * MIB, 2 * MIB
 INTERRUPTED = 130
 _DTYPES: Mapping[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -66,7 +66,7 @@ class ExportRequest:
 
 def main() -> int:
     """Exit code: 0 done, 1 refused or failed and said why, 130 interrupted."""
-    # Explicitly for SIGINT too: what a shell starts in the background has it ignored (POSIX sh, 2.11), and Python keeps that.
+    # Set for SIGINT too, because a shell's background jobs ignore it (POSIX sh, 2.11), and Python keeps that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -92,7 +92,7 @@ def main() -> int:
 def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
     """("cache" or "checkpoint", bytes of the weights). Raises CheckpointError, OSError; then, and if interrupted, nothing stays.
 
-    tell: is called with (where from, bytes done, bytes in all).
+    tell: called with (source, bytes done, total bytes).
     """
     recipe = QuantizationRecipe.parse(request.quantize)
     checkpoint = read_checkpoint(request.source)
@@ -106,9 +106,9 @@ def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
 
 
 def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
-    """Raises CheckpointError for what this vLLM's model class could not take. Where there is no vLLM, or one that does not tell,
-    nobody can be asked: another may serve it."""
-    # Its logger writes to the stdout that it finds, and ours is for our reader.
+    """Raise CheckpointError for formats that this vLLM's model class could not take. Refuse nothing where there is no vLLM, or one without
+    the symbols to ask: another vLLM may serve the export."""
+    # vLLM's logger writes to stdout, which is reserved for the reader of this program.
     with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(MissingSymbol):
         refuse_unserved(checkpoint, formats, tensor_parallel_size=1)
 
@@ -116,8 +116,8 @@ def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> N
 def _copied(
     request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, formats: Mapping[str, Format], folder: str, tell: Tell
 ) -> tuple[str, int] | None:
-    """From the cache; None where it has nothing of this, or not all, or a part of it is damaged: an engine keeps what it takes itself, and
-    looks at nothing else."""
+    """Export the cache's entry. None where there is none, or it is incomplete or damaged: an engine checks and completes only the tensors
+    that it takes."""
     cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
     if cached is None:
         return None
@@ -129,7 +129,7 @@ def _copied(
 
 
 def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
-    """The entry's files, without those that only a cache needs."""
+    """Copy the entry's files, without those that only a cache needs. Returns their bytes."""
     files = cached.manifest.files
     total = sum(file.size_bytes for file in files)
     _check_room(folder, total)
@@ -166,7 +166,7 @@ def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str
     into.total = pipeline.bytes_total
     try:
         for _ in pipeline.tensors():
-            # The sink takes the tensors; nothing else needs them here.
+            # The sink has taken the tensors.
             pass
         writer.settle()
         left = next(writer.gaps(), None)
@@ -179,7 +179,7 @@ def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str
 
 
 class _Into:
-    """The pipeline's sink and its watcher: takes everything, and waits for the disk where it must."""
+    """The pipeline's sink and watcher: takes every tensor, and waits for the disk if necessary."""
 
     def __init__(self, writer: ShardWriter, tell: Tell) -> None:
         self.total = 0
@@ -226,7 +226,7 @@ def _check_room(folder: str, need_bytes: int) -> None:
 
 
 def _device(name: str) -> torch.device:
-    """Raises CheckpointError where cuda is asked for and is not there."""
+    """The device of a name. Raises CheckpointError for cuda without a CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("this Python's torch sees no CUDA device", cure="Leave --device out, or set engine.runtime")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

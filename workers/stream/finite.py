@@ -1,7 +1,7 @@
-"""Which tensors of a load hold a NaN or an infinity, told by flags that stay on the device until many are looked at. Never keeps a tensor.
+"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once. Never keeps a tensor.
 
-A flag is the least or largest value of a tensor, which a NaN or an infinity shows in: one reduction for each, nothing in memory beside it
-and no wait. Which of several tensors that share a flag it was is only looked up, in their files, once one is known to be bad.
+A flag is the least or largest value of a tensor, in which a NaN or an infinity shows: one reduction for each tensor, no further memory and
+no wait. Several tensors may share a flag; the loader reads their files to find the bad one only once the flag shows a fault.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.virtual import dtype_of
 
-CHECKED = 512  # one look at the flags for so many: each look waits for the device
+CHECKED = 512  # the number of flags that are read at once, because each read waits for the device
 READ_BYTES = 32 * 2**20
-# The least magnitude, as its code, that is no number: E4M3's NaN, E5M2's infinity (OCP 8-bit floating point 1.0); E8M0's NaN (OCP MX 1.0).
+# The smallest code that is no finite number: E4M3's NaN, E5M2's infinity (OCP 8-bit floating point 1.0); E8M0's NaN (OCP MX 1.0).
 _CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 _NAN_OF_E8M0 = 0xFF
 # Single numbers that may be infinite: bounds that a model leaves open (Gemma 4's clipped layers have input_max and output_min), and scales
@@ -32,8 +32,8 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?
 
 
 class Finite:
-    """The flags of one load on one device. weights_only: nobody said which tensors a model takes, so of others `look` sees a NaN only.
-    into: what is bad is put there and not refused, because nothing that was loaded takes it."""
+    """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
+    other than weights. into: collects bad tensors that are not refused, because the loaded model does not take them."""
 
     def __init__(self, device: torch.device, *, weights_only: bool = False, into: set[TensorRef] | None = None) -> None:
         self._device = device
@@ -43,12 +43,12 @@ class Finite:
         self._count = 0
 
     def note(self, groups: Sequence[tuple[TensorRef, ...]], values: torch.Tensor) -> None:
-        """values [groups]: not finite where one of that group's tensors has such an element."""
+        """Keep flags. values [groups]: not finite where a tensor of that group has a NaN or an infinity."""
         self._seen.append((groups, values.to(self._device)))
         self._count += len(groups)
 
     def look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
-        """The same for the elements of `refs` in one tensor of any shape; one that holds no fractions is nothing."""
+        """Make and keep the flags of one tensor of any shape, which has the elements of `refs`; none for integers."""
         if tensor.numel() == 0 or (tensor.numel() == len(refs) and all(ref.name.endswith(_MAY_BE_INFINITE) for ref in refs)):
             return
         may_mask = self._weights_only and not any(_WEIGHT.search(ref.name) for ref in refs)
@@ -57,12 +57,12 @@ class Finite:
             self.note(group, value.reshape(1))
 
     def look_now_and_then(self) -> None:
-        """As `refuse`, once there are many flags."""
+        """Call `refuse` once there are CHECKED flags."""
         if self._count >= CHECKED:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raises CheckpointError for the first tensor that has been noted and is bad; the others are counted. Waits for the device."""
+        """Raise CheckpointError for the first bad tensor so far, with the number of the others. Waits for the device."""
         seen, self._seen, self._count = self._seen, [], 0
         if not seen:
             return
@@ -80,7 +80,7 @@ class Finite:
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of fractions that no load has looked at is finite; what else it holds may be a mask."""
+    """Whether a floating-point tensor that no load has checked holds a NaN. Infinities are allowed, because it may be a mask."""
     return tensor.numel() > 0 and any(not flag.isfinite() for flag in _flags(tensor, may_mask=True))
 
 
@@ -102,7 +102,7 @@ def _flag(codes: torch.Tensor, least: int) -> torch.Tensor:
 
 
 def _blamed(group: Sequence[TensorRef]) -> Sequence[TensorRef]:
-    """Those that are bad in their file; the first, where only what was made of them is."""
+    """The tensors that are bad in their file; the first one, where only the tensor made from them is bad."""
     if len(group) == 1:
         return group
     return [ref for ref in group if _is_bad(ref)] or group[:1]

@@ -1,5 +1,5 @@
-"""Where one load takes its tensors from: the checkpoint, with a cache written beside it, or a quantized cache. Never decides which;
-never knows vLLM."""
+"""Owns the source of one load's tensors: the checkpoint, while a cache is written, or a quantized cache. Never chooses between them; never
+knows vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDING_S = 10.0
 
 @dataclass(slots=True)
 class LoadSession:
-    """One load's pipeline and what belongs to it. cut: the cache holds one rank's part of each tensor, which stands where `cut` says."""
+    """One load's pipeline and its state. cut: the cache holds one rank's part of each tensor; `cut` has the place of each part."""
 
     pipeline: Pipeline
     device: torch.device
@@ -53,14 +53,15 @@ class LoadSession:
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
         cached: CachedCheckpoint | None = None,
     ) -> LoadSession:
-        """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
-        cached: the quantized cache that `virtual` is, closed with the source."""
+        """trace: the tensors that the model takes, None where it could not be asked. placed: called with the names of tensors that have
+        reached their parameters. cached: the quantized cache behind `virtual`, closed with the source."""
         receivers = Receivers(watcher=progress, straight={} if trace is None else trace.straight, placed=placed)
         pipeline = Pipeline(virtual, device, reader, _needed(virtual, trace), receivers, dtype=dtype, trusted=cached is not None)
         return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)
 
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> LoadSession | None:
-        """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
+        """A session with the same tensors from a quantized cache, which it closes; None where the cache lacks a tensor that the model
+        takes."""
         stored = cached.checkpoint.tensors
         needed = {name: tensor for name, tensor in handed.items() if not name.endswith(f".{SHAPE}")}
         if missing := next((name for name in needed if name not in stored), None):
@@ -75,7 +76,7 @@ class LoadSession:
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
         virtual = virtual_of(cached, needed.__contains__)
-        # Without a trace, a tensor that is stored as a part goes where the part belongs.
+        # Without a trace, a tensor that is stored as a part goes to the place of that part.
         trace = self.trace if whole else None
         straight = trace.straight if trace is not None else {} if whole else self._parts(needed)
         receivers = Receivers(watcher=self.progress, straight=straight, placed=self.placed)
@@ -84,7 +85,7 @@ class LoadSession:
         return LoadSession(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
+        """The tensors for the model's own loader; the session places the others itself. Raises CheckpointError."""
         for name, tensor in self.pipeline.tensors():
             cut = None if self.cut is None else self.cut[name]
             if cut is not None and not cut.is_whole:
@@ -94,7 +95,7 @@ class LoadSession:
             yield name, tensor
 
     def _parts(self, needed: Mapping[str, Handed]) -> dict[str, Target]:
-        """Where a rank's own parts go that lie in the cache as they are needed."""
+        """The targets of a rank's parts that the cache holds in the needed form."""
         targets: dict[str, Target] = {}
         if self.trace is None:
             return targets
@@ -102,16 +103,16 @@ class LoadSession:
             taken = self.trace.taken.get(name)
             target = self.trace.straight.get(name)
             if target is None and not handed.is_whole and taken is not None and taken.once:
-                target = taken.target  # it would have to be built whole for the model's own loader, which takes this part of it
+                target = taken.target  # the model's own loader would need the whole tensor, to take this part of it
             part = None if target is None else target if handed.is_whole else straightened(target, handed.at, handed.shape)
             if part is not None:
                 targets[name] = part
         return targets
 
     def finish(self) -> None:
-        """After the load: the cache becomes whole in a thread of its own while the model already answers.
+        """Called after the load: complete the cache in a separate thread while the model already answers.
 
-        The device belongs to the engine by then, so what is missing is made on the CPU.
+        The engine owns the device by then, so missing tensors are made on the CPU.
         """
         self.pipeline.forget()
         if self.trace is not None:
@@ -126,11 +127,12 @@ class LoadSession:
 
         thread = threading.Thread(target=writer.finish, args=(again,), name="quantized-cache", daemon=True)
         thread.start()
-        # Unlike atexit's, these are also called in an engine that was forked (multiprocessing.popen_fork ends by os._exit).
+        # Unlike atexit's functions, these also run in a forked engine (multiprocessing.popen_fork ends by os._exit).
         Finalize(None, self._end, args=(thread,), exitpriority=0)
 
     def _end(self, thread: threading.Thread) -> None:
-        """An engine that ends does not wait for its cache, but no thread of ours may be inside torch when the interpreter goes."""
+        """End the cache's thread: an engine that ends does not wait for its cache, but no thread may be inside torch at the interpreter's
+        end."""
         if thread.is_alive():
             self.abandon("the engine ended before it was whole")
             thread.join(ENDING_S)
@@ -145,10 +147,10 @@ class LoadSession:
 
 
 def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda name: not name.endswith(f".{SHAPE}")) -> VirtualCheckpoint:
-    """The tensors that a quantized cache holds for a model, each tensor as it is.
+    """The tensors that a quantized cache holds for a model, unchanged.
 
-    A shard begins with what its writer put at the end for the sake of alignment: NVFP4's global scales, without which no layer is whole,
-    and every kernel's layout would have to wait for the last byte.
+    The reader begins with the tensors at the end of a shard, put there for alignment: NVFP4's global scales, without which no layer is
+    complete, so that otherwise each kernel's layout would wait for the last byte.
     """
     return VirtualCheckpoint(cached.checkpoint, {}, keep, first=lambda ref: ref.nbytes % ALIGNMENT != 0)
 
@@ -156,7 +158,7 @@ def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda na
 def _needed(virtual: VirtualCheckpoint, trace: Trace | None) -> Needed:
     if trace is None:
         return Needed()
-    # A checkpoint that is quantized already notes shapes, which no kernel reads: one would come after its module has its kernel's layout.
+    # A quantized checkpoint has shape tensors that no kernel reads: one may arrive after its module has got the kernel's layout.
     unread = () if virtual.formats else (f".{SHAPE}",)
     return Needed(
         regions={name: None if name.endswith(unread) else taken.region for name, taken in trace.taken.items()},

@@ -1,5 +1,5 @@
-"""A tensor that passes through and is never whole in memory: its bytes go where it is copied to as they come off the disk. Never
-quantizes, never knows vLLM.
+"""Copies a tensor that passes through unchanged, chunk by chunk from the disk to its parameter, never whole in memory. Never quantizes,
+never knows vLLM.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from workers.stream.virtual import Emitted
 
 
 class ChunkSink(Protocol):
-    """Takes a tensor's bytes as they come, for the quantized cache."""
+    """Takes a tensor's bytes as they arrive, for the quantized cache."""
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
 
 
 class Passing:
-    """A tensor that is never whole in memory: when it is copied into its parameter, its bytes go there as they come off the disk."""
+    """A stand-in for a tensor that is never whole in memory: when it is copied into its parameter, its bytes go there from the disk."""
 
     def __init__(
         self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None, look: Callable[[torch.Tensor], None]
     ) -> None:
-        """look: is given what was copied, once."""
+        """look: called once with the copied tensor."""
         self._look = look
         self._emitted = emitted
         self._first_byte = first_row * self._row_bytes()
@@ -38,7 +38,7 @@ class Passing:
         self._read = False
 
     def copy(self, target: torch.Tensor, phantom: Phantom) -> None:
-        """Raises NotAView for a second copy: the trace saw one."""
+        """Copy the bytes from the disk to `target`. Raises NotAView for a second copy, because the trace saw only one."""
         if self._read:
             raise NotAView(self._emitted.name)
         self._read = True
@@ -61,7 +61,7 @@ class Passing:
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
 
     def drain(self) -> None:
-        """Reads past the tensor where nothing was copied after all."""
+        """Skip the tensor's bytes where the model has not copied it."""
         if not self._read:
             self._pass(None, 0, 0)
 

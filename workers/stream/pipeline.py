@@ -1,9 +1,9 @@
-"""One pass over a virtual checkpoint: bytes come off the disk, go to the device, are quantized there and handed on unit by unit. Never
-knows vLLM.
+"""One pass over a virtual checkpoint: reads bytes from the disk, copies them to the device, quantizes them there and yields tensors unit by
+unit. Never knows vLLM.
 
-Reading runs ahead in the reader's threads; on a GPU the copy to the device and the quantizing are queued on two streams, so that disk, bus
-and kernels overlap while memory holds the ring and one unit, or one batch of like units. A ring block is given back when the event behind
-its copy has passed, never by waiting for the device.
+The reader's threads read ahead. On a GPU the copies to the device and the quantizing use two streams, so that disk, bus and kernels overlap
+while memory holds the ring and one unit, or one batch of like units. A ring block is returned when the event after its copy has passed,
+never by waiting for the device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from workers.stream.virtual import DTYPES, Emitted, VirtualCheckpoint, Weight, W
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-STREAMED_BYTES = 32 * 2**20  # what passes through and is larger goes into its parameter chunk by chunk instead of being built first
-STAGE_ALIGNMENT = 256  # of matrices in a buffer on the device: what CUDA's own allocations have at least (CUDA C++ Programming Guide)
-SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
+STREAMED_BYTES = 32 * 2**20  # a larger tensor that passes through is copied into its parameter chunk by chunk
+STAGE_ALIGNMENT = 256  # of matrices in a device buffer: the least alignment of CUDA's own allocations (CUDA C++ Programming Guide)
+SHAPE = "weight_shape"  # a tensor that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 
 
 class CacheSink(Protocol):
-    """Takes what was made, for the quantized cache. `add` must return at once and may take a tensor or refuse it."""
+    """Takes the finished tensors, for the quantized cache. `add` must return at once and may take a tensor or refuse it."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None: ...
 
@@ -48,15 +48,15 @@ class CacheSink(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told how far the pass is."""
+    """Receives the progress of the pass."""
 
     def advance(self, bytes_done: int, units_done: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The place of one emitted tensor in a sink: a tensor of this shape, which stands at `at` in the whole. plain: its bytes are the
-    source's own."""
+    """The form of one emitted tensor in a sink: a part of this shape, at the position `at` of the whole. plain: its bytes are the source's
+    own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,8 +71,8 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """The part of a checkpoint that is read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that
-    it does not take; without `regions` all is needed. once: names that are taken once. only: numbers of units, None for all."""
+    """The part of a checkpoint to read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that it
+    does not take; without `regions` everything is read. once: names that are copied once. only: numbers of units, None for all."""
 
     regions: Mapping[str, Region | None] | None = None
     once: Container[str] = ()
@@ -81,8 +81,8 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
-    """The places of what is made. straight: of what is placed here and not handed on; what is placed is taken out of it, for a place holds
-    memory. placed: is called with the names of what has reached its parameter."""
+    """The receivers of the finished tensors. straight: targets of tensors that the pipeline places itself; a used target is removed,
+    because it holds memory. placed: called with the names of tensors that have reached their parameters."""
 
     sink: CacheSink | None = None
     watcher: Watcher | None = None
@@ -91,11 +91,11 @@ class Receivers:
 
 
 class Pipeline:
-    """`tensors()` yields (name, tensor on `device`) for everything that is needed of `virtual`, ready for a model's `load_weights`.
+    """`tensors()` yields (name, tensor on `device`) for every needed tensor of `virtual`, ready for a model's `load_weights`.
 
-    A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
-    trusted: nothing is looked at for NaN and infinities, because it was when it was made: a quantized cache is read at the disk's speed.
-    reader: makes the Reader for a list of pieces. batch_bytes: quantized together (plan.py); None: as the device likes it.
+    A tensor of which only a part is needed has its whole shape, with undefined values elsewhere.
+    trusted: tensors are not checked for NaN and infinities, because a quantized cache was checked when it was made.
+    reader: makes the Reader for a list of pieces. batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Pipeline:
 
     @cached_property
     def _plans(self) -> list[Plan]:
-        """When it is asked for: a pass that gives way to a quantized cache needs none."""
+        """The read plans, made on first use, because a pass that a quantized cache replaces needs none."""
         return [
             plan
             for index, unit in enumerate(self.virtual.units)
@@ -153,8 +153,8 @@ class Pipeline:
         return len(self._plans)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
-        # The tensors that are written beside the load are handed over one by one, so there nothing passes by as a run of them.
+        """The finished tensors. Raises CheckpointError for a truncated file or weights that are not finite, naming file and tensor."""
+        # A sink takes tensors one by one, so with a sink there are no runs.
         work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
         done_bytes = done_units = 0
         with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
@@ -182,7 +182,7 @@ class Pipeline:
             self.unpinned_reason = stats.unpinned_reason
 
     def handed(self) -> dict[str, Handed]:
-        """Everything that a sink is given, before anything is read."""
+        """The tensors that a sink will receive, known before the first read."""
         handed: dict[str, Handed] = {}
         for plan in self._plans:
             if plan.rows is not None:
@@ -202,7 +202,7 @@ class Pipeline:
         return handed
 
     def handed_whole(self) -> dict[str, Handed] | None:
-        """The same, at once, where every tensor that is needed is needed whole; else None."""
+        """Like `handed`, but without read plans, where every needed tensor is needed whole; else None."""
         handed: dict[str, Handed] = {}
         for index, emitted in self._emitted.items():
             plain = self.virtual.units[index].plain is not None
@@ -217,8 +217,8 @@ class Pipeline:
         return handed
 
     def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors for a sink of the units that emit `names`, made on `device` in one pass; from any thread, without the model. Tensors
-        that the sink does not take are made too, and `damaged` gets the names of what of it is made of a NaN or an infinity."""
+        """Make the units that emit `names` again for a sink, on `device` in one pass; from any thread, without the model. The pass also
+        makes tensors that the sink does not take; `damaged` receives the names of tensors made from a NaN or an infinity."""
         wanted = {index for index, emitted in self._emitted.items() if any(tensor.name in names for tensor in emitted)}
         tensors: list[tuple[str, torch.Tensor]] = []
 
@@ -293,7 +293,7 @@ class Pipeline:
                 yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
 
     def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor | Parts) -> Iterator[tuple[str, torch.Tensor]]:
-        """Units of one shape and format: matrices [units * weights of one unit, N, K], or their parts where they are restated."""
+        """The tensors of units of one shape and format. matrices: [units * weights of one unit, N, K], or their parts for restated FP8."""
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
         emitted = {(plan.index, each.weight, each.suffix): each for plan in plans for each in self._emitted[plan.index]}
@@ -320,7 +320,7 @@ class Pipeline:
         return parts
 
     def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same part of several weights, [weights, ..]: what goes to places on a line is placed as one."""
+        """The same part of several weights, [weights, ..]; a run with evenly spaced targets is placed at once."""
         if pieces[0][0].suffix == SHAPE:
             if self.sink is not None:
                 for emitted, weight, _ in pieces:
@@ -338,7 +338,7 @@ class Pipeline:
             yield from self._hand_on(emitted.name, _whole(emitted, weight, need, stacked[start]))
 
     def _target(self, emitted: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
-        """Where a part of a weight goes as it was made, or None."""
+        """The target of a weight's part in its finished form, or None."""
         target = self._straight.get(emitted.name)
         if target is None or tuple(shape) == emitted.shape:
             return target
@@ -360,7 +360,7 @@ class Pipeline:
                 needed.append((planned, part))
         largest = [amax(part) for _, part in needed]
         shared = None
-        if needed and plan.unit.weights[0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
+        if needed and plan.unit.weights[0].format.name == "nvfp4":  # all weights that vLLM fuses share its second-level scale
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (planned, part), most in zip(needed, largest, strict=True):
             weight = plan.unit.weights[planned.number]
@@ -384,7 +384,7 @@ class Pipeline:
         self._placed([name])
 
     def forget(self) -> None:
-        """After the pass: nothing of it holds a parameter, or who was told."""
+        """After the pass: drop the references to parameters and to the receiver of placed names."""
         self._straight.clear()
         self._told = lambda _names: None
 
@@ -399,7 +399,7 @@ class Pipeline:
 
 
 def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
-    """The part in a tensor of the whole shape, for a weight loader that narrows it to this rank by itself."""
+    """The part within a tensor of the whole shape, for a weight loader of vLLM that narrows it to this rank."""
     if tuple(part.shape) == emitted.shape or math.prod(emitted.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(emitted.shape)
     row, col = _place(emitted, weight, need)
@@ -409,6 +409,6 @@ def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tens
 
 
 def _place(emitted: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
-    """Row and column of a part of a weight at which what is needed of it begins."""
+    """(row, column) at which the needed region begins in an emitted part of a weight."""
     n, k = weight.stored.shape
     return need.row_start // -(-n // emitted.shape[0]), need.col_start // -(-k // emitted.shape[1])

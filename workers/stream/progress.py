@@ -1,5 +1,4 @@
-"""How far a load is, in a small file that the rank's agent reads. Never fails a load: a file that cannot be written costs the progress
-only."""
+"""Writes the progress of a load to a small file that the rank's agent reads. Never fails a load: a write error loses only the progress."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ from typing import Any
 
 INTERVAL_S = 0.25
 RATE_POINTS = 16
-HONEST_AFTER_S = 2.0  # an ETA from less than this much reading is a guess
+HONEST_AFTER_S = 2.0  # an ETA from fewer seconds of reading is a guess
 
 
 class ProgressFile:
     """The JSON file of one rank, replaced as a whole at most four times a second; without a path nothing is written.
 
-    tp_rank: ranks that share one file name get a suffix of their own, `.tp1` and so on, the first none.
+    tp_rank: ranks that share one file name get a suffix, `.tp1` and so on; the first rank none.
     """
 
     def __init__(self, path: str | None, tp_rank: int = 0) -> None:
         self._path = f"{path}.tp{tp_rank}" if path and tp_rank else path
         self._written_s = 0.0
         self._began_s = time.monotonic()
-        self._lock = threading.Lock()  # the cache's thread tells of itself while the load goes on
+        self._lock = threading.Lock()  # the cache's thread reports its state during the load
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
         self._said: dict[str, Any] = {
             "v": 1,
@@ -67,7 +66,7 @@ class ProgressFile:
         self._write()
 
     def cache(self, state: str, size_bytes: int = 0, why: str | None = None) -> None:
-        """state: none, writing, written, failed or skipped."""
+        """Report the state of the cache: none, writing, written, failed or skipped."""
         self._said["cache"] = {"state": state, "bytes": size_bytes, "why": why}
         self._write(always=True)
 
@@ -77,7 +76,7 @@ class ProgressFile:
         self._write(always=True)
 
     def failed(self, message: str, *, lasting: bool = False) -> None:
-        """lasting: the next load of the same model with the same settings ends the same way."""
+        """Report the end of the load by an error. lasting: the next load with the same settings would end the same way."""
         self._said |= {"phase": "failed", "eta_s": None, "error": {"message": message, "lasting": lasting}}
         self._write(always=True)
 

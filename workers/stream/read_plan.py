@@ -1,8 +1,8 @@
-"""Owns which parts of a virtual checkpoint are read and worked on together: a unit, a batch of like ones, a run of neighbours. Never reads
-a byte.
+"""Owns which parts of a virtual checkpoint are read and processed together: a unit, a batch of like units, a run of neighbours. Never
+reads a byte.
 
-A GPU is quick with a matrix and slow to be told about it, and so is a parameter that 18,000 experts go into one by one. Units of one shape
-become one tensor [units, ..] for the quantizer, and tensors that lie one behind the other in the file and in a parameter become one copy.
+A GPU processes a matrix quickly but each kernel launch costs time, and so does each of 18,000 copies of experts into one parameter. Units
+of one shape become one tensor [units, ..] for the quantizer; tensors that are adjacent in the file and in a parameter become one copy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
 from workers.stream.virtual import DTYPES, Box, Emitted, Unit, Weight, WeightSlice, dtype_of, need_of, plain_piece, stored_pieces
 
-BATCH_BYTES = 16 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; twice that is on the device beside what is made of them
-RUN_BYTES = 64 * 2**20  # copied as one: the load tells how far it is, and can be cancelled, after so many
+BATCH_BYTES = 16 * 2**20  # bytes of the checkpoint that a GPU quantizes at once; the device holds twice that, and the results
+RUN_BYTES = 64 * 2**20  # the largest copy: the load reports its progress, and can be cancelled, between copies
 
 
 class Input(NamedTuple):
-    """One matrix or tensor of a unit as it lies in the file: its pieces, and how many bytes they are together."""
+    """One matrix or tensor of a unit in the file's layout: its pieces, and the sum of their bytes."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
@@ -32,11 +32,11 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The part that is read for one weight of a unit. number: its place in `unit.weights`; box: what is read of the file's matrix for
+    """The part to read for one weight of a unit. number: its place in `unit.weights`; box: the part of the file's matrix to read for
     `need`.
 
-    slot, scale_slot: which of the plan's inputs hold that box and an FP8 source's scales, None where there are none. restated: its format
-    holds the source's own codes and scales, and nothing is rounded.
+    slot, scale_slot: the plan's inputs with that box and with an FP8 source's scales, None without scales. restated: the new format keeps
+    the source's own codes and scales, without rounding.
     """
 
     number: int
@@ -49,7 +49,7 @@ class WeightPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """The parts that are read for one unit. rows: (the first, how many) of a tensor that passes through."""
+    """The parts to read for one unit. rows: (first row, number of rows) of a tensor that passes through."""
 
     index: int
     unit: Unit
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Units that are quantized together. alike: those of one shape and format, in the order of `plans`."""
+    """Units that are quantized together. alike: the units of each shape and format, in the order of `plans`."""
 
     plans: list[Plan]
     inputs: list[tuple[Input, ...]]  # for each plan: its matrices one behind the other, and likewise the scales of an FP8 source
@@ -89,7 +89,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tensors that pass through, neighbours in the file and in the memory they go to: uint8 [nbytes]."""
+    """Tensors that pass through and are adjacent both in the file and in their target memory, uint8 [nbytes]."""
 
     plans: list[Plan]
     source: Input
@@ -105,7 +105,7 @@ class Run:
 
 
 def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> Plan | None:
-    """None where nothing of the unit is needed. regions, emitted: as the pipeline has them; the latter of this unit."""
+    """The read plan of a unit; None where no part of it is needed. regions: see Needed; emitted: the unit's emitted tensors."""
     if unit.plain is not None:
         region = None if regions is None else regions.get(unit.plain.name)
         if regions is not None and region is None:
@@ -147,10 +147,9 @@ def _is_restated(weight: Weight) -> bool:
 
 
 def kind_of(plan: Plan) -> object | None:
-    """The same for units that can be quantized as one tensor [units, weights, N, K]; None for one that cannot be.
+    """A key that is equal for units that can be quantized as one tensor [units, weights, N, K]; None for any other unit.
 
-    Such a unit has matrices of one shape and format that lie in the file as they are needed, all of them with a scale of one shape (FP8)
-    or none.
+    Such a unit has matrices of one shape and format, stored in the needed form, all with scales of one shape (FP8) or all without.
     """
     if plan.unit.plain is not None:
         return None
@@ -168,7 +167,7 @@ def kind_of(plan: Plan) -> object | None:
 
 
 def memory_of(plan: Plan, straight: Mapping[str, Target]) -> torch.Tensor | None:
-    """Where a tensor that passes through goes as it is: its parameter's memory, contiguous and of its dtype; None where it does not."""
+    """The parameter's memory for a tensor that can be copied to it unchanged: contiguous and of its dtype; else None."""
     ref = plan.unit.plain
     if ref is None or plan.rows is None or (target := straight.get(ref.name)) is None:
         return None
@@ -182,10 +181,10 @@ def memory_of(plan: Plan, straight: Mapping[str, Target]) -> torch.Tensor | None
 
 
 def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target]) -> Iterator[Plan | Batch | Run]:
-    """The same units in the same order, those together that can be. batch_bytes: 0 for no batches. straight: where tensors go."""
+    """The units in the same order, joined to batches and runs where possible. batch_bytes: 0 for no batches. straight: targets by name."""
     waiting: list[Plan] = []
     kinds: list[object] = []
-    waiting_bytes = 0  # on the device, where FP8 has its dequantized 16 bits beside it
+    waiting_bytes = 0  # on the device, where an FP8 weight also has its dequantized 16-bit form
     run: list[tuple[Plan, torch.Tensor]] = []
     for plan in plans:
         memory = memory_of(plan, straight)
@@ -247,7 +246,7 @@ def _joined(plan: Plan) -> tuple[Input, ...]:
 
 
 def _one(inputs: Sequence[Input]) -> Input:
-    """Inputs as one, with pieces that touch in the file as one piece."""
+    """The inputs joined to one, with adjacent pieces of a file as one piece."""
     pieces: list[Piece] = []
     for piece in (piece for source in inputs for piece in source.pieces):
         last = pieces[-1] if pieces else None
@@ -259,7 +258,7 @@ def _one(inputs: Sequence[Input]) -> Input:
 
 
 def one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]:
-    """(input, where it begins)"""
+    """(input, its offset in bytes) of inputs that are joined one after the other."""
     at = 0
     for source in inputs:
         yield source, at
@@ -267,8 +266,8 @@ def one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]
 
 
 def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | Parts:
-    """[matrices, N, K] of the joined inputs (uint8 [bytes] each) of units like `plan`; those of an FP8 source dequantized to `dtype`, or
-    the finished parts of all of them where they are restated."""
+    """[matrices, N, K] from the joined inputs (uint8 [bytes] each) of units like `plan`, dequantized to `dtype` for an FP8 source; or the
+    finished parts of all units where they are restated."""
     first = plan.weights[0]
     weight = plan.unit.weights[first.number]
     matrices = raw[0].view(DTYPES[weight.stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
@@ -279,7 +278,7 @@ def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> 
 
 
 def undone(weight: Weight, planned: WeightPlan, part: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Parts:
-    """part: what is needed of an FP8 weight, [.., rows, columns]; scales: of the whole weight, standing as it does."""
+    """Dequantize or restate a part of an FP8 weight. part: [.., rows, columns]; scales: those of the whole weight, in its orientation."""
     shape, origin = weight.scale_shape, weight.scale_origin(planned.need)
     if planned.restated:
         return restated_fp8(part, scales, shape, weight.format, origin)

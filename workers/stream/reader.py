@@ -1,4 +1,4 @@
-"""Byte ranges of files, read ahead by a few threads into one bounded ring and given out in order. Never copies or interprets a byte."""
+"""Reads byte ranges of files ahead, by a few threads into one bounded ring, and yields them in order. Never copies or interprets a byte."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from workers.stream.ring import Ring
 __all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]
 
 MIB = 2**20
-# So long a closed reader's threads are waited for; one that is inside a read for longer (a dead network file system) ends after it.
+# Seconds that `close` waits for the threads; a thread that is in a longer read (a dead network file system) ends after that read.
 _JOIN_S = 10.0
-# Every other part of 1 GiB, as a rank of two needs the rows of a row-parallel weight, on a disk that reads 1.5 GB/s with four threads and
-# O_DIRECT: parts of 8, 16, 32, 64 and 128 KiB take 5.0 to 6.8, 2.4 to 3.7, 1.3 to 2.6, 0.8 to 1.5 and 0.6 to 0.7 s where the gaps are
-# skipped, and 0.6 to 1.1 s with them. So a smaller gap would cost time; a larger one would read what half of a cache of NVFP4 needs not.
+# Measured: every other part of 1 GiB (one of two ranks needs the rows of a row-parallel weight like that), on a disk that reads 1.5 GB/s
+# with four threads and O_DIRECT. Parts of 8, 16, 32, 64 and 128 KiB take 5.0 to 6.8, 2.4 to 3.7, 1.3 to 2.6, 0.8 to 1.5 and 0.6 to 0.7 s if
+# the gaps are skipped, and 0.6 to 1.1 s with them. A smaller limit would cost time; a larger one would read bytes that half of an NVFP4
+# cache does not need.
 GAP_BYTES = 32 * 1024
 
 
 class ReaderClosed(RuntimeError):
-    """The reader was closed while, or before, the next chunk was asked for."""
+    """The reader was closed before or during the request for the next chunk."""
 
 
 class RingExhausted(RuntimeError):
-    """The consumer asked for the next chunk while it holds every block, so that none can become free."""
+    """The consumer requested the next chunk while it holds every block, so that none can become free."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderStats:
-    """bytes_read: what came off the files so far, aligned; bytes_planned: what it will be at the end; bytes_wanted: the pieces' own.
+    """bytes_read: bytes read from files so far, aligned; bytes_planned: the same at the end; bytes_wanted: the sum of the pieces.
 
-    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why a ring that
-    was to be pinned is not.
-    seconds: from the start to the last block, or until now; waited_s: of these, how long the consumer waited for a block.
+    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring
+    could not be pinned.
+    seconds: from the start to the last block, or until now; waited_s: the part of it in which the consumer waited for a block.
     """
 
     bytes_read: int
@@ -69,14 +70,14 @@ class Chunk:
         self._held: _Held | None = held
 
     def release(self) -> None:
-        """Gives the block back when all its chunks are released. From any thread, in any order; twice is once."""
+        """Release the chunk; its block is free once all its chunks are. From any thread, in any order; a second call has no effect."""
         held = self._held
         if held is not None:
             held.reader._release(self, held)
 
 
 class _Held:
-    """A block that was given to the consumer, and how many of its chunks are not yet released."""
+    """A block that the consumer holds, and the number of its chunks that are not released yet."""
 
     __slots__ = ("left", "reader", "slot")
 
@@ -89,19 +90,19 @@ class _Held:
 class Reader:
     """An iterator of chunks, in the order of `pieces`, and a context manager that ends the threads and frees the ring.
 
-    A piece comes in one chunk where a block can hold it (with what is before it down to a multiple of the alignment), else in several. An
-    empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
+    A piece comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
+    An empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
 
-    The rule for the consumer: it may ask for the next chunk while it holds fewer than `blocks` blocks (`held_blocks` says how many); with
-    half of them or fewer the disk stays busy. When it holds all of them and asks for more it would wait for itself: RingExhausted. With
-    `releases_elsewhere` another thread releases, and it waits for that.
+    The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
+    stays busy. If it holds all of them it would wait for itself: RingExhausted. With `releases_elsewhere` another thread releases chunks,
+    and the reader waits for that.
 
-    pin: registers the ring with CUDA; stats.unpinned_reason says where that was not possible. direct: None falls back to buffered reads,
-    file by file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: so many unwanted bytes
-    between two pieces are read rather than skipped.
+    pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
+    file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: a gap of at most so many bytes
+    between two pieces is read and not skipped.
 
-    Raises CheckpointError for a file that is missing, unreadable or too short: here for what the file system says at once, otherwise when
-    the chunk is due.
+    Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
+    chunk.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Reader:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks of which the consumer holds a chunk, or has not yet taken one."""
+        """The number of blocks with chunks that the consumer holds or has not taken yet."""
         with self._lock:
             return self.blocks - len(self._free) - (self._next_read - self._next_given)
 
@@ -203,7 +204,7 @@ class Reader:
             )
 
     def close(self) -> None:
-        """Ends the reads, joins the threads and frees the ring. From any thread; twice is once."""
+        """End the reads, join the threads and free the ring. From any thread; a second call has no effect."""
         with self._lock:
             self._closed = True
             self._ended_s = self._ended_s or time.monotonic()
@@ -240,7 +241,7 @@ class Reader:
                 raise
 
     def _next_block(self) -> None:
-        """Waits for the next block; StopIteration after the last."""
+        """Wait for the next block. Raises StopIteration after the last."""
         with self._lock:
             index = self._next_given
             if index == len(self._plan):
@@ -280,7 +281,7 @@ class Reader:
                 self._freed.notify()
 
     def _work(self) -> None:
-        """One thread: takes the next block and a free part of the ring together, so that blocks that are due earlier are always ahead."""
+        """The loop of one thread. It takes the next block and a free part of the ring together, so that earlier blocks are always ahead."""
         try:
             while (task := self._take()) is not None:
                 index, slot = task
@@ -327,7 +328,7 @@ class Reader:
         return True
 
     def _leave(self) -> None:
-        """The last thread closes what is still open, also where `close` did not wait for it."""
+        """End one thread. The last one closes the open files, even where `close` has not waited for it."""
         with self._lock:
             self._working -= 1
             last = self._working == 0

@@ -1,4 +1,4 @@
-"""One bounded allocation of equal blocks that files are read into, page-aligned and, for CUDA, pinned. Never reads a file."""
+"""One bounded allocation of equal blocks for reads, page-aligned and, for CUDA, pinned. Never reads a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Ring:
 
     def __init__(self, block_bytes: int, blocks: int, *, pin: bool) -> None:
         self.block_bytes = block_bytes
-        # Not torch's pinned allocator: it rounds up to a power of two and keeps what is freed (CachingHostAllocator).
+        # Not torch's pinned allocator, which rounds up to a power of two and keeps freed memory (CachingHostAllocator).
         memory = mmap.mmap(-1, block_bytes * blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A process that forks during an O_DIRECT read into private memory can end with the bytes in the child's copy: open(2), "O_DIRECT".
         memory.madvise(mmap.MADV_DONTFORK)
@@ -39,32 +39,32 @@ class Ring:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def unpin(self) -> None:
-        """The memory stays, as any other memory. Waits for the device; twice is once."""
+        """Unpin the memory, which stays usable. Waits for the device; a second call has no effect."""
         device, self._device = self._device, None
         if self._tensor is not None and device is not None and self.unpinned_reason is None:
             _unregister(self._tensor, device)
 
     def close(self) -> None:
-        """Twice is once."""
+        """Free the ring. A second call has no effect."""
         self.unpin()
         self._tensor, self._bytes = None, None
 
 
 def _register(tensor: torch.Tensor, device: int | None) -> str | None:
-    """Pins the memory; returns why it could not be."""
+    """Pin the memory. Returns the reason for a failure, None on success."""
     if device is None:
         return "there is no CUDA device"
     runtime = torch.cuda.cudart()
     result = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
     if int(result) == 0:
         return None
-    with contextlib.suppress(RuntimeError):  # CUDA keeps the error and would report it for the next kernel of anybody: this one takes it
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error and reports it for the next kernel: this one takes it
         torch.zeros(1, device=f"cuda:{device}")
     return f"cudaHostRegister failed: {runtime.cudaGetErrorString(result)}"
 
 
 def _unregister(tensor: torch.Tensor, device: int) -> None:
-    """Waits for the copies that still read this memory. A thread has a current device of its own, and this may be another thread."""
+    """Unpin the memory after a wait for copies that still read it. Sets the device, because each thread has its own current device."""
     with torch.cuda.device(device):
         try:
             torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from workers.quantization.recipe import QuantizationRecipe
 KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
 BLOCK_BYTES = 8 * 2**20
 RING_BYTES = 64 * 2**20
-# A CPU quantizes 0.2 GB/s: half of the ring keeps it busy, and the rest would be memory for nothing (`python -m tests.bench.loader`).
+# A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory (`python -m tests.bench.loader`).
 CPU_RING_BYTES = 32 * 2**20
 
 
@@ -20,10 +20,10 @@ CPU_RING_BYTES = 32 * 2**20
 class LoaderSettings:
     """The loader's own settings.
 
-    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads
-    in flight; None leaves it to the device.
-    direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it. enable_weights_track: False loads a model
-    that the checkpoint does not fill, as vLLM's own loader does under the same name.
+    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for the load's progress. ring_bytes: memory for reads in
+    flight; None for the device's default.
+    direct: False forbids O_DIRECT, True requires it, None uses it where the file system has it. enable_weights_track: False loads a model
+    although the checkpoint lacks weights, as for vLLM's setting of the same name.
     """
 
     recipe: QuantizationRecipe
@@ -37,7 +37,7 @@ class LoaderSettings:
 
     @classmethod
     def parse(cls, raw: Any, environ: Mapping[str, str]) -> LoaderSettings:
-        """Raises CheckpointError, naming the key, for one that is unknown or cannot be used."""
+        """Parse the settings. Raises CheckpointError with the name of a key that is unknown or has a wrong value."""
         if not isinstance(raw, Mapping):
             raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
         if unknown := sorted(set(raw) - set(KEYS)):
@@ -70,6 +70,6 @@ class LoaderSettings:
         return parsed
 
     def blocks(self, *, on_gpu: bool) -> int:
-        """How many blocks the ring has."""
+        """The number of blocks of the ring."""
         ring_bytes = self.ring_bytes or (RING_BYTES if on_gpu else CPU_RING_BYTES)
         return ring_bytes // self.block_bytes

@@ -1,10 +1,10 @@
-"""Which part of every tensor this rank's model really takes: it is asked once, with tensors that hold nothing. Never reads a checkpoint,
-never changes a parameter.
+"""Finds the part of every tensor that this rank's model takes, by one load with tensors without memory. Never reads a checkpoint, never
+changes a parameter.
 
-vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that live
-elsewhere and skip layers of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which
-region of each is copied into a parameter. An operation of a loader that is no plain view (arithmetic, concatenation, `.item()`) makes that
-tensor needed as a whole, so the answer is never too small.
+vLLM's own weight loaders decide which parts a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts of
+other ranks and skip layers of other pipeline stages. The trace gives the model `PhantomTensor`s under the checkpoint's names and notes
+which region of each is copied into a parameter. If a loader does more than a plain view (arithmetic, concatenation, `.item()`), the whole
+tensor counts as needed, so the answer is never too small.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_map
 
 Region = tuple[tuple[int, int], ...]  # one half-open interval for each dimension of the whole tensor
 
-SMALL_BYTES = 16 * 2**20  # a larger stand-in has one element in memory: asking must not cost what loading saves
+SMALL_BYTES = 16 * 2**20  # a larger stand-in has only one element in memory, so that the trace stays cheap
 
 _aten = torch.ops.aten
 
 
 class Target(NamedTuple):
-    """Where a copy goes: a parameter's own memory, and the part of the tensor that goes there with its dimensions in this order.
+    """The target of a copy: a parameter's memory, the region of the tensor that is copied there, and the order of its dimensions.
 
-    like: a view of that memory; where `offset` is given the place is of the same shape and strides, but begins at that element of the
-    storage (of 9,000 experts' places no tensor is made until something is copied there).
+    like: a view of that memory. With `offset` the target has the same shape and strides but begins at that element of the storage, so that
+    for 9,000 experts no view is made before the copy.
     """
 
     like: torch.Tensor
@@ -42,15 +42,15 @@ class Target(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The storage's element with which it begins."""
+        """The number of the target's first element in its storage."""
         return self.like.storage_offset() if self.offset is None else self.offset
 
 
 @dataclass(slots=True)
 class Taken:
-    """The part that was taken of one tensor: `region` is the smallest box that holds every copy, None while there was none.
+    """The part of one tensor that the model has taken: `region` is the smallest box that contains every copy, None without a copy.
 
-    once: it was copied exactly once and nothing else was done with it, so its bytes may go where they belong as they come: to `target`.
+    once: the model copied it exactly once and did nothing else with it, so its bytes may go directly to `target`.
     """
 
     shape: tuple[int, ...]
@@ -78,9 +78,9 @@ class Taken:
 
 @dataclass(slots=True)
 class Phantom:
-    """A view of a tensor that is not there: which box of the source it shows, and in which order its dimensions stand.
+    """A view of a tensor without memory: the box of the source that it shows, and the order of its dimensions.
 
-    dims: for every dimension of the view the source dimension that it walks, or None for one of size 1 that the source does not have.
+    dims: for every dimension of the view the source's dimension, or None for one of size 1 that the source does not have.
     """
 
     taken: Taken
@@ -92,7 +92,7 @@ class Phantom:
         return tuple(1 if dim is None else self.region[dim][1] - self.region[dim][0] for dim in self.dims)
 
     def cut(self, dim: int, start: int, stop: int, *, drop: bool = False) -> Phantom | None:
-        """The view narrowed along one of its dimensions; None where that cannot be said as a box."""
+        """The view narrowed along one of its dimensions; None where the result is no box of the source."""
         dim %= len(self.dims)
         source = self.dims[dim]
         dims = self.dims[:dim] + self.dims[dim + 1 :] if drop else self.dims
@@ -113,7 +113,7 @@ class Phantom:
 
 
 class PhantomTensor(torch.Tensor):
-    """A tensor with shape, dtype and device and no memory, which notes what is copied out of it."""
+    """A tensor with shape, dtype and device but no memory, which notes the regions that are copied from it."""
 
     phantom: Phantom
 
@@ -154,7 +154,7 @@ def _copied(target: torch.Tensor, phantom: Phantom) -> torch.Tensor:
 
 
 def _opaque(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Something that is no view: every phantom in it is needed whole, and the operation runs on ones of the same shape."""
+    """Run an operation that is no view: every phantom in its arguments counts as needed whole and is replaced by ones of its shape."""
 
     def real(value: Any) -> Any:
         if not isinstance(value, PhantomTensor):
@@ -171,7 +171,7 @@ def _opaque(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 class NotAView(RuntimeError):
-    """A weight loader did more with a streamed tensor than look at a part of it and copy that."""
+    """A weight loader did more with a streamed tensor than copy a view of it."""
 
 
 def _wrapped(shown: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -275,10 +275,10 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(slots=True)
 class Trace:
-    """The answer: a region for every tensor that was asked about. A tensor that was never copied is not needed (region None).
+    """The regions that the model takes: one for every tensor it was offered. A tensor that it never copied is not needed (region None).
 
-    straight: where those go that need not be handed to the model at all (experts.py). seen: how many copies there were of each tensor when
-    the model asked for the next one; where it copies later, nobody can say when a tensor has reached its parameter (`late`).
+    straight: targets of tensors that need not pass through the model's weight loader (expert_placement.py). seen: copies of each tensor at
+    the time the model asked for the next one. A model that copies later (`late`) hides when a tensor has reached its parameter.
     """
 
     taken: dict[str, Taken] = field(default_factory=dict)
@@ -287,11 +287,11 @@ class Trace:
 
     @property
     def late(self) -> bool:
-        """Asked once the model is done with the phantoms."""
+        """Whether the model copied a tensor after it had requested the next one. Valid once the model has taken all phantoms."""
         return any(taken.copies != copies for taken, copies in self.seen)
 
     def forget_targets(self) -> None:
-        """A target holds its parameter's memory, which vLLM may be about to replace; regions stay."""
+        """Drop the targets, which hold memory of parameters that vLLM may replace; regions stay."""
         for taken in self.taken.values():
             taken.target = None
 
@@ -305,7 +305,7 @@ class Trace:
 def phantoms(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device, trace: Trace
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every named tensor as a phantom, noted in `trace` as the model's weight loaders take from it."""
+    """A phantom for every named tensor; `trace` notes the parts that the model's weight loaders take."""
     passed: list[tuple[Taken, int]] = []
     for name, shape, dtype in tensors:
         taken = trace.taken[name] = Taken(tuple(shape))
@@ -317,9 +317,9 @@ def phantoms(
 def streamed(
     taken: Taken, dtype: torch.dtype, device: torch.device, on_copy: Callable[[torch.Tensor, Phantom], None] | None = None
 ) -> PhantomTensor:
-    """One phantom over the whole of a tensor; with `on_copy(target, phantom)` every copy out of it is carried out by the caller.
+    """A phantom of a whole tensor. With `on_copy(target, phantom)` the caller carries out every copy from it.
 
-    Raises NotAView where a weight loader wants to calculate with a phantom that has `on_copy`.
+    Raises NotAView where a weight loader computes with a phantom that has `on_copy`.
     """
     whole = tuple((0, size) for size in taken.shape)
     return PhantomTensor(Phantom(taken, whole, tuple(range(len(taken.shape))), on_copy), dtype, device)

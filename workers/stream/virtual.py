@@ -1,8 +1,8 @@
-"""The virtual quantized checkpoint: which tensors vLLM will be handed, and which bytes of the real one each is made from. Never reads
-weights, never touches a device.
+"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made. Never
+reads weights, never touches a device.
 
-A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize, or
-several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units come in the order of their
+A checkpoint is cut into units. A unit is the least that must be in memory at once: one tensor that passes through, one weight to quantize,
+or several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units are in the order of their
 bytes on disk.
 """
 
@@ -46,9 +46,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-SHORTEST_READ_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
+SHORTEST_READ_BYTES = 128 * 2**10  # for shorter runs of a row the whole rows are read instead
 
-# The format of a weight that is FP8 in its checkpoint and keeps its precision beside others that are quantized.
+# The format of a weight that is stored in FP8 and not quantized again, while others are.
 DEQUANTIZED = Format("bf16")
 _LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
 
@@ -57,10 +57,10 @@ _LEADER = {name: group[0] for group in FUSED for name in group}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a 2-D weight lies: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
+    """The place of a 2-D weight: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
 
-    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_count choose rows of the result (gate and up of
-    one packed block).
+    transposed: the file holds [K, N] where vLLM's format needs [N, K]. row_start, row_count select rows of the result (gate or up of one
+    packed block).
     """
 
     ref: TensorRef
@@ -85,7 +85,7 @@ class Stored:
 class Weight:
     """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
 
-    scaled: what `scale` is the scale of, where that is not the weight itself. joint: what stands between `module` and a part's suffix.
+    scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
     """
 
     module: str
@@ -101,15 +101,15 @@ class Weight:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """[N, K] of what `scale` is the scale of."""
+        """[N, K] of the matrix to which `scale` belongs."""
         return self.stored.shape if self.scaled is None else self.scaled.shape
 
     def scale_origin(self, need: WeightSlice) -> tuple[int, int]:
-        """Row and column of that at which what is needed begins."""
+        """(row, column) of the scaled matrix at which the needed part begins."""
         return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Suffix -> (dtype, shape) of what is emitted. The note of an int4's shape has no place beside a parameter of vLLM's own name."""
+        """Suffix -> (dtype, shape) of the emitted tensors. An int4 weight under a name of vLLM's own has no shape tensor."""
         parts = _parts(self.format, *self.stored.shape)
         return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
@@ -126,9 +126,9 @@ class Unit(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """One tensor vLLM is handed: of which unit, and, where it was quantized, which part (`suffix`) of which of its weights.
+    """One tensor that vLLM receives: its unit, and for a quantized one the weight and the part (`suffix`).
 
-    A tuple, as a unit and a piece are: one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
+    A tuple, like Unit and Piece, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Emitted(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Experts by the thousand have one shape."""
+    """The parts of a format for a shape, cached because thousands of experts have one shape."""
     return quantizer(form).parts(n, k)
 
 
@@ -149,8 +149,8 @@ def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tupl
 class VirtualCheckpoint:
     """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
 
-    keep: which tensors count. first: which of those that pass through are read before all others of their shard. Raises CheckpointError
-    where a weight's shape does not suit its format.
+    keep: selects the tensors that count. first: selects unchanged tensors that are read before all others of their shard. Raises
+    CheckpointError for a weight whose shape does not suit its format.
     """
 
     checkpoint: Checkpoint
@@ -185,7 +185,7 @@ class VirtualCheckpoint:
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:
-    """Raises CheckpointError for a dtype that this torch does not have."""
+    """torch's dtype of a tensor. Raises CheckpointError for a dtype that this torch does not have."""
     dtype = DTYPES.get(ref.dtype)
     if dtype is None:
         raise CheckpointError(
@@ -207,16 +207,16 @@ class WeightSlice(NamedTuple):
 
 
 def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> WeightSlice | None:
-    """The box of a weight that the regions of its parts stand for, widened to whole groups. None where no part is needed.
+    """The box of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
 
-    regions: (suffix, region of that part); a part without rows and columns of its own (a global scale) asks for nothing.
+    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
     """
     return _need(weight.format, *weight.stored.shape, tuple(regions))
 
 
 @functools.lru_cache(maxsize=4096)
 def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> WeightSlice | None:
-    """Experts by the thousand are asked for alike."""
+    """`need_of`, cached because thousands of experts have equal arguments."""
     parts = _parts(form, n, k)
     boxes: list[tuple[int, int, int, int]] = []
     for suffix, region in regions:
@@ -252,8 +252,8 @@ def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Pie
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The part that is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs
-    are long enough."""
+    """The part to read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrowed only if the runs are long
+    enough."""
 
     row_start: int
     rows: int
@@ -262,7 +262,7 @@ class Box:
 
 
 def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[Piece], Box]:
-    """The byte runs that hold the needed part of a weight, as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
+    """(byte runs, box) with the needed part of a weight, in as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
     size = DTYPES[stored.ref.dtype].itemsize
     first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
     rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
@@ -275,7 +275,7 @@ def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[
 
 
 def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: WeightSlice) -> torch.Tensor:
-    """[rows needed, columns needed] out of what was read of the file's matrix ([box.rows, box.cols])."""
+    """The needed rows and columns, cut from the part of the file's matrix that was read ([box.rows, box.cols])."""
     if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
         return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
     if stored.transposed:
@@ -305,8 +305,7 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 
 def _group(weight: Weight) -> str:
-    """Weights of one group are one unit: NVFP4 has a scale that fused modules share, and the halves of one packed block are read
-    together."""
+    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed block are read together."""
     if weight.format.name != "nvfp4" and weight.stored.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
@@ -321,7 +320,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
     module = ref.name.removesuffix(".weight")
     form = formats.get(module)
     if form is None or form.name == "bf16":
-        # Beside quantized layers nothing says what its FP8 is: it is handed over as the values that it stands for.
+        # The new configuration does not describe FP8 weights that are not quantized again: they are dequantized.
         if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint):
             return []
         form = DEQUANTIZED
@@ -354,7 +353,7 @@ def _made(form: Format) -> str:
 
 
 def checkpoint_dequantizes(checkpoint: Checkpoint) -> bool:
-    """Whether the source's own quantization (FP8) is one that is undone unit by unit."""
+    """Whether the loader can dequantize the source (FP8) unit by unit."""
     return checkpoint.quantization is not None and checkpoint.quantization.method in ("fp8_tensor", "fp8_channel", "fp8_block")
 
 

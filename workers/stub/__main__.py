@@ -1,11 +1,11 @@
-"""An engine that is none: takes vLLM's command line and environment, logs like vLLM, answers like vLLM. Never loads a model.
+"""A stub engine: takes vLLM's command line and environment, logs like vLLM, answers like vLLM. Never loads a model.
 
     python -m workers.stub serve MODEL --uds PATH --served-model-name A B
 
 Flags it does not know are recorded and ignored. Its own behaviour comes from the environment, because flags belong to vLLM:
 
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
-    SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, told in the loader's file of progress
+    SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, reported in the loader's progress file
     SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub.engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, second, health or metrics

@@ -1,4 +1,4 @@
-"""How a stub engine loads weights that it does not have: at an even pace, told as the streaming loader tells it. Never reads a file."""
+"""A stub engine's pretended load of weights: at an even pace, reported like the streaming loader's. Never reads a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLAG = "model-loader-extra-config"
 
 
 class StubLoad:
-    """`nbytes` weights in UNITS units; 0, or a command line without the loader's settings: nothing is told."""
+    """A load of `nbytes` of weights in UNITS units. For 0 bytes, or without the loader's settings in the flags, it reports nothing."""
 
     def __init__(self, flags: Mapping[str, Sequence[str]], nbytes: int) -> None:
         """SystemExit where the settings are no JSON object, as vLLM."""

@@ -39,7 +39,7 @@ class Size:
 
 
 class StubKv:
-    """Sized by workers.kv where the command line names a worker class of it, else by nobody: the stub's usual 1 GiB."""
+    """The stub's KV cache: sized by workers.kv where the command line names one of its worker classes, else the stub's usual 1 GiB."""
 
     def __init__(self, flags: Mapping[str, Sequence[str]], environ: Mapping[str, str], room_bytes: int) -> None:
         """room_bytes: what the pretended machine has left. SystemExit where the settings cannot be read, as the worker."""

@@ -61,7 +61,7 @@ class StubTeam:
             self._server.close()
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One other rank, as rank 0 sees it. One that has gone stays in the count: nobody can take its place."""
+        """Serve the connection of one other rank to rank 0. A rank that has gone stays in the count: no other rank can replace it."""
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)

@@ -60,7 +60,7 @@ class ChunkFile:
         return buffer.view[: min(got, size)]
 
     def write(self, buffer: Buffer, offset: int, size: int) -> None:
-        """The first `size` bytes of the buffer. What O_DIRECT writes beyond the file's end `finish` takes away. Raises OSError."""
+        """Write the first `size` bytes of the buffer. O_DIRECT may write beyond the file's end; `finish` truncates that. Raises OSError."""
         wanted, done = (_rounded(size) if self.direct else size), 0
         while done < wanted:
             try:

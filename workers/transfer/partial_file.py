@@ -66,7 +66,7 @@ class PartialFile:
         return _reads(file, buffer, *span(self.file.size, index)) if file else None
 
     def keep(self, index: int, buffer: Buffer, checksum: str) -> bool:
-        """Write a chunk, whose sum the other end has told, to the disk. False where the bytes do not have that sum."""
+        """Write a chunk to the disk. checksum: from the source; False where the bytes do not have that checksum."""
         offset, size = span(self.file.size, index)
         if digest(buffer.view[:size]) != checksum:
             return False

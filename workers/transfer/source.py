@@ -1,7 +1,7 @@
 """Serves one model's files to the nodes that have the key, on the addresses it is given. Never writes a file, never serves another.
 
 A program: `python -m workers.transfer.source` reads one line of JSON from stdin, {"manifest", "binds", "key"}, prints {"ports": {address:
-port}}, and ends when stdin does, or when nobody was connected for IDLE_S: a daemon that was killed ends nothing.
+port}}, and ends when stdin does, or when no node was connected for IDLE_S: a daemon that was killed cannot end it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TransferSource:
         self._links, self._left_s = 0, time.monotonic()
 
     def idle_s(self) -> float:
-        """For how long nobody was connected."""
+        """Seconds without a connection."""
         with self._lock:
             return 0.0 if self._links else time.monotonic() - self._left_s
 

@@ -1,9 +1,9 @@
-"""Owns what a copied folder holds beside what its source holds: weights of an earlier release of the model, which an engine would load too.
-Removes only what an earlier copy put there.
+"""Owns the files of a copied folder that its source no longer has: weights of an earlier release, which an engine would load too. Removes
+only files of an earlier copy.
 
-vLLM takes every *.safetensors of a folder without an index, and with an index that has stayed none at all. So a copy that is complete
-notes its files, and the next one removes those weights and indexes among them that the source has no more. Whatever else lies there may be
-somebody's own: it stays, and is told.
+vLLM loads every *.safetensors file of a folder without an index, and no new file of a folder with a stale index. So a complete copy records
+its files, and the next copy removes those recorded weights and indexes that the source no longer has. Any other file may belong to a user:
+it stays, and is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def clear(manifest: ModelManifest, folder: Path) -> tuple[list[str], list[str]]:
         if begun in own or not path.is_file():
             continue
         if begun != name:
-            # Half of a file that will never be whole; nobody but a copy writes such names.
+            # A part of a file that will never be complete; only a copy writes such names.
             path.unlink()
         elif is_loaded(name) and noted.get(name) == _mark(path):
             path.unlink()

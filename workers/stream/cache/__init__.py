@@ -1,1 +1,1 @@
-"""The quantized weights that are kept on disk."""
+"""The cache of quantized weights on disk."""

@@ -13,7 +13,7 @@ from sparkd.checkpoint import Checkpoint
 from workers.stream.cache.layout import INDEX, ShardLayout, index_json
 from workers.stream.cache.manifest import MANIFEST, USED, OwnFile
 
-# The largest that models bring is a tokenizer of 33 MB (Gemma 3).
+# Limit of one file. The largest so far is a tokenizer of 33 MB (Gemma 3).
 MAX_BYTES = 256 << 20
 _WEIGHTS = (
     ".safetensors",
@@ -32,16 +32,16 @@ _WEIGHTS = (
     ".tar",
     ".gz",
 )
-# They tell where weights are or how they are quantized, and that is another matter now.
+# Files that describe the source's weights or its quantization; the cache has its own.
 _REPLACED = {"config.json", "hf_quant_config.json", INDEX, MANIFEST, USED}
-# The one folder that transformers looks into.
+# The only subfolder that transformers reads.
 _TEMPLATES = "additional_chat_templates"
 
 
 def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str, Any], shards: Sequence[ShardLayout]) -> list[OwnFile]:
-    """Writes into `folder` what makes the shards there a checkpoint; each file is on the disk for good. Raises OSError.
+    """Write the files into `folder` that make its shards a checkpoint, each synced to the disk. Returns their records. Raises OSError.
 
-    described: the quantization_config, empty where the source's own still holds. The records are of these files, the shards not among them.
+    described: the quantization_config, empty where the source's own still applies.
     """
     files = [
         _written(os.path.join(folder, "config.json"), config_json(checkpoint.config, described)),
@@ -69,7 +69,7 @@ def companions(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def companions_bytes(folder: str) -> int:
-    """The bytes that the copies need at most. Raises OSError."""
+    """The most bytes that the copies need. Raises OSError."""
     return sum(os.path.getsize(path) for _, path in companions(folder))
 
 
@@ -90,6 +90,6 @@ def _written(path: str, data: bytes) -> tuple[str, int, str]:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        with contextlib.suppress(OSError):  # advice: it is not read again soon
+        with contextlib.suppress(OSError):  # only advice: the file is not read again soon
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return path, len(data), hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors checkpoint will lie: shards, headers, index. Never opens a file, never imports torch."""
+"""Lays out a safetensors checkpoint: the place of each tensor, shards, headers, index. Never opens a file, never imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.quantization.fusion import EXPERT, group_of
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
-# Every element of every dtype begins at a multiple of its size where tensors begin at multiples of this.
+# Tensors begin at multiples of this, so that every element of every dtype is aligned to its size.
 ALIGNMENT = 8
 # Bytes of one element, for the dtypes of whole bytes (safetensors/src/tensor.rs, Dtype::bitsize).
 ITEM_BYTES: Mapping[str, int] = {
@@ -21,9 +21,9 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-# transformers refuses a file that does not say which framework's tensors it holds.
+# transformers refuses a file that does not name the framework of its tensors.
 _METADATA = {"format": "pt"}
-FAMILIES = 16  # two layers' experts in two matrices and four parts
+FAMILIES = 16  # the experts of two layers in two matrices and four parts
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One file. header: with its 8-byte length, so the data begins at len(header)."""
+    """One file. header: includes its 8-byte length, so the data begins at len(header)."""
 
     name: str
     header: bytes
@@ -51,10 +51,10 @@ class ShardLayout:
 
 
 def neighbours(tensors: Tensors) -> Tensors:
-    """The same tensors; those of a layer's experts stand together part by part, gate and up in turn: as vLLM's parameters hold them.
+    """The same tensors, with a layer's experts adjacent part by part and gate and up alternating, as in vLLM's parameters.
 
-    So a load copies a run of them as one. Only what arrives together is moved: where a layer's experts lie far apart in the source, one
-    block of the file would have to wait for all of it.
+    A load can then copy a run of experts at once. Only tensors that arrive together are moved: if a layer's experts lie far apart in the
+    source, one block of the file would have to wait for all of them.
     """
     ordered: dict[str, tuple[str, tuple[int, ...]]] = {}
     waiting: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
@@ -81,9 +81,9 @@ def neighbours(tensors: Tensors) -> Tensors:
 def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayout]:
     """Shards of at most `shard_bytes` of data, or of one larger tensor, named as transformers names them.
 
-    tensors: name -> (safetensors dtype code, shape), in the order in which they will come: they lie in that order, so that they are written
-    one behind the other. Only those whose bytes are no multiple of 8 stand at the end of their shard, the larger dtypes first, because the
-    format allows no holes and every reader needs its elements aligned. Raises CheckpointError for a dtype that is not known.
+    tensors: name -> (safetensors dtype code, shape), in the order of their arrival, which is also their order in the file, so that writes
+    are sequential. Only tensors whose size is no multiple of 8 bytes come at the end of their shard, larger dtypes first, because the
+    format allows no gaps and every reader needs aligned elements. Raises CheckpointError for an unknown dtype.
     """
     groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
     held = 0
@@ -98,14 +98,14 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayou
 
 
 def index_json(shards: Iterable[ShardLayout]) -> bytes:
-    """model.safetensors.index.json."""
+    """The content of model.safetensors.index.json."""
     slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
     index = {"metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)}, "weight_map": {slot.name: name for slot, name in slots}}
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Raises CheckpointError for a dtype that is not known, or has less than a byte for an element."""
+    """Bytes of a tensor. Raises CheckpointError for an unknown dtype, or one with less than a byte for an element."""
     size = ITEM_BYTES.get(dtype)
     if size is None:
         raise CheckpointError(f"a {dtype} tensor cannot be stored", tensor=name, cure=f"Give it one of {', '.join(ITEM_BYTES)}")

@@ -14,12 +14,12 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
 
 MANIFEST = "sparkd-manifest.json"
-# Its modification time is when the entry was last used; a file of its own, so that a manifest is never rewritten.
+# A file whose modification time is the last use of the entry; separate, so that a manifest is never rewritten.
 USED = "used"
 VERSION = 1
-# Raised whenever the same recipe makes other bytes of the same source; older caches are then made anew.
+# Increased whenever the same recipe makes other bytes from the same source; entries of older versions are then made again.
 CODE_VERSION = 3
-# The largest real one, of 60 shards and 30 other files, has 12 KiB.
+# Limit of a manifest. The largest real one, for 60 shards and 30 other files, has 12 KiB.
 MAX_BYTES = 16 << 20
 
 TpSlice = tuple[int, int] | None
@@ -29,7 +29,7 @@ _SNAPSHOT = re.compile(r"/models--(?P<owner>[^/]+?)--(?P<model>[^/]+)/snapshots/
 
 @dataclass(frozen=True, slots=True)
 class SourceShard:
-    """Identity of one file of the source. header_sha256: over the 8 bytes of its length and the header itself."""
+    """Identity of one file of the source. header_sha256: digest of the 8 bytes of the header's length and the header."""
 
     name: str
     size_bytes: int
@@ -47,14 +47,14 @@ class CheckpointIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> CheckpointIdentity:
-        """Raises CheckpointError where config.json cannot be read any more."""
+        """The identity of a checkpoint. Raises CheckpointError where config.json has become unreadable."""
         shards = tuple(
             SourceShard(os.path.basename(shard.path), shard.size_bytes, shard.mtime_ns, shard.header_sha256) for shard in checkpoint.shards
         )
         return cls(os.path.realpath(checkpoint.folder), shards, file_sha256(os.path.join(checkpoint.folder, "config.json")))
 
     def change(self, now: CheckpointIdentity) -> str | None:
-        """The differences of the source now, in words; None where it is the same."""
+        """The difference between this source and `now`, as a clause; None where they are equal."""
         if self.config_sha256 != now.config_sha256:
             return "config.json of its source has changed"
         before = {shard.name: shard for shard in self.shards}
@@ -66,7 +66,7 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
-    """A file of the entry. sha256: of the header for *.safetensors, as sparkd.checkpoint has it, else of the whole file."""
+    """A file of the entry. sha256: digest of the header for *.safetensors, as in sparkd.checkpoint, else of the whole file."""
 
     name: str
     size_bytes: int
@@ -98,7 +98,8 @@ class CacheManifest:
 
     @classmethod
     def read(cls, folder: str) -> CacheManifest:
-        """Raises CheckpointError, which names the file, for one that is not there, damaged or of another version."""
+        """Read the manifest of an entry. Raises CheckpointError, which names the file, where it is missing, damaged or of another
+        version."""
         path = os.path.join(folder, MANIFEST)
         cure = "Remove this folder; the next start quantizes again"
         try:
@@ -128,9 +129,10 @@ class CacheManifest:
 
 
 def cache_key(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:
-    """16 hex digits over where the source lies, the canonical recipe and the slice.
+    """A digest of 16 hex digits over the source's path, the canonical recipe and the slice.
 
-    The manifest has what may change under the same key (the source's bytes, our code): an outdated entry is found, named, replaced.
+    The manifest records facts that may change under the same key (the source's bytes, sparkd's code), so that an outdated entry is detected
+    and replaced.
     """
     parts = [os.path.realpath(checkpoint.folder), recipe, tp_slice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -142,20 +144,20 @@ def entry_name(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSl
 
 
 def model_name(folder: str) -> str:
-    """`/models/Qwen3-8B` and the hub's `.../models--Qwen--Qwen3-8B/snapshots/<revision>` are qwen3-8b."""
+    """A model's name from its folder: `/models/Qwen3-8B` and `.../models--Qwen--Qwen3-8B/snapshots/<revision>` become qwen3-8b."""
     snapshot = _SNAPSHOT.search(folder.rstrip("/"))
     last = snapshot["model"] if snapshot else os.path.basename(folder.rstrip("/"))
     return _UNSAFE.sub("-", last.lower()).strip("-._")[:100] or "model"
 
 
 def format_name(recipe: Mapping[str, Any]) -> str:
-    """The short name of a canonical recipe: its default format, with `-mixed` where rules say otherwise for some layers."""
+    """The short name of a canonical recipe: its default format, with `-mixed` where rules change some layers."""
     default = _UNSAFE.sub("-", str(recipe.get("format", "")).lower()) or "quantized"
     return f"{default}-mixed" if recipe.get("layers") else default
 
 
 def file_sha256(path: str) -> str:
-    """Raises CheckpointError where the file cannot be read."""
+    """The digest of a file. Raises CheckpointError where it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -164,7 +166,7 @@ def file_sha256(path: str) -> str:
 
 
 def _own_file(raw: Mapping[str, Any]) -> OwnFile:
-    """Raises ValueError for a name that would reach outside the folder."""
+    """The record of a file. Raises ValueError for a name that leads outside the folder."""
     file = OwnFile(str(raw["name"]), int(raw["size_bytes"]), str(raw["sha256"]))
     if os.path.isabs(file.name) or ".." in file.name.split("/"):
         raise ValueError(file.name)

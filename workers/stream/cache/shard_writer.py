@@ -1,8 +1,8 @@
-"""Writes tensors at their places in a laid-out checkpoint, from a thread and through one bounded ring. Never makes its caller wait.
+"""Writes tensors to their places in a laid-out checkpoint, from a thread and through one bounded ring. Never makes its caller wait.
 
-Bytes are gathered into blocks that lie in the ring as they lie in the file, so that a full block goes past the page cache in one write,
-however small its tensors are; a block that stays incomplete is written through the page cache. A tensor that finds no room in the ring is
-refused, and `gaps` tells later what is missing.
+The ring gathers bytes in blocks with the file's layout, so that a full block bypasses the page cache in one write, even with small tensors;
+an incomplete block is written through the page cache. The writer refuses a tensor for which the ring has no room, and `gaps` lists the
+missing bytes later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a shard that is being gathered. at: which block of the ring holds it; ranges: [start, stop) in it that are there."""
+    """A part of a shard that is being gathered. at: the number of its block in the ring; ranges: the [start, stop) that have arrived."""
 
     shard: int
     number: int
@@ -38,7 +38,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Held:
-    """A copy of a tensor that is larger than the ring likes."""
+    """A copy of a tensor of more than half the ring."""
 
     slot: Slot
     start: int
@@ -48,8 +48,8 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """staging_bytes: the ring's memory, pinned where `pin`, in blocks of block_bytes. hold_bytes: what may be copied in addition to it (on
-    the tensor's own device) of single tensors of more than half the ring. threads: that write."""
+    """The writer's memory. staging_bytes: the ring, pinned if `pin`, in blocks of block_bytes. hold_bytes: limit for extra copies (on the
+    tensor's own device) of single tensors of more than half the ring. threads: the number of writing threads."""
 
     staging_bytes: int = 16 * MIB
     block_bytes: int = MIB
@@ -59,10 +59,10 @@ class Staging:
 
 
 class ShardWriter:
-    """`put` is called by one thread at a time. The files appear in the folder that `prepare` returns, which the writing thread calls first.
+    """One thread at a time calls `put`. The files appear in the folder that `prepare` returns; the writing thread calls it first.
 
-    ended: is told, on that thread and with the files closed, what ended the writing, where something did (a full disk).
-    bytes_written: what the files have so far.
+    ended: the writing thread calls it with the error that ended the writing (a full disk), once the files are closed; not without one.
+    bytes_written: bytes in the files so far.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShardWriter:
         self._block_bytes = staging.block_bytes
         self._staging_bytes = staging.staging_bytes
         self._hold_bytes = staging.hold_bytes
-        # One block is the thread's own, for what it copies itself.
+        # The thread has one block for its own copies.
         blocks = staging.staging_bytes // staging.block_bytes
         self._ring = Ring(staging.block_bytes, blocks + 1, pin=staging.pin)
         self._changed = threading.Condition()
@@ -95,7 +95,7 @@ class ShardWriter:
         self._left: dict[tuple[int, int], int] = {}
         self._jobs: deque[_Block] = deque()
         self._large: deque[_Held] = deque()
-        self._awaited: list[_Block] = []  # whose copies from the device a thread is waiting for
+        self._awaited: list[_Block] = []  # a thread waits for the copies of these blocks from the device
         self._busy = 0
         self._held = 0
         self._taken: dict[str, list[tuple[int, int]]] = {}
@@ -103,7 +103,7 @@ class ShardWriter:
         self._files: list[TargetFile] = []
         self._stopping = False
         self._threads = [threading.Thread(target=self._work, name="stream-write-0", daemon=True)]
-        # The others wait for the first to make the files: several writes in flight keep the disk busy, as several reads do.
+        # The other threads wait until the first has made the files. Several writes in flight keep the disk busy, as several reads do.
         self._ready = False
         self._threads += [threading.Thread(target=self._help, name=f"stream-write-{n}", daemon=True) for n in range(1, staging.threads)]
         for thread in self._threads:
@@ -111,14 +111,14 @@ class ShardWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the writing; everything that is put afterwards is refused."""
+        """The error that ended the writing; `put` refuses every tensor afterwards."""
         return self._error
 
     def put(self, slot: Slot, start: int, view: torch.Tensor, *, wait: bool = False, behind: Sequence[Slot] = ()) -> bool:
-        """Takes the bytes of a tensor from `start` on (uint8, 1-D); they may change as soon as this returns, or, on a GPU, in stream order.
+        """Take the bytes of a tensor from `start` on (uint8, 1-D); they may change as soon as this returns, or, on a GPU, in stream order.
 
-        behind: tensors that follow in the file, all of whose bytes are there too. False: refused, because there is no room; with `wait`
-        only where the writing has ended. wait: for room.
+        behind: the next tensors in the file, whose bytes the view has too. wait: wait for room. Returns False for a refusal: there is no
+        room, or, with `wait`, the writing has ended.
         """
         size = view.numel()
         begin = slot.offset + start
@@ -141,7 +141,7 @@ class ShardWriter:
         return True
 
     def flush(self) -> None:
-        """Waits until everything that was taken is in the files. Raises what ended the writing."""
+        """Wait until all taken bytes are in the files. Raises the error that ended the writing."""
         with self._changed:
             for block in list(self._blocks.values()):
                 self._submit(block)
@@ -149,9 +149,9 @@ class ShardWriter:
         self._raise()
 
     def leave_device(self) -> None:
-        """Waits for the copies from the device; afterwards the threads do nothing with it any more, and only host memory may be put.
+        """Wait for the copies from the device. Afterwards the threads do not use it, and `put` accepts host memory only.
 
-        An engine that captures CUDA graphs must be alone with its device: a wait by another thread breaks the capture.
+        While an engine captures CUDA graphs, no other thread may wait for its device: that would break the capture.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._held)
@@ -164,7 +164,7 @@ class ShardWriter:
         self._ring.unpin()
 
     def gaps(self) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, start, stop) of what was not taken, in the order of the files."""
+        """(slot, start, stop) of the bytes that were not taken, in the order of the files."""
         for slot in self.slots.values():
             at = 0
             for start, stop in [*sorted(self._taken.get(slot.name, ())), (slot.nbytes, slot.nbytes)]:
@@ -173,14 +173,14 @@ class ShardWriter:
                 at = max(at, stop)
 
     def settle(self) -> None:
-        """Everything is on the disk for good, and the thread has ended. Raises what ended the writing, or OSError."""
+        """Sync the files to the disk and end the threads. Raises the error that ended the writing, or OSError."""
         self.flush()
         self._stop()
         for file in self._files:
             file.settle()
 
     def close(self) -> None:
-        """Ends the thread and frees the memory; what was not written never will be. Twice is once."""
+        """End the threads and free the memory; bytes not written by now are lost. A second call has no effect."""
         with self._changed:
             self._error = self._error or RuntimeError("The writer is closed.")
             self._jobs.clear()
@@ -193,7 +193,7 @@ class ShardWriter:
         self._ring.close()
 
     def _spans(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """(block number, first byte, byte behind the last) of the file's blocks that these bytes touch."""
+        """(block number, first byte, end byte) of each block of the file that these bytes touch."""
         at = begin
         while at < begin + size:
             number = at // self._block_bytes
@@ -202,7 +202,7 @@ class ShardWriter:
             at = stop
 
     def _has_room(self, slot: Slot, begin: int, size: int) -> bool:
-        """Whether all these bytes find blocks at once. Where not, a block that waits for them in vain is written as it is."""
+        """Whether blocks are free for all these bytes now. Otherwise a block that waits for them in vain is written incomplete."""
         with self._changed:
             if self._error is not None:
                 return False
@@ -216,7 +216,7 @@ class ShardWriter:
             return False
 
     def _open(self, shard: int, number: int) -> _Block | None:
-        """The block to gather into; waits for one. None where the writing has ended."""
+        """The block to gather into, after a wait for a free one. None where the writing has ended."""
         with self._changed:
             while self._error is None:
                 block = self._blocks.get((shard, number))
@@ -241,7 +241,7 @@ class ShardWriter:
             self._submit(block)
 
     def _submit(self, block: _Block) -> None:
-        """Hands a block over to the thread."""
+        """Queue a block for the threads."""
         key = (block.shard, block.number)
         if self._blocks.pop(key, None) is None:  # the writing ended meanwhile
             return
@@ -253,7 +253,7 @@ class ShardWriter:
         self._changed.notify_all()
 
     def _left_of(self, shard: int, number: int) -> int:
-        """Bytes of tensors in this part of the file that were not handed over yet."""
+        """Bytes of tensors in this part of the file that have not arrived yet."""
         left = self._left.get((shard, number))
         if left is not None:
             return left
@@ -262,7 +262,7 @@ class ShardWriter:
         return min(high, layout.size_bytes) - max(low, len(layout.header))
 
     def _hold(self, slot: Slot, start: int, view: torch.Tensor, behind: Sequence[Slot]) -> bool:
-        """Keeps a copy of a large tensor for the thread to write piece by piece."""
+        """Keep a copy of a large tensor; the first thread writes it piece by piece."""
         size = view.numel()
         with self._changed:
             if self._error is not None or self._held + size > self._hold_bytes:
@@ -280,12 +280,12 @@ class ShardWriter:
         return True
 
     def _copy(self, at: int, view: torch.Tensor) -> None:
-        """Into the ring; from a GPU in stream order, without waiting."""
+        """Copy into the ring; from a GPU in stream order, without waiting."""
         target = self._ring.tensor()[at : at + view.numel()]
         if view.is_cuda:
             target.copy_(view, non_blocking=True)
         else:
-            # torch would have every core take part, and wait for the slowest of them, though one saturates the memory of one stream.
+            # torch would use every core and wait for the slowest, although one core saturates the memory bandwidth of one stream.
             ctypes.memmove(target.data_ptr(), view.data_ptr(), view.numel())
 
     def _take(self, slot: Slot, start: int, size: int, behind: Sequence[Slot]) -> None:
@@ -382,7 +382,7 @@ class ShardWriter:
         if held.event is not None:
             held.event.synchronize()
         begin, shard = held.slot.offset + held.start, held.slot.shard
-        # A stream of its own: what else is queued on the device need not be waited for.
+        # A separate stream, so that this copy does not wait for other work on the device.
         stream = torch.cuda.Stream(held.copy.device) if held.event is not None else None
         memory = self._ring.memory(0)
         for number, low, high in self._spans(begin, held.copy.numel()):

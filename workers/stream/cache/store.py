@@ -55,14 +55,14 @@ __all__ = [
 ]
 
 GIB = 1 << 30
-# The bytes that are left to others on the cache's disk: a full one stops more than this cache.
+# Bytes that stay free on the cache's disk for other programs.
 RESERVE_BYTES = 2 * GIB
 RESERVE_FRACTION = 0.02
 
 WRITING = ".writing-"
 GONE = ".gone-"
 LOCK = ".lock"
-# A manifest's notes.
+# Keys in a manifest's notes.
 SPELLINGS = "formats"
 DAMAGED = "damaged"
 _ENTRY = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{16}")
@@ -86,7 +86,7 @@ class CacheEntry:
 
 
 class CachedCheckpoint:
-    """A valid entry that cannot be removed until `close`; a context manager. checkpoint: its own headers."""
+    """A valid entry that cannot be removed until `close`; a context manager. checkpoint: the entry's headers."""
 
     def __init__(self, folder: str, manifest: CacheManifest, checkpoint: Checkpoint, lock: int) -> None:
         self.folder = folder
@@ -96,12 +96,12 @@ class CachedCheckpoint:
 
     @property
     def spellings(self) -> list[str]:
-        """The formats in it, as its writer noted them."""
+        """The formats in the entry, as its writer noted them."""
         return [str(spelling) for spelling in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
 
     @property
     def damaged(self) -> frozenset[str]:
-        """The names of tensors that hold a NaN, or were made of one; what it was written beside takes none of them."""
+        """The names of tensors with a NaN, or made from one. The engine that wrote the entry uses none of them."""
         return frozenset(map(str, self.manifest.notes.get(DAMAGED, ())))
 
     def __enter__(self) -> CachedCheckpoint:
@@ -111,7 +111,7 @@ class CachedCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Twice is once."""
+        """Release the entry. A second call has no effect."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -120,9 +120,9 @@ class CachedCheckpoint:
 def find(
     cache_dir: str, checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None, *, say: Callable[[str], None] = logger.info
 ) -> CachedCheckpoint | None:
-    """The entry for this source, canonical recipe and slice; None where there is no valid one, and `say` is told why in a sentence.
+    """The entry for this source, canonical recipe and slice; None where there is no valid one: then `say` receives the reason.
 
-    Cheap: sizes, headers, small files and the source's identity, no weights. An entry that is not valid is removed and made anew.
+    Cheap: reads sizes, headers, small files and the source's identity, no weights. An invalid entry is removed; the load makes a new one.
     """
     folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
     if not os.path.isdir(folder):
@@ -151,7 +151,7 @@ def find(
 
 
 def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
-    """Whether there is an entry for a model of this name, folder or hub id, in this format; whether it is valid, `find` says."""
+    """Whether an entry exists for a model (folder or hub id) in this format. Only `find` checks that it is valid."""
     prefix = f"{model_name(model)}-{format_name(recipe)}-"
     with contextlib.suppress(OSError):
         return any(name.startswith(prefix) and _ENTRY.fullmatch(name) for name in os.listdir(cache_dir))
@@ -159,7 +159,7 @@ def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
 
 
 def entries(cache_dir: str) -> list[CacheEntry]:
-    """Everything in the cache by name, valid or not. Raises OSError where the folder is there and cannot be read."""
+    """All entries of the cache by name, valid or not. Raises OSError where the folder exists but cannot be read."""
     try:
         names = sorted(os.listdir(cache_dir))
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def fault_of(entry: CacheEntry) -> str | None:
 
 
 def remove(folder: str) -> bool:
-    """Removes an entry; False where it is being read. The next writer sweeps a removal that died half-way. Raises OSError."""
+    """Remove an entry. False where a process reads it. The next writer completes an interrupted removal. Raises OSError."""
     manifest = os.path.join(folder, MANIFEST)
     lock = _hold(manifest, fcntl.LOCK_EX) if os.path.exists(manifest) else None
     if lock is None and os.path.exists(manifest):
@@ -194,9 +194,9 @@ def remove(folder: str) -> bool:
 
 
 def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str | None:
-    """Evicts the entries that were used longest ago until `need_bytes` fit under the limit and on the disk; call it under `locked`.
+    """Evict the least recently used entries until `need_bytes` fit under the limit and on the disk; call it under `locked`.
 
-    Returns why that is not possible, and then nothing is evicted. limit_bytes: of the whole cache, None for none. Raises OSError.
+    Returns the reason where that is not possible, and then evicts nothing. limit_bytes: of the whole cache, None for none. Raises OSError.
     """
     if freed := sweep(cache_dir):
         logger.info("sparkd: %s of quantized caches whose loads were killed were removed from %s.", _gib(freed), cache_dir)
@@ -230,7 +230,7 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
 
 
 def sweep(cache_dir: str) -> int:
-    """Removes what writers and removers that died have left, and returns its bytes; call it under `locked`. Raises OSError."""
+    """Remove the leftovers of writers and removers that died, and return their bytes; call it under `locked`. Raises OSError."""
     freed = 0
     for name in sorted(os.listdir(cache_dir)):
         path = os.path.join(cache_dir, name)
@@ -245,7 +245,7 @@ def sweep(cache_dir: str) -> int:
 
 
 def swept(cache_dir: str) -> int:
-    """The same for who does not hold `locked`; 0, and nothing is touched, where nothing was left. Raises OSError."""
+    """Like `sweep`, for a caller that does not hold `locked`. Returns 0 and touches nothing without leftovers. Raises OSError."""
     try:
         left = any(name.startswith((GONE, WRITING)) for name in os.listdir(cache_dir))
     except FileNotFoundError:
@@ -257,7 +257,7 @@ def swept(cache_dir: str) -> int:
 
 
 def written_now(cache_dir: str) -> int:
-    """Bytes of what is in the making, or was: what nobody writes any more counts until it is swept. Raises OSError."""
+    """Bytes of entries in the making. An abandoned one counts until it is swept. Raises OSError."""
     try:
         return sum(_size(entry.path) for entry in os.scandir(cache_dir) if entry.name.startswith(WRITING) and entry.is_dir())
     except FileNotFoundError:
@@ -266,7 +266,7 @@ def written_now(cache_dir: str) -> int:
 
 @contextlib.contextmanager
 def locked(cache_dir: str) -> Iterator[None]:
-    """One process at a time decides what is evicted and what appears. Raises OSError."""
+    """A lock, so that one process at a time evicts and publishes entries. Raises OSError."""
     fd = os.open(os.path.join(cache_dir, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -277,7 +277,7 @@ def locked(cache_dir: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(writing: str) -> Iterator[bool]:
-    """Whether this is the one writer of `.writing-<entry>`, until the end of the block; call it under `locked`. Raises OSError."""
+    """Yield whether this is the only writer of `.writing-<entry>` for the time of the block; call it under `locked`. Raises OSError."""
     path = f"{writing}{LOCK}"
     lock = _hold(path, fcntl.LOCK_EX, create=True)
     try:
@@ -290,7 +290,7 @@ def turn(writing: str) -> Iterator[bool]:
 
 
 def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> tuple[Checkpoint | None, str | None]:
-    """(the entry's headers, None), or (None, what is wrong with it). Raises CheckpointError for files that cannot be read."""
+    """(the entry's headers, None), or (None, its fault). Raises CheckpointError for unreadable files."""
     if manifest.code != CODE_VERSION:
         return None, f"it was quantized by version {manifest.code} of the code, and this is {CODE_VERSION}"
     if change := manifest.source.change(source):
@@ -311,7 +311,7 @@ def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> 
 
 
 def _entry(folder: str) -> CacheEntry | None:
-    """None for one that is gone meanwhile, and for a folder that is none."""
+    """The entry in a folder; None where it has been removed meanwhile or the folder is no entry."""
     try:
         size_bytes = _size(folder)
         try:
@@ -335,7 +335,7 @@ def _size(folder: str) -> int:
 
 
 def _dropped(folder: str) -> int:
-    """Removes a folder, also where another process does so at the same time, and returns its bytes. Raises OSError."""
+    """Remove a folder, even if another process removes it at the same time, and return its bytes. Raises OSError."""
     size_bytes = _size(folder)
     while os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError):
@@ -344,7 +344,7 @@ def _dropped(folder: str) -> int:
 
 
 def _held_exclusively(entry: CacheEntry, locks: contextlib.ExitStack) -> bool:
-    """Holds the entry until the stack ends, so that no reader has it or gets it."""
+    """Lock the entry exclusively until the stack ends. False where a reader holds it."""
     manifest = os.path.join(entry.folder, MANIFEST)
     if not os.path.exists(manifest):
         return True
@@ -372,7 +372,7 @@ def _hold(path: str, kind: int, *, create: bool = False) -> int | None:
 
 
 def _removed(folder: str) -> str:
-    """The end of a sentence: what became of an entry that is not valid."""
+    """Remove an invalid entry. Returns the end of a sentence about the result."""
     try:
         return " It was removed." if remove(folder) else " Another process still reads it."
     except OSError as error:

@@ -1,10 +1,9 @@
-"""Writes a quantized checkpoint into the cache beside a load. Never makes the load wait, never fails it: a mishap costs the cache only.
+"""Writes a quantized checkpoint into the cache during a load. Never makes the load wait, never fails it: an error costs only the cache.
 
-The tensors that the load hands over are copied into a bounded ring and written from a thread. Where the disk writes slower than the load
-makes tensors, the ring is full and a tensor is left out; after the load `finish` gets what was left out once more, tensors that pass
-through from the source's files, quantized ones from the loader, and so the cache becomes whole while the model already answers. Its folder
-appears by one rename, after everything is on the disk for good; a process that ends before that leaves a folder that the next writer
-sweeps.
+The writer copies the load's tensors into a bounded ring and writes them from a thread. Where the disk is slower than the load, the ring is
+full and a tensor is left out. After the load `finish` gets the left-out tensors again, unchanged ones from the source's files, quantized
+ones from the loader, so the cache becomes complete while the model already answers. Its folder appears by one rename, after all files are
+synced to the disk; a process that ends before that leaves a folder that the next writer removes.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from workers.stream.finite import holds_nan
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import DTYPES, VirtualCheckpoint, dtype_of
 
-# CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
+# On a CPU the ring counts toward the load's peak. With CUDA it is host memory, for the tensors that a GPU makes during one write.
 CPU_STAGING = Staging(16 * MIB, MIB, hold_bytes=64 * MIB)
 CUDA_STAGING = Staging(256 * MIB, 4 * MIB, hold_bytes=32 * MIB, pin=True, threads=4)
-# For the manifest and the file system's own records.
+# Room for the manifest and the file system's metadata.
 MARGIN_BYTES = 16 * MIB
 
 Refill = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
@@ -47,14 +46,14 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 
 class _Skipped(Exception):
-    """There is a good reason not to write this cache."""
+    """This cache is not written, for a reason that is no error."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheContent:
-    """The content of a cache. layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order.
+    """The content of a cache. layout: name -> (safetensors dtype code, shape) of all tensors that will arrive, roughly in that order.
 
-    quantization_config: for config.json. plain: the names that are in the source byte for byte. notes: JSON values for the manifest.
+    quantization_config: for config.json. plain: names of tensors that are equal to the source's bytes. notes: JSON values for the manifest.
     """
 
     checkpoint: Checkpoint
@@ -67,13 +66,12 @@ class CacheContent:
 
 
 class CacheWriter:
-    """One entry in the making. state: writing, then written, failed or skipped; reason: why, of the latter two, in a sentence.
+    """One entry in the making. state: writing, then written, failed or skipped; reason: a sentence for the latter two.
 
-    limit_bytes: of the whole cache folder. device: where the tensors are. on_state: is called with (state, bytes written, reason) at the
-    beginning and when the state changes. damaged: the names of what is written and is not finite, which the manifest tells: the next start
-    trusts the rest.
-    Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
-    Nothing here raises for a disk, a folder or a tensor that is not as expected.
+    limit_bytes: of the whole cache folder. device: the tensors' device. on_state: called with (state, bytes written, reason) at the
+    beginning and at each change. damaged: names of written tensors that are not finite; the manifest lists them, and the next start trusts
+    the rest. Construct it as soon as the layout is known: its own thread then makes room and allocates the files before the first read.
+    No method raises for a disk, a folder or a tensor that is not as expected.
     """
 
     def __init__(
@@ -124,11 +122,11 @@ class CacheWriter:
 
     @property
     def bytes_total(self) -> int:
-        """The bytes of the shards; known from the beginning."""
+        """The bytes of all shards, known from the beginning."""
         return self._writer.bytes_total if self._writer is not None else 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a copy of a tensor, or leaves it out where there is no room at once. Returns without waiting for a disk or a device."""
+        """Take a copy of a tensor, or leave it out where there is no room now. Never waits for a disk or a device."""
         if self._writer is None or self.state != "writing":
             return
         slot = self._slot(name, tensor)
@@ -142,7 +140,7 @@ class CacheWriter:
             self._writer.put(slot, start, view[start : start + CPU_STAGING.block_bytes])
 
     def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-        """The same for quantized tensors [names, ..] of one shape; those that lie one behind the other in the file are taken as one."""
+        """Like `add`, for quantized tensors [names, ..] of one shape; those that are adjacent in the file are taken at once."""
         if self._writer is None or self.state != "writing":
             return
         slots = [slot for name in names if (slot := self._slot(name, stacked[0])) is not None]
@@ -157,7 +155,7 @@ class CacheWriter:
             start = at
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
-        """The same for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
+        """Like `add`, for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
         if self._writer is None or self.state != "writing":
             return
         slot = self._writer.slots.get(name)
@@ -167,12 +165,12 @@ class CacheWriter:
         self._writer.put(slot, start_byte, view)
 
     def leave_device(self) -> None:
-        """After the last tensor from the device; returns when its copy is in host memory."""
+        """Call it after the last tensor from the device. Returns when all copies are in host memory."""
         if self._writer is not None and self.state == "writing":
             self._writer.leave_device()
 
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot | None:
-        """Its place; None, and the end of the writing, for a tensor that was not laid out like this."""
+        """The place of a tensor. For a tensor that does not match the layout: ends the writing and returns None."""
         slot = None if self._writer is None else self._writer.slots.get(name)
         code = CODES.get(tensor.dtype)
         if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
@@ -181,9 +179,9 @@ class CacheWriter:
         return slot
 
     def finish(self, refill: Refill | None = None) -> str:
-        """Completes the entry and returns the state; for a thread of its own once the model is placed, and it may take as long as a load.
+        """Complete the entry and return the state. Call it from a separate thread after the load; it may take as long as a load.
 
-        refill: makes the tensors of these names once more, in any order.
+        refill: makes the tensors with these names again, in any order.
         """
         try:
             if self._writer is not None and self.state == "writing":
@@ -192,19 +190,19 @@ class CacheWriter:
                 self._writer.settle()
                 self._publish()
                 self._end(None)
-        except Exception as error:  # noqa: BLE001 - the reason is kept and told: the model serves without its cache
+        except Exception as error:  # noqa: BLE001 - the reason is kept and reported: the model serves without its cache
             self._end(error)
         self._close()
         return self.state
 
     def abandon(self, reason: str) -> None:
-        """Ends without an entry, for instance because the load was cancelled; what was written is removed."""
+        """End without an entry, for instance after a cancelled load, and remove the written files."""
         self._refuse(reason)
 
     # On the writing thread
 
     def _prepare(self) -> str:
-        """The new folder, once there is room for it. Raises _Skipped, OSError."""
+        """Make room and the new folder. Raises _Skipped, OSError."""
         os.makedirs(self._cache_dir, exist_ok=True)
         with locked(self._cache_dir):
             if not self._turn.enter_context(turn(self._writing)):
@@ -214,7 +212,7 @@ class CacheWriter:
                 there.close()
                 raise _Skipped("another process has written the same cache meanwhile")
             self._mine = True
-            # The turn is ours, so what is left under this name is a dead writer's.
+            # This is the only writer, so a folder with this name is left by one that died.
             shutil.rmtree(self._writing, ignore_errors=True)
             need_bytes = sum(shard.size_bytes for shard in self._shards) + companions_bytes(self._checkpoint.folder) + MARGIN_BYTES
             problem = make_room(self._cache_dir, need_bytes, self._limit_bytes)
@@ -226,7 +224,7 @@ class CacheWriter:
     # On the thread that finishes
 
     def _fill_gaps(self, writer: ShardWriter, refill: Refill | None) -> None:
-        """Raises CheckpointError where something is still missing afterwards."""
+        """Write the missing bytes. Raises CheckpointError where some are still missing afterwards."""
         gaps = list(writer.gaps())
         self._copy(writer, [gap for gap in gaps if gap[0].name in self._plain])
         missing = {slot.name: slot for slot, _, _ in gaps if slot.name not in self._plain}
@@ -245,8 +243,8 @@ class CacheWriter:
             raise CheckpointError("it was never handed over", tensor=left[0].name)
 
     def _copy(self, writer: ShardWriter, gaps: list[tuple[Slot, int, int]]) -> None:
-        """From the source's files to ours. Raises CheckpointError; not for a NaN in what the model leaves out, at which nobody has looked:
-        that is no reason to quantize all the rest at every start."""
+        """Copy tensors from the source's files into the cache. Raises CheckpointError; not for a NaN in a tensor that the model leaves out,
+        because all the rest would be quantized again at every start."""
         pieces = []
         for slot, start, stop in gaps:
             ref = self._checkpoint.tensors[slot.name]
@@ -262,7 +260,7 @@ class CacheWriter:
                 chunk.release()
 
     def _publish(self) -> None:
-        """Raises _Skipped, OSError."""
+        """Write the manifest and rename the folder to its final name. Raises _Skipped, OSError."""
         files = [OwnFile(shard.name, shard.size_bytes, hashlib.sha256(shard.header).hexdigest()) for shard in self._shards]
         files += write_companions(self._checkpoint, self._writing, self._described, self._shards)
         if self.damaged:
@@ -292,12 +290,12 @@ class CacheWriter:
         self._close()
 
     def _ended(self, error: BaseException) -> None:
-        """On the writing thread: the room that a cache took which will not be is given back at once."""
+        """Called on the writing thread after an error: free the disk space of the unfinished entry at once."""
         self._end(error)
         self._drop()
 
     def _end(self, error: BaseException | None) -> None:
-        """The first word counts."""
+        """Set the final state. Only the first call counts."""
         with self._ending:
             if self.state != "writing":
                 return
@@ -316,7 +314,7 @@ class CacheWriter:
         self._drop()
 
     def _drop(self) -> None:
-        """Nothing stays of an entry that did not become whole. The folder is only ours to remove while it is our turn."""
+        """Remove the folder of an unfinished entry, but only while this is its only writer."""
         with self._ending:
             mine, self._mine = self._mine, False
         if mine and self.state != "written":
@@ -335,7 +333,7 @@ class CacheWriter:
 
 
 def layout_of(virtual: VirtualCheckpoint) -> tuple[Tensors, frozenset[str]]:
-    """(layout, the names that pass through) of all that a virtual checkpoint emits."""
+    """(layout, names of tensors that pass through unchanged) of all tensors that a virtual checkpoint emits."""
     layout = {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in virtual.emitted()}
     return layout, frozenset(unit.plain.name for unit in virtual.units if unit.plain is not None)
 
@@ -346,7 +344,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sync_folder(folder: str) -> None:
-    """Its names are on the disk for good. Raises OSError."""
+    """Sync a folder's directory entries to the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -355,7 +353,7 @@ def sync_folder(folder: str) -> None:
 
 
 def _holds_nan(ref: TensorRef, start: int, data: torch.Tensor) -> bool:
-    """data: uint8 [bytes] of the tensor from `start` on, as they lie in the file."""
+    """Whether a part of a tensor holds a NaN. data: its bytes in the file from `start` on, uint8 [bytes]."""
     size = dtype_of(ref).itemsize
     if (ref.offset + start) % size or start % size or data.numel() % size:
         data = data[-start % size :].clone()  # a file that aligns nothing: the elements at the seams are passed over

@@ -1,4 +1,4 @@
-"""The weight formats: which quantizer makes which checkpoint tensors. It never decides which tensor gets which format."""
+"""The quantizers of the weight formats. Never decides which tensor gets which format."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quant
 
 @functools.cache
 def quantizer(format: Format) -> Quantizer:
-    """The quantizer of a format, which remembers nothing: one serves all weights.
+    """The quantizer of a format. It has no state, so that one serves all weights.
 
-    int4 takes its group size from the format, 128 where none is said; that of bf16 leaves a weight as it is.
+    int4 takes its group size from the format, by default 128; the quantizer of bf16 leaves a weight unchanged.
     """
     match format.name:
         case "nvfp4":

@@ -1,4 +1,4 @@
-"""Owns the interface of every quantizer, and how a weight is cut so that temporaries stay small. It never knows a format's encoding."""
+"""Owns the interface of every quantizer, and cuts a weight so that temporaries stay small. It never knows a format's encoding."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Quantizer(ABC):
         """Quantizes [..., N, K] (bfloat16, float16 or float32; below 2**126; any strides) on the device it is on.
 
         global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
-        two keeps every product exact. out: contiguous tensors to write into, shaped as `parts` says behind the leading dimensions; else
-        they are made. Nothing is copied to the host; on a CPU, temporaries are under 8 MiB whatever the shape.
+        two keeps every product exact. out: contiguous tensors to write into, with the leading dimensions and the shapes of `parts`; None
+        allocates them. Nothing is copied to the host; on a CPU, temporaries are under 8 MiB for any shape.
         """
         lead = weight.shape[:-2]
         parts = self.empty(weight) if out is None else dict(out)
@@ -61,7 +61,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [..., N, K] that the parts stand for, computed in float32 and rounded once to dtype."""
+        """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype."""
 
     def check(self, name: str, n: int, k: int, file: str | None = None) -> None:
         """Raises CheckpointError where a weight [n, k], the tensor `name` of `file`, cannot have this format."""
@@ -78,7 +78,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        """The same by the kernels of `triton_kernels`."""
+        """Like `_fill`, by the kernels of `triton_kernels`."""
 
 
 def amax(weight: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def amax(weight: Tensor) -> Tensor:
 
 
 def amax_each(weight: Tensor) -> Tensor:
-    """The same for each matrix of [B, N, K]: float32 [B]."""
+    """The largest magnitude of each matrix of [B, N, K]: float32 [B]."""
     kernels = triton_kernels() if weight.is_cuda and weight.shape[-1] % 16 == 0 else None
     return torch.stack([amax(matrix) for matrix in weight]) if kernels is None else kernels.amax(weight)
 
@@ -99,7 +99,7 @@ def nonfinite(weight: Tensor) -> Tensor:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many elements torch's operations work on at once; on a GPU more, for a launch costs microseconds."""
+    """The number of elements for one operation of torch; more on a GPU, where a launch costs microseconds."""
     return CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 16
 
 
@@ -115,7 +115,7 @@ def windows(rows: int, columns: int, row_step: int, column_step: int, device: to
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The CUDA kernels, or None where Triton is missing: then torch's own operations do the same, slower."""
+    """The CUDA kernels; None without Triton: then torch's own operations give the same result, slower."""
     if importlib.util.find_spec("triton") is None:
         return None
     from workers.stream.formats import triton_kernels

@@ -1,5 +1,5 @@
-"""Weights that a checkpoint stores in FP8: brought back to the precision they are quantized from, or told anew in a layout that holds their
-own codes and scales. It never reads a file."""
+"""Weights that a checkpoint stores in FP8: dequantized to the precision that another format is quantized from, or rearranged into a layout
+that keeps their codes and scales. Never reads a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = {"fp8": (1, 0), "fp8_block": (BLOCK, BLOCK)}
 
 
 class Dequantized(Quantizer):
-    """For a weight that was dequantized and is not quantized again: bfloat16, under its own name."""
+    """The format of a weight that was dequantized and is not quantized again: bfloat16, under its own name."""
 
     group_size = None
     spelling = "bf16"
@@ -55,14 +55,14 @@ def dequantize_fp8(
 ) -> Tensor:
     """part times its scale, [..., n, k] in dtype, multiplied in float32 and rounded once.
 
-    part: float8 [..., n, k], of each matrix the rows and columns from origin on of a weight of this shape [N, K]. scale: [..., *] that of
-    the whole weight, one value, [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks; every name it goes by
-    (weight_scale, weight_scale_inv, scale) is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
+    part: float8 [..., n, k], the rows and columns from origin on of each weight of this shape [N, K]. scale: [..., *], the scale of the
+    whole weight: one value, [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks; under each of its names
+    (weight_scale, weight_scale_inv, scale) it is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
     """
     *lead, n, k = part.shape
     result = torch.empty(part.shape, dtype=dtype, device=part.device) if out is None else out
     scale, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
-    # Matrix after matrix as rows of one.
+    # All matrices as the rows of one.
     matrices, height, _ = scale.shape
     stored, flat, scale = part.flatten(0, -2), result.flatten(0, -2), scale.flatten(0, 1)
     first = torch.arange(matrices, device=part.device).unsqueeze(1) * height
@@ -76,10 +76,10 @@ def dequantize_fp8(
 
 
 def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], first: int = 0) -> bool:
-    """Whether an FP8 weight can have this format with its own codes: each of the format's scales stands for elements of one own scale.
+    """Whether an FP8 weight can keep its codes in this format: all elements of each new scale share one stored scale.
 
-    scale: the shape of the own scales, as `refuse_scale` takes it, of a weight of this shape [N, K]; first: the row of that at which what
-    has the format begins.
+    scale: the shape of the stored scales, as in `refuse_scale`, of a weight of this shape [N, K]; first: the row of that weight at which
+    the part with the new format begins.
     """
     if form.name not in _STEPS:
         return False
@@ -91,8 +91,7 @@ def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], fi
 def restated_fp8(part: Tensor, scale: Tensor, shape: tuple[int, ...], form: Format, origin: tuple[int, int] = (0, 0)) -> Parts:
     """The parts of `form` that hold an FP8 weight's own codes and scales, where `holds_codes`: the weight is not rounded a second time.
 
-    part, scale, shape, origin: as `dequantize_fp8` takes them; origin is where a block of `form` begins. The result is in memory of its
-    own, contiguous.
+    part, scale, shape, origin: as for `dequantize_fp8`; a block of `form` begins at origin. The result is contiguous and in new memory.
     """
     *lead, n, k = part.shape
     matrices, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
@@ -119,7 +118,7 @@ def refuse_scale(scale: tuple[int, ...], n: int, k: int, *, file: str | None = N
 
 
 def _normal(scale: Tensor, leading: int, n: int, k: int) -> tuple[Tensor, int, int]:
-    """(scale float32 [matrices, rows, columns], rows of the weight that one of its rows stands for, columns likewise); 0: for all."""
+    """(scale as float32 [matrices, rows, columns], rows of the weight for each row of it, columns for each column of it); 0: all."""
     own = tuple(scale.shape[leading:])
     refuse_scale(own, n, k)
     down, across = _cells(own, n, k)

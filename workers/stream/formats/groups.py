@@ -1,4 +1,4 @@
-"""Quantizes in groups of columns that share a scale, chunk by chunk on a CPU. It never knows how a scale is chosen."""
+"""Quantizes in groups of columns that share a scale, chunk by chunk on a CPU. It never chooses a scale."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from workers.stream.formats.base import Quantizer, chunk_elements, windows
 
 
 class GroupChunk(NamedTuple):
-    """One chunk, float32 [G, B]: row i holds the i-th element of each of B groups, so that what is per group broadcasts over whole rows.
+    """One chunk, float32 [G, B]: row i holds the i-th element of each of B groups, so that a value per group broadcasts over whole rows.
 
-    value is the weight; a to d have its shape and hold nothing.
+    value is the weight; a to d are uninitialised memory of its shape.
     """
 
     value: Tensor

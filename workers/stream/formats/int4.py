@@ -78,7 +78,7 @@ class Int4Quantizer(GroupQuantizer):
         torch.round(groups.a, out=groups.b).clamp_(-8, 7)
 
     def _least_squares(self, groups: GroupChunk, scale: Tensor) -> Tensor:
-        """The bfloat16 that fits the codes of this scale best: sum(w q) / sum(q q); this one where all codes are 0."""
+        """The bfloat16 scale that fits the codes of this scale best: sum(w q) / sum(q q); the given scale where all codes are 0."""
         self._round(groups, scale)
         above, below = columns(groups.a.mul_(groups.b)), columns(groups.b.square_())
         return torch.where(above > 0, scale * (above / below), scale).bfloat16()

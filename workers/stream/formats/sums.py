@@ -1,4 +1,4 @@
-"""Errors of groups, summed in one fixed order, and which scale has the least. It never rounds to a format.
+"""Sums the errors of groups in one fixed order, and finds the scale with the least. It never rounds to a format.
 
 Two scales often have exactly the same error. torch's own sum adds in an order that depends on a tensor's shape, so the choice between
 them would depend on how a weight was cut. Here neighbours are added within eight columns, as a GPU's thread can do alone, and then the
@@ -31,8 +31,8 @@ def columns(value: Tensor) -> Tensor:
 def least(errors: Tensor) -> Tensor:
     """For each group the number (int32 [B]) of the least of its errors (float32 [S, B], >= 0, S at most 8), compared to 20 bits.
 
-    Equal ones: the first. Overwrites the errors. The order of floats >= 0 is that of their bits, so the number can stand in the low bits
-    and one minimum finds it; comparing and selecting cost as much as rounding a whole group.
+    The first of equal errors counts. Overwrites the errors. Floats >= 0 are ordered like their bits, so the number is put into the low bits
+    and one minimum finds it; a comparison and a selection would cost as much as rounding a whole group.
     """
     numbers = torch.arange(errors.shape[0], dtype=torch.int32, device=errors.device).unsqueeze(1)
     return errors.view(torch.int32).bitwise_and_(-8).bitwise_or_(numbers).amin(0).bitwise_and_(7)

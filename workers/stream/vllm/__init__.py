@@ -1,1 +1,1 @@
-"""Everything in the loader that depends on vLLM's classes."""
+"""The parts of the loader that depend on vLLM's classes."""

@@ -1,4 +1,4 @@
-"""Asks vLLM's model, once it is built, which tensors it takes and where they go. Never reads a weight, never places one."""
+"""Traces which tensors vLLM's built model takes, and their targets. Never reads a weight, never places one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def ask(
 ) -> Trace | None:
     """The tensors of `virtual` that the model takes; None, with the reason in the log, where its weight loaders cannot be asked.
 
-    folder: the user's own checkpoint, for messages; quantized: by us; check: whether a checkpoint that lacks a weight is refused. Raises
-    CheckpointError for that, and where the model wants what the checkpoint does not have.
+    folder: the user's checkpoint, for messages; quantized: by sparkd; check: refuse a checkpoint that lacks a weight. Raises
+    CheckpointError for that, and where the model requires a tensor that the checkpoint lacks.
     """
     trace, writes, storages = Trace(), Writes(), storages_of(model)
     emitted = virtual.emitted()
@@ -72,7 +72,7 @@ def ask(
 
 
 def fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
-    """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
-    may get a head from elsewhere, and what vLLM quantizes by itself while it loads has parameters that no checkpoint knows."""
+    """Whether every weight of the model must come from this checkpoint. A draft takes some from its target, a pooling model may get its
+    head from elsewhere, and a model that vLLM quantizes during the load has parameters that no checkpoint contains."""
     stored = virtual.checkpoint.quantization is not None or model_config.quantization is None
     return (bool(virtual.formats) or stored) and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())

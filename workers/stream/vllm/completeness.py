@@ -1,10 +1,10 @@
-"""Which parameters of vLLM's model nothing fills: what a checkpoint lacks though neither a shard nor the index says so. Never reads a
+"""Finds parameters of vLLM's model that no tensor fills: gaps in a checkpoint that neither a shard nor the index shows. Never reads a
 weight, never changes a parameter.
 
-vLLM by itself looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is
-every linear layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). A missing one keeps
-the memory's old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels
-may round shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
+vLLM itself checks this only without quantization, and even then skips every module that has a quantization method, which is every linear
+layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). An unfilled parameter keeps the
+memory's old content, and the model generates nonsense. Here the loader watches the model's copies during the trace (trace.py). Kernels may
+round shapes up and models may leave scales at their defaults, so not every element must be written. A tensor is missing where
 
 * nothing at all is written to a parameter, and the model does not say that it was loaded;
 * nothing is written to one of the parts that a linear layer multiplies as one matrix (k of q/k/v);
@@ -30,29 +30,29 @@ _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
 _ALLOWED = "; if the model runs without them, `allow_missing_weights: true` on it"
-# The parameters that our formats hand over, and those of vLLM's own methods, AWQ's and GPTQ's at the end. A module with a method may have
-# more, of which a checkpoint that was quantized elsewhere may lack some: scales of activations and of the KV cache (of experts that no
-# calibration reached), zero points.
+# Parameters of sparkd's formats and of vLLM's own methods (AWQ's and GPTQ's at the end). A module with a method may have more, some of
+# which a checkpoint that was quantized elsewhere may lack: scales of activations and of the KV cache (of experts that no calibration
+# reached), zero points.
 _FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias", "qweight", "scales")
-# The biases that are added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with
-# a method; some make it of zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32), and serve a checkpoint without it.
+# Biases that are added to the router's scores to choose experts. On a layer with a method, vLLM's classes create them uninitialised; some
+# create zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32) and serve a checkpoint without them.
 _ROUTING = ("e_score_correction_bias", "expert_bias", "router_bias")
 _ROUTING_IS_ZERO = tuple(f"vllm.model_executor.models.{name}" for name in ("laguna", "longcat_flash", "param2moe", "step3p5"))
 _EXPERTS = ("w13_", "w2_")
-# Gate and up as most checkpoints call them, and Mixtral's.
+# Names of gate and up in most checkpoints, and in Mixtral's.
 _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """The elements of a storage between which it lies, both included."""
+    """A write, as the first and the last written element of a storage."""
 
     first: int
     last: int
 
 
 class Writes(TorchDispatchMode):
-    """Notes which memory is written to while it is entered."""
+    """A context that notes which memory is written to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Writes(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def add(self, written: Any) -> None:
-        """written: a tensor, or a list of them; anything else is nothing."""
+        """Note a write. written: a tensor or a list of tensors; other values are ignored."""
         if isinstance(written, list | tuple):
             for tensor in written:
                 self.add(tensor)
@@ -78,7 +78,7 @@ class Writes(TorchDispatchMode):
             self._to.setdefault(written.untyped_storage().data_ptr(), []).append(_Write(*_span(written)))
 
     def add_from(self, first: torch.Tensor, last: torch.Tensor) -> None:
-        """Both, and what lies between them in their storage."""
+        """Note a write of two tensors and of all elements between them in their storage."""
         if first.numel():
             self._to.setdefault(first.untyped_storage().data_ptr(), []).append(_Write(_span(first)[0], _span(last)[1]))
 
@@ -89,10 +89,10 @@ class Writes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """The outcome of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
+    """The result of tracing a model. loaded: the parameters that the model reports as loaded; storages: its parameters' storages before.
 
-    experts: how many each layer has on this rank, None where that is not known. placed: what is placed without the model, as the first
-    and the last of rows of one parameter.
+    experts: number of experts of each layer on this rank, None where unknown. placed: tensors that are placed without the model, as the
+    first and the last rows of one parameter.
     """
 
     model: torch.nn.Module
@@ -109,7 +109,7 @@ def storages_of(model: torch.nn.Module) -> dict[str, int]:
 
 
 def refuse_unfilled(outcome: LoadOutcome, folder: str, *, quantized: bool) -> None:
-    """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's; quantized: by a recipe."""
+    """Raise CheckpointError with the first unfilled parameters and their number. folder: the checkpoint's; quantized: by a recipe."""
     empty = unfilled(outcome)
     if not empty:
         return
@@ -119,7 +119,7 @@ def refuse_unfilled(outcome: LoadOutcome, folder: str, *, quantized: bool) -> No
 
 
 def unfilled(outcome: LoadOutcome) -> list[str]:
-    """Names, as a user can look for them: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
+    """Readable names of the unfilled parts: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
     return list(dict.fromkeys([*_lone(outcome), *_parameters(outcome)]))
 
 
@@ -138,7 +138,7 @@ def _parameters(outcome: LoadOutcome) -> Iterator[str]:
             seen.add(id(parameter))
             names = aliases[id(parameter)]
             if any(outcome.storages.get(alias) != parameter.untyped_storage().data_ptr() for alias in names):
-                continue  # the model has put something else in its place
+                continue  # the model has replaced the parameter
             shown = ".".join(filter(None, (path, _shown(name))))
             writes = outcome.writes.to(parameter)
             if not writes:
@@ -157,12 +157,12 @@ def _counts(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -
 
 
 def _is_spare_bias(module: torch.nn.Module, name: str) -> bool:
-    """vLLM's GPTQ experts have room for biases, of zeros, that most checkpoints and their models do not have (auto_gptq.py, 0.32)."""
+    """Whether a parameter is a bias of zeros that vLLM's GPTQ experts create although the model has none (auto_gptq.py, 0.32)."""
     return name.startswith(_EXPERTS) and _bare(name) == "bias" and not getattr(getattr(module, "moe_config", None), "has_bias", True)
 
 
 def _shares(parent: torch.nn.Module) -> bool:
-    """Whether attention uses another layer's keys and values (Gemma 3n, Gemma 4): nobody needs its own."""
+    """Whether attention uses another layer's keys and values (Gemma 3n, Gemma 4), so that its own projections are not needed."""
     return any(getattr(child, "kv_sharing_target_layer_name", None) is not None for child in parent.children())
 
 
@@ -171,7 +171,7 @@ def _bare(name: str) -> str:
 
 
 def _shown(name: str) -> str:
-    """The parts of one weight are missing together."""
+    """One name for all parts of a weight, because they are missing together."""
     return name.partition("weight_")[0] + "weight" if "weight_" in name else name
 
 
@@ -194,7 +194,7 @@ def _parts(module: torch.nn.Module, name: str, parameter: torch.Tensor, writes: 
 
 
 def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
-    """For each row whether anything is written to it."""
+    """For each row, whether any of its elements is written."""
     touched = [False] * parameter.shape[0]
     origin, step = parameter.storage_offset(), max(1, parameter.stride(0))
     for write in writes:
@@ -204,7 +204,7 @@ def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
 
 
 def _lone(outcome: LoadOutcome) -> Iterator[str]:
-    """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all, and halves that all of them lack."""
+    """Matrices that one expert lacks and its neighbours have, if the model takes that kind, and halves that all experts lack."""
     numbers_of: dict[tuple[str, str], set[int]] = {}
     wanted: set[tuple[str, str]] = set()
     for name, taken in outcome.trace.taken.items():
@@ -231,7 +231,7 @@ def _lone(outcome: LoadOutcome) -> Iterator[str]:
 
 
 def _are_gated(model: torch.nn.Module) -> bool:
-    """Whether all of a model's routed experts multiply two products, as vLLM's configuration of them says."""
+    """Whether all routed experts of a model are gated, by vLLM's configuration of them."""
     gates = [
         module.moe_config.is_act_and_mul for module in model.modules() if hasattr(getattr(module, "moe_config", None), "is_act_and_mul")
     ]

@@ -1,11 +1,11 @@
-"""A module's weights are put into its kernel's layout as soon as they are all there, while the disk reads on. Never computes a layout.
+"""Puts a module's weights into its kernel's layout as soon as all of them are placed, while the disk reads on. Never computes a layout.
 
-vLLM calls every `quant_method.process_weights_after_loading` after the last byte was read. For experts that is a second or more in which
-the disk stands still. The trace tells which tensors each module waits for, so its own method is called when the last of it has been placed;
-vLLM's call that comes later is then skipped, once. A module of which anything is doubtful is left to vLLM.
+vLLM calls every `quant_method.process_weights_after_loading` after the last byte was read. For experts that takes a second or more, in
+which the disk is idle. The trace shows which tensors each module needs, so its own method is called once the last of them is placed; vLLM's
+later call is skipped once. Where anything about a module is uncertain, vLLM repacks it.
 
-On a GPU the methods run in a thread of their own: they are hundreds of launches and some waits for the device, 60 ms for 128 experts, in
-which a ring of 64 MiB runs full twice. Both threads use one stream, so the device does everything in the order in which it was asked.
+On a GPU a separate thread runs the methods: they are hundreds of launches and some waits for the device, 60 ms for 128 experts, in which a
+ring of 64 MiB fills twice. Both threads use one stream, so the device keeps the order of the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.stream.trace import Trace
 
 @dataclass(slots=True)
 class _Waiting:
-    """A module, how many of its tensors are still to come, and all their names."""
+    """A module, the number of its missing tensors, and the names of all its tensors."""
 
     module: torch.nn.Module
     name: str
@@ -33,10 +33,11 @@ class _Waiting:
 
 
 class Early:
-    """`placed` is told what has reached its parameter and calls the methods of the modules that are whole then.
+    """Repacks a module's weights as soon as all of them are in place. `placed` takes the names of tensors that have reached their
+    parameters and calls the quantization methods of the modules that this completes.
 
-    model: its modules that have a quantization method. trace: where every tensor goes; it is only looked at now, because a place keeps the
-    memory that the kernel's layout replaces. unread: how names end, of tensors and parameters, that no kernel reads. device: a GPU, on
+    model: modules with a quantization method are repacked. trace: the target of every tensor; only read here, because a target keeps the
+    memory that the kernel's layout replaces. unread: endings of names of tensors and parameters that no kernel reads. device: a GPU, on
     whose current stream a thread calls the methods; None calls them at once. `placed` and `wait` raise CheckpointError where a method
     refuses its module.
     """
@@ -85,7 +86,7 @@ class Early:
                     del self._of[name]
 
     def placed(self, names: Iterable[str]) -> None:
-        """In the order of placing; a name that is not waited for is nothing."""
+        """Note placed tensors, in the order of placing; other names are ignored."""
         for name in names:
             waiting = self._of.pop(name, None)
             if waiting is None:
@@ -99,13 +100,13 @@ class Early:
                 self._aside.put(waiting)
 
     def wait(self) -> None:
-        """After the last tensor: until every method that was called for has returned."""
+        """Called after the last tensor: wait until all started methods have returned."""
         if self._aside is not None:
             self._aside.end()
             self._aside.refuse()
 
     def abandon(self) -> None:
-        """After an error: what has not begun is left as it is."""
+        """Called after an error: drop the methods that have not begun."""
         if self._aside is not None:
             self._aside.end(abandon=True)
 
@@ -129,7 +130,7 @@ class Early:
 
 
 class _Aside:
-    """Does one thing after another in a thread that begins with the first. error: what ended it; nothing is done after that."""
+    """Runs queued work in a thread, which starts with the first item. error: the error that ended it; later items are dropped."""
 
     def __init__(self, do: Callable[[_Waiting], None], device: torch.device) -> None:
         self.error: BaseException | None = None
@@ -147,7 +148,7 @@ class _Aside:
         self._queue.put(waiting)
 
     def end(self, *, abandon: bool = False) -> None:
-        """Twice is once."""
+        """End the thread. A second call has no effect."""
         self._abandoned = abandon
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -172,7 +173,7 @@ class _Aside:
 
 
 class _SkipOnce:
-    """In place of a method's `process_weights_after_loading`: nothing for the module that is done, and the method itself from then on."""
+    """Replaces a method's `process_weights_after_loading`: skips the finished module once, then restores the method."""
 
     def __init__(self, method: Any, module: torch.nn.Module) -> None:
         self._method = method
@@ -208,14 +209,14 @@ def _owners(model: torch.nn.Module, is_ours: Callable[[Any], bool]) -> dict[int,
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:
-    """vLLM brings such weights to the device for its call, and back (device_loading_context): that stays its own affair."""
+    """Whether vLLM moves the module's weights to the device for its call, and back (device_loading_context); vLLM repacks those itself."""
     parameters = list(module.parameters(recurse=False))
     devices = {parameter.device for parameter in parameters}
     return len(devices) > 1 or any(hasattr(parameter, "_vllm_is_uva_offloaded") for parameter in parameters)
 
 
 def _is_whole(module: torch.nn.Module, filled: dict[int, int], unread: Sequence[str], *, all_of_them: bool) -> bool:
-    """Whether what is waited for fills every parameter; without `all_of_them` every one that anything is known to go to."""
+    """Whether the expected tensors fill every parameter; without `all_of_them`, every parameter that is a known target."""
     for name, parameter in module.named_parameters(recurse=False):
         if name.endswith(tuple(unread)):
             continue
@@ -228,9 +229,9 @@ def _is_whole(module: torch.nn.Module, filled: dict[int, int], unread: Sequence[
 
 
 def _let_go(before: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> None:
-    """The memory of parameters that the module no longer has: the model's weight loader holds them until the last tensor has come.
+    """Free the memory of parameters that the module no longer has: the model's weight loader holds them until the last tensor.
 
-    Where the kernel's layout is another view of that memory, it is that view's as well and stays.
+    If the kernel's layout is another view of that memory, the memory stays.
     """
     staying = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in before:

@@ -1,6 +1,6 @@
-"""Why vLLM's model class does not take a checkpoint's tensor, or why a load ended, as one sentence. Never loads anything.
+"""Owns the message about a tensor that vLLM's model class refuses, and about the end of a load. Never loads anything.
 
-A class checks shapes by assertions without a text and looks names up in dictionaries; what it says names neither file nor tensor.
+A class checks shapes by assertions without a message and looks names up in dictionaries; its errors name neither file nor tensor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from workers.stream.trace import Trace
 from workers.stream.virtual import DTYPES, VirtualCheckpoint
 
 _NO_PLACE = "There is no module or parameter named"
-# torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), Triton's launcher, cuBLAS, and errno 12 of a file that is mapped.
+# Messages of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), Triton's launcher, cuBLAS, and errno 12 for a mapped file.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|STATUS_ALLOC_FAILED|Cannot allocate memory")
 _CURE = "Check that config.json and the shards are of one model, and download them again"
 _QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
-# vLLM's sentences go on with every name that it would have taken.
+# The limit of vLLM's message, which may continue with all names that vLLM accepts.
 _TEXT = 160
 
 
@@ -36,13 +36,13 @@ def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseExcep
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host has no memory left: many say that by a RuntimeError."""
+    """Whether the device or the host has no memory left; many libraries raise a RuntimeError for that."""
     is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_ours or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def ended(error: BaseException) -> str:
-    """The error for the operator of a load that was ended by something else than its checkpoint."""
+    """The message for the operator about a load that ended for another reason than its checkpoint."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "The load was ended from outside."
     message = str(error).partition("\n")[0].rstrip(". ")
@@ -53,7 +53,7 @@ def ended(error: BaseException) -> str:
 
 
 def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
-    """Raises CheckpointError for whole numbers of 16 bits and more on their way into a matrix of fractions: torch would convert them."""
+    """Raise CheckpointError for integers of 16 bits or more that would be loaded into a floating-point matrix: torch would convert them."""
     for unit in virtual.units:
         ref = unit.plain
         if ref is None or len(ref.shape) < 2 or not _is_integer(ref) or (taken := trace.taken.get(ref.name)) is None:

@@ -1,8 +1,8 @@
-"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never decides
-a format, never reads a weight.
+"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels where vLLM's CPU backend has none. Never decides a
+format, never reads a weight.
 
 Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/vllm/config.py under the name `spark`,
-so what is served while streaming and what an exported checkpoint says are one description.
+so a streamed model and an exported checkpoint have the same description.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SparkConfig(CompressedTensorsConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, *_args: Any, **_kwargs: Any) -> str | None:
-        """`spark` where the model's configuration says so: the plugin wrote it there."""
+        """`spark` where the model's configuration names it, because the plugin has written it there."""
         method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
         return NAME if method == NAME and user_quant in (None, NAME) else None
 

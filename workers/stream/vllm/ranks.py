@@ -1,5 +1,5 @@
-"""Which rank of the engine this process is, and what ranks share. Never changes a group; asks vLLM's own, and raises MissingSymbol where it
-has none."""
+"""Owns this process's rank in the engine, and how ranks share the model, from vLLM's groups. Never changes a group; raises MissingSymbol
+where vLLM lacks one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def experts_are_spread() -> bool:
 
 
 def tensor_parallel_rank() -> int:
-    """This process's rank among those that share the model's layers; 0 where nothing is shared."""
+    """This process's tensor-parallel rank; 0 without tensor parallelism."""
     try:
         return int(symbol("vllm.distributed", "get_tensor_model_parallel_rank")())
     except (AssertionError, RuntimeError):
@@ -22,13 +22,13 @@ def tensor_parallel_rank() -> int:
 
 
 def ranks() -> dict[str, int | bool]:
-    """How the engine is cut, for the key of a cache that holds one rank's part."""
+    """The engine's parallel sizes, for the key of a cache that holds one rank's part."""
     parallel = _parallel()
     return {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size, "ep": bool(parallel.enable_expert_parallel)}
 
 
 def rank_of_world() -> tuple[int, int]:
-    """(this rank, how many there are) of the whole engine."""
+    """(this rank, number of ranks) of the whole engine."""
     from torch import distributed
 
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)

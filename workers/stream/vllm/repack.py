@@ -1,10 +1,10 @@
-"""Kernel repacking without a second copy of a layer's experts: vLLM's own functions, called for few experts at a time, written back in
-place. Never computes a layout.
+"""Repacks a layer's experts for a kernel without a second copy: calls vLLM's own functions for a few experts at a time and writes the
+results back in place. Never computes a layout.
 
-Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into new tensors, so one layer's experts are resident twice, and NVFP4's
-scales several times more in wider types. The packed bytes are as many before and after when nothing is padded (marlin_utils_fp4.py,
-marlin_utils.py), and experts do not know of each other, so a few at a time can go back to where they came from. Where that does not hold,
-or where a release has another function, stock behaviour stays and the log says so.
+Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into new tensors, so one layer's experts are in memory twice, and NVFP4's
+scales several times in wider types. Without padding the packed bytes keep their number (marlin_utils_fp4.py, marlin_utils.py), and experts
+are independent, so a few at a time can be written back in place. Where that does not hold, or a release has another function, stock
+behaviour stays and the log says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BY_EXPERT: tuple[tuple[str, str, tuple[int, ...], int | None], ...] = (
 
 
 def repack_in_place() -> list[str]:
-    """Replaces the functions of this process's vLLM; the names of those that this release does not have. Idempotent."""
+    """Replace the functions of this process's vLLM. Returns the names of functions that this release lacks. Idempotent."""
     missing: list[str] = []
     for module_name, name, by_expert, layer in _BY_EXPERT:
         try:
@@ -55,7 +55,7 @@ def repack_in_place() -> list[str]:
 
 
 class FewExperts:
-    """A layer as it would be with fewer experts; everything else is the layer's own."""
+    """A stand-in for a layer with fewer experts; all other attributes are the layer's."""
 
     def __init__(self, layer: Any, num_experts: int) -> None:
         object.__setattr__(self, "_layer", layer)
@@ -147,7 +147,7 @@ def scales_as_one(stock: Callable[..., Any], careful: Callable[..., Any]) -> Cal
 
 
 class _NotAlike(Exception):
-    """A layer or a release for which the short way is not known to be right."""
+    """The fast way is not known to be right for this layer or release."""
 
 
 def _as_one(module: Any, dtype: torch.dtype, tensors: list[torch.Tensor], at_once_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -215,7 +215,7 @@ def _home(part: torch.Tensor, experts: int, step: int, homes: list[torch.Tensor]
 
 
 def _positional(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments by position; those that were given by name are taken out of kwargs as far as no one before them is missing."""
+    """The arguments by position. Named arguments move from kwargs to their position, up to the first missing one."""
     code = stock.__code__
     positional = list(args)
     for name in code.co_varnames[len(args) : code.co_argcount]:
@@ -226,7 +226,7 @@ def _positional(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _replace(stock: Callable[..., Any], name: str, ours: Callable[..., Any]) -> None:
-    """Everywhere in vLLM where the function was imported to."""
+    """Replace the function in every module of vLLM that has imported it."""
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == "vllm" and module is not None and module.__dict__.get(name) is stock:
             setattr(module, name, ours)

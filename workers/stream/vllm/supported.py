@@ -1,9 +1,9 @@
-"""Which formats this vLLM has no kernel or no place for, asked before anything is loaded. Never reads a weight.
+"""Refuses formats for which this vLLM has no kernel or no parameter, before a load. Never reads a weight.
 
-Importing this module imports no vLLM; asking does, and raises MissingSymbol where a release has not what is looked at. vLLM 0.26 takes
-these experts a layer at a time and only in the MXFP4 that OpenAI published; from 0.32 on its class has a list of what it takes one expert
-at a time (models/gpt_oss.py, _get_streamed_expert_info), and of compressed-tensors' methods on a GPU only the integer one has a place for
-their biases.
+Importing this module imports no vLLM; a check does, and raises MissingSymbol where a release lacks a symbol. vLLM 0.26 takes gpt-oss's
+experts a layer at a time and only in the MXFP4 that OpenAI published. From 0.32 on its class lists the parts that it takes one expert at a
+time (models/gpt_oss.py, _get_streamed_expert_info), and on a GPU only the integer method of compressed-tensors has parameters for their
+biases.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None
 
 
 def _taken() -> frozenset[str]:
-    """The parts that vLLM's gpt-oss takes of one expert at a time; empty before it could."""
+    """The parts that vLLM's gpt-oss takes one expert at a time; empty for releases that cannot."""
     return frozenset(symbol("vllm.model_executor.models.gpt_oss", "__dict__").get("_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD", ()))
 
 

@@ -1,4 +1,4 @@
-"""vLLM's symbols that are asked for when they are needed: a release that lacks one is told in one sentence. Never falls back.
+"""Looks up vLLM's symbols when they are needed; raises one clear error for a release that lacks one. Never falls back.
 
 Importing this module imports no vLLM.
 """

@@ -1,8 +1,8 @@
-"""Triton and the quantizers' kernels, made ready before the first weight is there. Never quantizes a weight.
+"""Prepares Triton and the quantizers' kernels before the first weight arrives. Never quantizes a weight.
 
-The first kernel of a process makes Triton hash all of its own files, 400 MB, and where they are out of the page cache that is half a second
-in which the ring is full and the disk stands still. Hashing needs neither the device nor Python's lock, so it begins as soon as a
-configuration says that something will be quantized, seconds before the load.
+The first kernel of a process makes Triton hash all of its own files, 400 MB. If they are not in the page cache, that takes half a second in
+which the ring is full and the disk idle. Hashing needs neither the device nor Python's lock, so it begins as soon as a configuration has a
+format to quantize to, seconds before the load.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from workers.quantization.formats import Format
 from workers.stream.formats import amax_each, global_scale, quantizer
 
-# Tells the processes that vLLM starts, which see no configuration before their load.
+# The variable for processes that vLLM starts, which see no configuration before their load.
 VARIABLE = "SPARKD_STREAM_QUANTIZES"
 
 
 def make_ready(environ: MutableMapping[str, str]) -> None:
-    """Here, for a load in this process or in one that is forked from it, and in what inherits `environ`."""
+    """Prepare this process and its forks, and by the variable every process that inherits `environ`."""
     environ[VARIABLE] = "1"
     _hash()
 
 
 def make_ready_if_told(environ: Mapping[str, str]) -> None:
-    """In a process that was started by one that called `make_ready`."""
+    """Prepare a process whose parent has called `make_ready`."""
     if environ.get(VARIABLE) == "1" and multiprocessing.parent_process() is not None:
         _hash()
 
 
 def compile_kernels(forms: Collection[Format], device: torch.device) -> None:
-    """Runs each format's quantizer once, in a thread of its own. A failure shows again at the first unit."""
+    """Run each format's quantizer once, in a separate thread. A failure occurs again at the first unit."""
 
     def run() -> None:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
@@ -48,7 +48,7 @@ def compile_kernels(forms: Collection[Format], device: torch.device) -> None:
 
 
 def _hash() -> None:
-    """Triton keeps the result (`triton_key` of triton/runtime/cache.py is an lru_cache); a release that has it elsewhere hashes later."""
+    """Make Triton hash its files; it keeps the result (`triton_key` in triton/runtime/cache.py). A release without it hashes later."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:
