@@ -269,7 +269,9 @@ class Config(Section):
         settings forbid it."""
         models = {**self.models, model.name: model}
         for location, message in _conflicts(models, self.engine):
-            raise ConfigError(message, param=str(location[-1]))
+            # The fault may stand in another model's entry, such as an alias that is this model's name.
+            own = location[0] == model.name
+            raise ConfigError(message, param=str(location[-1]) if own else "name")
         return self.model_copy(update={"models": models})
 
 
