@@ -46,14 +46,14 @@ ASK_EVERY_S, ASK_SOONER_S = 30.0, 5.0
 log = logging.getLogger("sparkd")
 
 
-class Page:
+class OpenPage:
     """The events of one open page. `leave` is called once: at their end, when it is closed, or when it is dropped before its first one."""
 
     def __init__(self, events: AsyncGenerator[str, None], leave: Callable[[], None]) -> None:
         self._events = events
         self._leave = weakref.finalize(self, leave)
 
-    def __aiter__(self) -> Page:
+    def __aiter__(self) -> OpenPage:
         return self
 
     async def __anext__(self) -> str:
@@ -107,12 +107,12 @@ class LiveStream:
         self._document = self._whole = None
         self._changes.clear()
 
-    def follow(self, last_event_id: str) -> Page:
+    def follow(self, last_event_id: str) -> OpenPage:
         """The events of one page, until it leaves or has fallen too far behind. Raises Unavailable where too many are open."""
         if self._pages >= MOST_PAGES:
             raise Unavailable(f"{MOST_PAGES} pages are open, which is the most; close one, or try again later.", retry_after_s=30)
         self._pages += 1
-        return Page(self._events(last_event_id), self._leave)
+        return OpenPage(self._events(last_event_id), self._leave)
 
     def _leave(self) -> None:
         self._pages -= 1
