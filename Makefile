@@ -38,9 +38,10 @@ serve: python
 test: export PYTHONDONTWRITEBYTECODE :=
 # pip would compile 25,000 files, and the tests import few of them.
 test: export PIP_COMPILE := 0
+# One worker more than cores, because some tests wait for processes and clocks.
 # OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
 test: lint promtool chromium page
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadfile -m "not alone and not engines"
 	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m engines
 	"$(BIN)/python" -m pytest -m alone
 
