@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,11 +22,12 @@ START_S = 400.0
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("pv")
-    models = vllm_models(folder)
-    with two_sparks(folder, {name: models[name] for name in WAYS}) as made:
-        yield made
+def pair() -> Iterator[Pair]:
+    # The folders of pytest and xdist are too long for the sockets of Ray.
+    with TemporaryDirectory(prefix="pv-", ignore_cleanup_errors=True) as folder:
+        models = vllm_models(Path(folder))
+        with two_sparks(Path(folder), {name: models[name] for name in WAYS}) as made:
+            yield made
 
 
 @pytest.mark.timeout(900)
