@@ -17,14 +17,14 @@ def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> Non
         page = tab.page
         tab.open("models", NAME)
         page.get_by_role("button", name=f"Unload {NAME}").click()
-        expect(page.get_by_text("STOPPED", exact=True)).to_be_visible(timeout=60_000)
+        expect(page.locator(".page-head .word")).to_have_text("STOPPED", timeout=60_000)
         page.get_by_role("button", name=f"Load {NAME}").click()
         # What the page tells meanwhile, word for word.
         told: list[str] = []
 
         def ready() -> int:
-            told.extend(page.locator("p.figure[role=status]").all_inner_texts())
-            return page.get_by_text("READY", exact=True).count()
+            told.extend(page.locator(".figure[role=status], p.figure").all_inner_texts())
+            return page.locator(".page-head .word", has_text="READY").count()
 
         until(ready, START_S, "READY")
         assert any(line.startswith("loading") for line in told), told
