@@ -27,8 +27,8 @@ class Operator:
         None for a model that is known by this name: the files of what may run now are the supervisor's business.
         """
         spec = self._registry.judged(name, raw)
-        known = self._registry.records.get(name)
-        if known is not None and known.spec is not None and known.spec.model == spec.model:
+        record = self._registry.records.get(name)
+        if record is not None and record.spec is not None and record.spec.model == spec.model:
             return None
         return await self._cluster.models.unusable(spec)
 

@@ -173,7 +173,7 @@ class StartAnswer(BaseModel):
     seconds: float | None
     ended: str | None
     phases: list[StartPhase]
-    disk_bytes_per_s: float | None = Field(description="Of the disk of a node like this one, else the fastest reading of this load")
+    disk_bytes_per_s: float | None = Field(description="The disk rate of a node like this one; where that is unknown, the fastest read rate of this load")
 
 
 class RankSettings(BaseModel):

@@ -152,7 +152,7 @@ def _follow(program: subprocess.Popen[bytes], request: Mapping[str, Any], tell: 
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:
-    """Wait for the export program to end. Where it was asked to, it removes its output first."""
+    """Wait for the export program to end. A cancelled program removes its output first."""
     for pipe in (program.stdin, program.stdout):
         if pipe is not None:
             try:

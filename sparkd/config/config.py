@@ -313,13 +313,13 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     problems: list[ConfigProblem] = []
     own = canonical(table_of({"models": {name: dict(raw)}}, Location()), Config, problems)["models"].get(name)
     model, tree = None, own
-    given = {} if own is None else shown(own)
+    own_keys = {} if own is None else shown(own)
     if over_admin and own is not None:
         refuse_paths(own, lambda name: book is not None and book.has(name))
     try:
         if own is not None:
             tree = expanded(name, own, book or RecipeLibrary(None, {}), problems)
-            model = ModelConfig.model_validate(tree).with_given(given)
+            model = ModelConfig.model_validate(tree).with_given(own_keys)
     except ValidationError as error:
         problems += problems_of(error, tree, ("models", name))
     if model is None or problems:
@@ -358,11 +358,11 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     overlay_flags(tree, flags, problems, Config)
     config, base = None, path.absolute().parent if path else None
     entries = tree.get("models")
-    given = {name: shown(entry) for name, entry in entries.items() if isinstance(entry, Table)} if isinstance(entries, Table) else {}
+    own_keys = {name: shown(entry) for name, entry in entries.items() if isinstance(entry, Table)} if isinstance(entries, Table) else {}
     expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), tree.get("state_dir", STATE_DIR), base, environ), problems)
     try:
         config = Config.model_validate(tree, context={"base": base})
-        models = {name: model.with_given(given.get(name, {})) for name, model in config.models.items()}
+        models = {name: model.with_given(own_keys.get(name, {})) for name, model in config.models.items()}
         config = config.model_copy(update={"models": models})
     except ValidationError as error:
         problems += problems_of(error, tree)

@@ -67,7 +67,7 @@ class Pair:
     daemon: DaemonProcess
     ray_node: RayNode
 
-    def both(self, timeout_s: float = 180.0) -> None:
+    def both(self, timeout_s: float = 90.0) -> None:
         def seen() -> bool:
             nodes = (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]
             return len(nodes) == 2 and all(node["agent"] for node in nodes)

@@ -41,7 +41,7 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 PROGRESS = "document.querySelector('progress')?.value"
-# Of a picture that is 1,000 wide.
+# The bar of the running phase is measured in a picture 1,000 wide.
 RUNNING_WIDTH = "document.querySelector('.waterfall .running')?.getAttribute('width')"
 COLOUR = "getComputedStyle(document.querySelector('dd.figure')).color"
 

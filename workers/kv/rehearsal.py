@@ -20,7 +20,7 @@ from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
 from workers.kv.symbols import Missing, function, imported, method, need_of
 
 MINIMAL_BLOCKS = 8
-# Limit of the minimal cache. Where it has fewer blocks than sequences, fewer sequences run.
+# The most blocks of the minimal cache. The rehearsal runs fewer sequences where the cache has fewer blocks.
 MOST_BYTES = 1 << 30
 # The least bytes of a captured graph: its nodes and the driver's structures (vLLM's estimate has the same lower bound).
 GRAPH_BYTES = 1 << 20
@@ -48,9 +48,9 @@ def largest_prefill(runner: Any, scale: float = 1.0) -> float:
     """Run the largest prefill of the scheduler, max_num_batched_tokens at the end of the longest context. scale: the share to run. Returns
     the share that ran, like the other runs here. Raises Missing."""
     tokens = max(1, int(runner.max_num_tokens * scale))
-    each = -(-tokens // min(tokens, runner.max_num_reqs))  # tokens of one sequence
+    sequence_tokens = -(-tokens // min(tokens, runner.max_num_reqs))
     # V2 before 0.30 ignores context_len.
-    at_end = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
+    at_end = {"context_len": max(0, runner.max_model_len - sequence_tokens)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
     rehearse_prompt_logprobs(runner, _run(runner, tokens, **at_end)[0])
     return float(tokens / runner.max_num_tokens)
 

@@ -16,7 +16,7 @@ declare global {
   type Signal<T> = PreactSignal<T>;
   type Condition = Known<Schemas["Condition"]>;
   /** command: what cures it, to be copied. */
-  type Finding = Schemas["Finding"] & { command?: string | null };
+  type Finding = Schemas["Finding"];
   type Operation = Known<Schemas["Operation"]>;
   type Progress = Partial<Omit<Known<Schemas["Progress"]>, "kv">> & { kv?: any };
   type LiveNode = Known<Schemas["LiveNode"]>;

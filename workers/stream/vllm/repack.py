@@ -3,8 +3,8 @@ results back in place. Never computes a layout.
 
 Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into new tensors, so one layer's experts are in memory twice, and NVFP4's
 scales several times in wider types. Without padding the packed bytes keep their number (marlin_utils_fp4.py, marlin_utils.py), and experts
-are independent, so a few at a time can be written back in place. Where that does not hold, or a release has another function, stock
-behaviour stays and the log says so.
+are independent, so this module writes a few at a time back in place. For other layouts, and in a release with other functions, stock vLLM
+repacks the layer, and the log says so.
 """
 
 from __future__ import annotations
