@@ -173,7 +173,9 @@ class StartAnswer(BaseModel):
     seconds: float | None
     ended: str | None
     phases: list[StartPhase]
-    disk_bytes_per_s: float | None = Field(description="The disk rate of a node like this one; where that is unknown, the fastest read rate of this load")
+    disk_bytes_per_s: float | None = Field(
+        description="The disk rate of such a node; where it is unknown, the fastest read rate of this load"
+    )
 
 
 class RankSettings(BaseModel):

@@ -10,7 +10,7 @@ from sparkd.config.config import Config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.host import Host
 from sparkd.doctor.storage import TIME_NAMES
-from sparkd.fabric.checks import FAIL, OK, WARN, Finding, worst
+from sparkd.fabric.checks import FAIL, OK, WARN, Finding, unanswered, worst
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import ModelView
 
@@ -21,12 +21,7 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
     hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
     silent = [name for name, raw in readings.items() if raw is None]
     findings = (
-        *(
-            Finding(
-                "agent", FAIL, name, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.", "sparkd status"
-            )
-            for name in silent
-        ),
+        *map(unanswered, silent),
         *(finding for host in hosts for finding in of_node(host)),
         *_differences(hosts),
         *models,

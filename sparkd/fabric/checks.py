@@ -38,6 +38,12 @@ class Finding:
     command: str | None = None
 
 
+def unanswered(node: str) -> Finding:
+    """The finding for a node whose agent gives no answer."""
+    command = "sparkd status"
+    return Finding("agent", FAIL, node, "agent", "it does not answer", f"See `{command}`, and sparkd-ray on that node.", command)
+
+
 def findings(fabric: Fabric) -> tuple[Finding, ...]:
     """The findings on one node by itself, in the order in which they depend on each other."""
     if fabric.trouble:

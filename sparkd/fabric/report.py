@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparkd.fabric.checks import FAIL, Finding, findings, worst
+from sparkd.fabric.checks import Finding, findings, unanswered, worst
 from sparkd.fabric.environment import settings
 from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabrics_of, with_proofs
 from sparkd.fabric.links import Link, cable_findings, cables_of, expects_rdma, rails, teams, topology
@@ -34,12 +34,7 @@ def report(
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
     judged = (
-        *(
-            Finding(
-                "agent", FAIL, node, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.", "sparkd status"
-            )
-            for node in silent
-        ),
+        *map(unanswered, silent),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
         *(rated(rate, names, held=there) for rate, there in held.items()),

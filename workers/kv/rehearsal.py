@@ -50,7 +50,9 @@ def largest_prefill(runner: Any, scale: float = 1.0) -> float:
     tokens = max(1, int(runner.max_num_tokens * scale))
     sequence_tokens = -(-tokens // min(tokens, runner.max_num_reqs))
     # V2 before 0.30 ignores context_len.
-    at_end = {"context_len": max(0, runner.max_model_len - sequence_tokens)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
+    at_end = (
+        {"context_len": max(0, runner.max_model_len - sequence_tokens)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
+    )
     rehearse_prompt_logprobs(runner, _run(runner, tokens, **at_end)[0])
     return float(tokens / runner.max_num_tokens)
 

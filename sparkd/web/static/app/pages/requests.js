@@ -56,8 +56,8 @@ const FINISHED = [
   { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
 ];
 
-/** A stream that broke off has the status 200 and a code. @param {any} one */
-const answered = (one) => one.status !== null && one.status < 400 && !one.code;
+/** @param {any} one */
+const answered = (one) => !one.failed;
 /** @param {string} model */
 const queryOf = (model) => new URLSearchParams(model ? { model } : {});
 
