@@ -20,7 +20,9 @@ from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
 SHOWN = 100
 COLUMNS = tuple(RequestBody.model_fields)
 
-State = Literal["in_flight", "finished", "failed"]
+State = Literal["in_flight", "finished", "answered", "failed"]
+# By the state that is asked for, whether the finished requests are those that failed; None: all.
+_FAILED: dict[State | None, bool] = {"answered": False, "failed": True}
 
 
 def register_requests(api: APIRouter, log: RequestLog | None) -> None:
@@ -44,7 +46,7 @@ def register_requests(api: APIRouter, log: RequestLog | None) -> None:
         log, as_csv = recorded(), "text/csv" in request.headers.get("accept", "")
         most = limit or (REQUESTS_KEPT if as_csv else SHOWN)
         in_flight = log.in_flight(model) if state in (None, "in_flight") else []
-        finished = await log.finished(before, most, model, state == "failed") if state != "in_flight" else []
+        finished = await log.finished(before, most, model, _FAILED.get(state)) if state != "in_flight" else []
         if as_csv:
             return Response(await asyncio.to_thread(_csv, finished), media_type="text/csv; charset=utf-8")
         following = finished[-1].number if len(finished) == most else None

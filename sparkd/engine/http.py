@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         "idle_since_s",
         "passed",
         "passed_bytes",
+        "passed_pieces",
         "transport",
     )
 
@@ -112,7 +113,7 @@ class Connection(asyncio.Protocol):
         self._pass: Callable[[bytes], None] | None = None
         self._passing: Callable[[bytes], None] | None = None  # _pass, while the parser stands between two chunks
         self.passed = self._past = self._older = b""
-        self.passed_bytes = 0
+        self.passed_bytes = self.passed_pieces = 0
         self._writable: asyncio.Future[None] | None = None
 
     @property
@@ -128,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._unparsed_bytes = 0
         self._in_head, self._answering, self._complete, self._until_close, self._between_chunks = True, False, False, False, False
         self._pass = None
-        self.passed, self._past, self._older, self.passed_bytes = b"", b"", b"", 0
+        self.passed, self._past, self._older, self.passed_bytes, self.passed_pieces = b"", b"", b"", 0, 0
         if len(body) <= _SLICE_BYTES:
             self.transport.write(head + body)
             return
@@ -160,7 +161,8 @@ class Connection(asyncio.Protocol):
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
         """For the rest of this answer, call `write` instead of `ResponseSink.body` with every read that is exactly one chunk.
 
-        `passed` is the last such read, framing included; `passed_bytes` is the size of all without their framing.
+        `passed` is the last such read, framing included; `passed_bytes` is the size of all without their framing, and
+        `passed_pieces` their number.
         """
         self._pass = write
 
@@ -197,6 +199,7 @@ class Connection(asyncio.Protocol):
                 head = _CHUNK_HEADS[length]
                 if data.startswith(head) and data.endswith(_CRLF):
                     self.passed_bytes += length - len(head) - 2
+                    self.passed_pieces += 1
                     self._older, self._past, self.passed = self._past, self.passed, data
                     self._passing(data)
                     return

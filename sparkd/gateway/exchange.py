@@ -44,11 +44,13 @@ class EarlyAnswer(Protocol):
 class AnswerPipe(Protocol):
     """The part of sparkd.gateway.relay.Pipe that the rest of a request uses.
 
-    passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet.
+    passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet. pieces: of the answer, as the engine sent them.
     """
 
     @property
     def passed_bytes(self) -> int: ...
+    @property
+    def pieces(self) -> int: ...
     def stop(self) -> None: ...
 
 

@@ -41,6 +41,7 @@ class Pipe:
         "_headers",
         "_last",
         "_peek",
+        "_pieces",
         "_source",
         "_status",
         "_streams",
@@ -65,12 +66,18 @@ class Pipe:
         self._chunked = False  # the answer's length is unknown: it goes in chunks, or ends with the connection for HTTP/1.0
         self._chunks = client.takes_chunks
         self._last = b""
+        self._pieces = 0
         self._foreign: bytearray | None = None
 
     @property
     def passed_bytes(self) -> int:
         """Bytes of the answer that went past `body`, and are not counted in the exchange yet."""
         return 0 if self._source is None else self._source.passed_bytes
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of the answer so far, as the engine sent them."""
+        return self._pieces + (0 if self._source is None else self._source.passed_pieces)
 
     def stop(self) -> None:
         """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
@@ -160,6 +167,7 @@ class Pipe:
         if source is not None:
             self._client.fed_by(None)
             self._exchange.bytes_out += source.passed_bytes
+            self._pieces += source.passed_pieces
             self._last = source.passed
             self._exchange.tokens = tokens_of(source.tail)
 
@@ -167,6 +175,7 @@ class Pipe:
         if self._streams and self._exchange.first_s is None:
             self._exchange.first_s = perf_counter()
         self._exchange.bytes_out += len(data)
+        self._pieces += 1
         if self._peek is not None and not self._peek(data):
             self._peek = None
 

@@ -55,7 +55,7 @@ class RequestLog:
         return sorted(rows, key=lambda row: row.started_s)
 
     async def finished(
-        self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool = False
+        self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
     ) -> list[RequestRow]:
         """Newest first, as RequestStore.read has it, with those that are not on disk yet. Raises StateError."""
         if self._store is None:
@@ -63,7 +63,7 @@ class RequestLog:
         unwritten = list(self._finished)
         rows = {row.number: row for row in await self._threads.run(self._store.read, before, limit, model, failed)}
         for row in unwritten:
-            if (before is None or (row.number or 0) < before) and model in (None, row.model) and (row.failed or not failed):
+            if (before is None or (row.number or 0) < before) and model in (None, row.model) and failed in (None, row.failed):
                 rows[row.number] = row
         return sorted(rows.values(), key=lambda row: -(row.number or 0))[:limit]
 
@@ -119,6 +119,7 @@ def _phase(exchange: Exchange) -> str:
 def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
     seconds = perf_counter() - exchange.started_s
     prompt, cached, completion = exchange.tokens or _NO_TOKENS
+    pipe = exchange.pipe
     return RequestRow(
         number,
         exchange.request_id,
@@ -134,7 +135,8 @@ def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
         prompt,
         cached,
         completion,
-        exchange.bytes_out + (0 if exchange.pipe is None else exchange.pipe.passed_bytes),
+        exchange.bytes_out + (0 if pipe is None else pipe.passed_bytes),
         exchange.streamed,
         phase,
+        pipe.pieces if pipe is not None and phase == "streaming" else None,
     )

@@ -26,7 +26,8 @@ class RequestRow(NamedTuple):
     """One request. Times are in seconds: started_s of the wall clock, the others from its arrival. None: not known, or not yet.
 
     number: counts the finished ones, None in flight. model: a configured name, "unknown" or "". key: the key's name. code: of its error.
-    ttft_s: to the first byte of a stream. phase: queued, prefill, streaming or done.
+    ttft_s: to the first byte of a stream. phase: queued, prefill, streaming or done. pieces: of a stream in flight, those that went to the
+    client so far: an engine sends one for each token, or for the few that it had at once.
     """
 
     number: int | None
@@ -46,6 +47,7 @@ class RequestRow(NamedTuple):
     bytes_out: int
     streamed: bool
     phase: str = "done"
+    pieces: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -67,7 +69,7 @@ class RequestRow(NamedTuple):
         return {**self._asdict(), "tokens_per_s": self.tokens_per_s, "failed": self.failed}
 
 
-_COLUMNS = RequestRow._fields[:-1]
+_COLUMNS = RequestRow._fields[:-2]
 
 
 class RequestStore:
@@ -101,25 +103,25 @@ class RequestStore:
                 self._add(rows)
 
     def read(
-        self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool = False
+        self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
     ) -> list[RequestRow]:
-        """The newest requests first: those with a number below `before`, of one model or of all, with an error or with any end."""
+        """The newest requests first: those with a number below `before`, of one model or of all, with an error, with none, or with any end."""
         query = f"SELECT {', '.join(_COLUMNS)} FROM requests WHERE number < ?"
         values: list[int | str] = [_MOST_NUMBER if before is None else before]
         if model is not None:
             query += " AND model = ?"
             values.append(model)
-        if failed:
-            query += " AND (code IS NOT NULL OR status >= 400)"
+        if failed is not None:
+            query += f" AND {'' if failed else 'NOT '}(code IS NOT NULL OR ifnull(status, 0) >= 400)"
         with self._translated():
             rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", [*values, limit]).fetchall()
-        return [RequestRow._make((*row[:-1], bool(row[-1]), "done")) for row in rows]
+        return [RequestRow(*row[:-1], bool(row[-1])) for row in rows]
 
     def _add(self, rows: Sequence[RequestRow]) -> None:
         places = ", ".join("?" * len(_COLUMNS))
         with self._db:
             self._db.execute("BEGIN")
-            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", [row[:-1] for row in rows])
+            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", [row[: len(_COLUMNS)] for row in rows])
             self._db.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (REQUESTS_KEPT,))
 
     def _opened(self) -> sqlite3.Connection:

@@ -86,6 +86,8 @@ async def test_pages_and_filters(admin: Admin, log: RequestLog) -> None:
     assert ([row["number"] for row in other["finished"]], other["in_flight"]) == ([4], [])
     failed = await admin.ask("GET", "/requests?state=failed")
     assert ([row["number"] for row in failed["finished"]], failed["in_flight"]) == ([4], [])
+    answered = await admin.ask("GET", "/requests?state=answered")
+    assert ([row["number"] for row in answered["finished"]], answered["in_flight"]) == ([3, 2, 1], [])
     going = await admin.ask("GET", "/requests?state=in_flight")
     assert (going["finished"], [row["request_id"] for row in going["in_flight"]]) == ([], ["req-5"])
     for query in ("limit=0", "limit=10001", "before=0", "before=9223372036854775808", "state=done", "limit=x"):

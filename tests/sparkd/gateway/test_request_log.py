@@ -106,11 +106,16 @@ async def test_usage_behind_a_long_answer(gateway: Running, log: RequestLog) -> 
 
 
 async def test_the_phases_of_a_request_in_flight(gateway: Running, log: RequestLog) -> None:
-    going = asyncio.Event()
+    going, more = asyncio.Event(), asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await going.wait()
         writer.write(STREAM_HEAD + chunked(EVENT, end=False))
+        await more.wait()
+        for _ in range(2):
+            writer.write(chunked(EVENT, end=False))
+            await writer.drain()
+            await asyncio.sleep(0.05)
         await reader.read(1)
 
     gateway.engine.script = script
@@ -124,14 +129,16 @@ async def test_the_phases_of_a_request_in_flight(gateway: Running, log: RequestL
     gateway.supervisor.gate.set()
     await soon(lambda: gateway.supervisor.held)
     (row,) = log.in_flight("tiny")
-    assert (row.phase, row.ttft_s, row.bytes_out) == ("prefill", None, 0)
+    assert (row.phase, row.ttft_s, row.bytes_out, row.pieces) == ("prefill", None, 0, None)
     going.set()
     await soon(lambda: log.in_flight()[0].bytes_out)
     (row,) = log.in_flight()
-    assert (row.phase, row.status, row.streamed, row.bytes_out) == ("streaming", 200, True, len(EVENT))
+    assert (row.phase, row.status, row.streamed, row.bytes_out, row.pieces) == ("streaming", 200, True, len(EVENT), 1)
+    more.set()
+    await soon(lambda: log.in_flight()[0].pieces == 3)
     await client.close()
     (row,) = await ended(log)
-    assert (row.status, row.code, row.failed, row.bytes_out, row.phase) == (499, None, True, len(EVENT), "done")
+    assert (row.status, row.code, row.failed, row.bytes_out, row.phase, row.pieces) == (499, None, True, 3 * len(EVENT), "done", None)
 
 
 async def test_a_client_that_leaves_the_queue(gateway: Running, log: RequestLog) -> None:

@@ -47,6 +47,7 @@ def test_pages_and_filters(store: RequestStore) -> None:
     assert [row.number for row in store.read(before=5, limit=2)] == [4, 3]
     assert [row.number for row in store.read(model="tiny")] == [6, 5, 3, 2, 1]
     assert [row.number for row in store.read(failed=True)] == [6, 5]
+    assert [row.number for row in store.read(failed=False, limit=3)] == [4, 3, 2]
     assert store.read(model="' OR 1=1 --") == []
 
 

@@ -15,7 +15,6 @@ const PAGE = 200;
 const MOST = 10_000;
 /** The characters before the month of a moment. */
 const YEAR = 5;
-const LINE_END = "\r\n";
 
 /** @typedef {import("../components/table.js").Column<any>} RequestColumn */
 /** @type {RequestColumn} */
@@ -32,7 +31,7 @@ const IN_FLIGHT = [
   { head: "Phase", value: (one) => one.phase, cell: (one) => html`<${Word} word=${one.phase} tone=${one.phase === "streaming" ? "good" : "busy"} />` },
   MODEL,
   KEY,
-  { head: "Tokens", end: true, value: (one) => one.completion_tokens, cell: (one) => html`<span class="figure">${count(one.completion_tokens)}</span>` },
+  { head: "Tokens", end: true, hint: "about: the pieces of the stream so far", value: (one) => one.pieces, cell: (one) => html`<span class="figure">${count(one.pieces)}</span>` },
   { head: "Sent", end: true, value: (one) => one.bytes_out, cell: (one) => html`<span class="figure">${size(one.bytes_out)}</span>` },
   { head: "First token", end: true, value: (one) => one.ttft_s, cell: (one) => seconds(one.ttft_s) },
   ROUTE,
@@ -44,7 +43,7 @@ const FINISHED = [
   { head: "Time", name: true, value: (one) => one.started_s, cell: (one) => html`<span class="figure nowrap" title=${moment(one.started_s)}>${moment(one.started_s).slice(YEAR)}</span>` },
   MODEL,
   KEY,
-  { head: "Code", value: (one) => [one.status ?? "gone", one.code].filter(Boolean).join(" "), cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${answered(one) ? "good" : "bad"} /> ${one.code}` },
+  { head: "Code", value: (one) => [one.status ?? "gone", one.code].filter(Boolean).join(" "), cell: (one) => html`<${Word} word=${one.status ?? "gone"} tone=${one.failed ? "bad" : "good"} /> ${one.code}` },
   { head: "In", end: true, hint: "tokens of the prompt", value: (one) => one.prompt_tokens, cell: (one) => count(one.prompt_tokens) },
   { head: "Cached", end: true, hint: "of those, from the prefix cache", value: (one) => one.cached_tokens, cell: (one) => count(one.cached_tokens) },
   { head: "Out", end: true, hint: "tokens of the answer", value: (one) => one.completion_tokens, cell: (one) => count(one.completion_tokens) },
@@ -56,10 +55,8 @@ const FINISHED = [
   { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
 ];
 
-/** @param {any} one */
-const answered = (one) => !one.failed;
-/** @param {string} model */
-const queryOf = (model) => new URLSearchParams(model ? { model } : {});
+/** @param {string} model @param {string} [outcome] `answered` or `failed` */
+const queryOf = (model, outcome) => new URLSearchParams({ ...(model && { model }), ...(outcome && { state: outcome }) });
 
 export function Requests() {
   const [model, setModel] = useState("");
@@ -101,14 +98,10 @@ export function Requests() {
   };
   const csv = () =>
     act(async () => {
-      let text = await csvOf(model, outcome === "failed");
-      if (outcome === "ok") {
-        const failed = new Set((await csvOf(model, true)).split(LINE_END).slice(1));
-        text = text.split(LINE_END).filter((line) => line === "" || !failed.has(line)).join(LINE_END);
-      }
-      saved(new Blob([text], { type: "text/csv" }), "requests.csv");
+      const answer = await request("GET", `${ADMIN}/requests?${queryOf(model, outcome)}`, { headers: { accept: "text/csv" } });
+      saved(await answer.blob(), "requests.csv");
     });
-  const rows = useMemo(() => finished.filter((one) => outcome === "" || (outcome === "ok") === answered(one)), [finished, outcome]);
+  const rows = useMemo(() => finished.filter((one) => outcome === "" || (outcome === "failed") === one.failed), [finished, outcome]);
   return html`<section class="page">
     <div class="page-head"><h1>Requests</h1>
       <select class="slim" aria-label="Model" value=${model} onChange=${(/** @type {any} */ event) => setModel(event.currentTarget.value)}>
@@ -122,18 +115,11 @@ export function Requests() {
     <section><h2>Finished</h2>
       <${Table} label="Finished requests" rows=${rows} columns=${FINISHED} rowKey=${(/** @type {any} */ one) => one.number} search="Search requests" empty="No request has ended yet." limit=${2000}
         more=${html`<select class="slim" aria-label="Outcome" value=${outcome} onChange=${(/** @type {any} */ event) => setOutcome(event.currentTarget.value)}>
-          <option value="">Any outcome</option><option value="ok">Answered</option><option value="failed">Failed</option></select>
+          <option value="">Any outcome</option><option value="answered">Answered</option><option value="failed">Failed</option></select>
           <button type="button" onClick=${csv} title="The finished requests of this model and this outcome">Save as CSV</button>`} />
       ${next !== null && html`<div class="actions"><button type="button" onClick=${more}>Older requests</button></div>`}
     </section>
   </section>`;
-}
-
-/** The finished requests of a model, each on a line of its own, which has its number. @param {string} model @param {boolean} failed only those that failed */
-async function csvOf(model, failed) {
-  const query = queryOf(model);
-  if (failed) query.set("state", "failed");
-  return (await request("GET", `${ADMIN}/requests?${query}`, { headers: { accept: "text/csv" } })).text();
 }
 
 /** @param {Blob} content @param {string} name */
