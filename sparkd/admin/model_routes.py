@@ -26,11 +26,10 @@ from sparkd.errors import ClusterError, ConfigError
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
 from sparkd.models.remote_headers import checkpoint_of
+from sparkd.schema.engine_args import engine_args, recipe_of
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import MASK
-from sparkd.schema.quantize import AUTO
 from sparkd.state.nouns import RankHandle
-from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.log import NON_DEFAULT, STARTED
 
 LAYERS_KEPT_S = 30.0
@@ -84,9 +83,8 @@ def _layers(record: Record, config: Config) -> dict[str, Any]:
         raise ConfigError(f"{record.name} is configured no more.")
     spec = at_trusted_commit(record.spec, config)
     env = {**os.environ, **spec.environment(config.engine)}
-    # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
-    recipe = "bf16" if spec.quantize in (None, AUTO) else spec.quantize
-    return layers_of(checkpoint_of(spec.model, spec.revision, env, None), QuantizationRecipe.parse(recipe, env)).to_json()
+    checkpoint = checkpoint_of(spec.model, spec.revision, env, None)
+    return layers_of(checkpoint, recipe_of(spec, env), wide=engine_args(spec, env).wide).to_json()
 
 
 def _keys(record: Record) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from sparkd.capacity.speculative import Drafting, of_config
@@ -13,7 +13,6 @@ from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.shape import Shape, shape_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.vllm.unaccounted_args import WIDE
 from workers.kv.profiles import checkpoint_of
 
 
@@ -29,7 +28,8 @@ class Headers:
     @staticmethod
     def of(args: EngineArgs, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
         """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
-        model = _in_type(inventory(checkpoint, shape_of(checkpoint.config)), args)
+        model = inventory(checkpoint, shape_of(checkpoint.config))
+        model = model.widened() if args.wide else model
         refuse_incomplete(model)
         drafted = of_config(args.draft, model.shape, read) if args.draft is not None else None
         both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
@@ -43,7 +43,8 @@ def headers_here(args: EngineArgs) -> Headers | None:
         return None
     try:
         identity = checkpoint_of(folder)
-        model = _in_type(_read(folder, identity), args)
+        model = _read(folder, identity)
+        model = model.widened() if args.wide else model
         drafted = drafting_here(args, model.shape)
         both = model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
         return Headers(both, drafted, identity)
@@ -66,13 +67,6 @@ def drafting_here(args: EngineArgs, shape: Shape) -> Drafting | None:
         return of_config(args.draft, shape, read) if args.draft is not None else None
     except (CheckpointError, ConfigError, OSError):
         return None
-
-
-def _in_type(model: Inventory, args: EngineArgs) -> Inventory:
-    """In the type that the entry asks for, with which everything but what is stored quantized grows."""
-    if not args.wide:
-        return model
-    return replace(model, shape=replace(model.shape, dtype=WIDE[0], rotary_bytes=2 * model.shape.rotary_bytes))
 
 
 @lru_cache(maxsize=4)

@@ -96,11 +96,16 @@ class LayerListing:
         }
 
 
-def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None) -> LayerListing:
-    """The layers and what one GPU holds of them. consult: vLLM, about the model. Raises CheckpointError."""
+def layers_of(
+    checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None, *, wide: bool = False
+) -> LayerListing:
+    """The layers and what one GPU holds of them. consult: vLLM, about the model. wide: the entry asks for float32.
+
+    Raises CheckpointError.
+    """
     layers = listing(checkpoint, recipe)
     try:
-        return replace(layers, held=held(checkpoint, recipe, consult))
+        return replace(layers, held=held(checkpoint, recipe, consult, wide=wide))
     except CheckpointIncomplete as error:
         return replace(layers, notes=(*layers.notes, error.message))
 
@@ -134,19 +139,22 @@ def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
     return LayerListing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *warnings))
 
 
-def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None) -> RankShare | None:
-    """By vLLM's own answer where there is one. None where nothing can be said of the weights. Raises CheckpointIncomplete for a checkpoint
-    with fewer layers than its config.json says."""
+def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None, *, wide: bool) -> RankShare | None:
+    """By vLLM's own answer where there is one; it is not asked about float32. None where nothing can be said of the weights.
+
+    Raises CheckpointIncomplete for a checkpoint with fewer layers than its config.json says.
+    """
     try:
         contents = inventory(checkpoint, shape_of(checkpoint.config))
         refuse_incomplete(contents)
+        contents = contents.widened() if wide else contents
         weights = contents.formatted(recipe).weights()
     except CheckpointIncomplete:
         raise
     except CheckpointError:
         return None
     exact = Exact()
-    if consult is not None:
+    if consult is not None and not wide:
         consultation = consult(contents.checkpoint)
         consultation.ask([(recipe, 1, 1)])
         contents = consultation.completed(contents)

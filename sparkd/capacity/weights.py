@@ -22,6 +22,7 @@ from sparkd.checkpoint.tensors import alike
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.models.architectures import is_checked
 from sparkd.models.shape import LAYERS, Attention, Shape, of_layers, text_config
+from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.formats import Format
 from workers.quantization.packed_scale import packed_module_of
@@ -128,6 +129,10 @@ class Inventory:
     _formatted: dict[QuantizationRecipe, FormattedModel | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+    def widened(self) -> Inventory:
+        """The model in float32. Everything grows but what is stored quantized."""
+        return replace(self, shape=replace(self.shape, dtype=WIDE[0], rotary_bytes=2 * self.shape.rotary_bytes))
 
     def unknown_experts(self) -> dict[str, int]:
         """Bytes of the routed experts that keep their precision in every format, because sparkd cannot quantize tensors of their names; by

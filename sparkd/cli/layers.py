@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from sparkd.errors import ConfigError, Unavailable
 from sparkd.models.remote_headers import Progress, checkpoint_of
 from sparkd.models.source import CONFIG_PATH, source_of
 from sparkd.schema.quantize import AUTO
-from workers.quantization.recipe import QuantizationRecipe
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config, ModelConfig
@@ -33,17 +34,30 @@ def listing_of(
     progress: called for each header that had to come from the hub, because the local cache has not all of the model. consult: vLLM, about
     the model.
     """
-    source, revision, configured, env = meant(model, config_file, environ, ask)
-    recipe = QuantizationRecipe.parse(value_of(quantize), env) if quantize is not None else QuantizationRecipe.parse(configured, env)
-    return layers_of(checkpoint_of(source, revision, env, progress), recipe, consult)
+    named = named_model(model, config_file, environ, ask)
+    recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
+    return layers_of(checkpoint_of(named.source, named.revision, named.env, progress), recipe, consult, wide=named.wide)
 
 
-def meant(
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """The model that a user calls MODEL. source: a folder or a hub id; env: of its engine; wide: its entry asks for float32."""
+
+    source: str
+    revision: str | None
+    recipe: QuantizationRecipe
+    env: dict[str, str]
+    wide: bool = False
+
+
+def named_model(
     model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
-) -> tuple[str, str | None, Any, dict[str, str]]:
-    """(folder or hub id, revision, configured `quantize`, environment of the engine) of what a user calls MODEL; as `listing_of`."""
-    source = source_of(model)
-    return (source, None, None, dict(environ)) if source.startswith("/") else _named(model, config_file, dict(environ), ask)
+) -> NamedModel:
+    """As `listing_of`."""
+    source, env = source_of(model), dict(environ)
+    if source.startswith("/"):
+        return NamedModel(source, None, QuantizationRecipe.parse(None, env), env)
+    return _named(model, config_file, env, ask)
 
 
 def settings_around(config_file: Path | None, environ: Mapping[str, str]) -> tuple[Config, str] | None:
@@ -79,22 +93,21 @@ def _config_path(path: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 def _named(
     model: str, config_file: Path | None, environ: dict[str, str], ask: Callable[[], list[dict[str, Any]]]
-) -> tuple[str, str | None, Any, dict[str, str]]:
-    """(folder or hub id, revision, quantize, environment of the engine) of a name."""
+) -> NamedModel:
     path = _config_path(config_file, environ)
     if path is not None:
         from sparkd.config.config import load_config
         from sparkd.entry.trusted_commits import at_trusted_commit
+        from sparkd.schema.engine_args import engine_args, recipe_of
 
         config = load_config(path, environ=environ)
         entry = next((each for each in config.models.values() if model in each.served_names()), None)
         if entry is not None:
-            # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
-            recipe = "bf16" if entry.quantize in (None, AUTO) else entry.quantize
+            env = {**environ, **entry.environment(config.engine)}
             revision = at_trusted_commit(entry, config).revision
-            return entry.model, revision, recipe, {**environ, **entry.environment(config.engine)}
+            return NamedModel(entry.model, revision, recipe_of(entry, env), env, engine_args(entry, env).wide)
     if "/" in model:
-        return model, None, None, environ
+        return NamedModel(model, None, QuantizationRecipe.parse(None, environ), environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden
     try:
@@ -105,8 +118,9 @@ def _named(
     if view is None:
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
     # The environment of its entry there; this machine's variables are not its engine's.
-    recipe = "bf16" if view.get("quantize") in (None, AUTO) else view["quantize"]
-    return str(view["source"]), None, recipe, environ
+    quantize = view.get("quantize")
+    recipe = AS_IT_IS if quantize in (None, AUTO) else QuantizationRecipe.parse(quantize, environ)
+    return NamedModel(str(view["source"]), None, recipe, environ)
 
 
 def value_of(text: str) -> Any:

@@ -17,7 +17,7 @@ from sparkd.capacity.plan_report import STATE_DIR, Site, vllm_json
 from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest
 from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
-from sparkd.cli.layers import meant, of_recipe, settings_around, value_of
+from sparkd.cli.layers import named_model, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
 from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept_answers, places
@@ -159,7 +159,8 @@ def found(
             entry = entry_of(*own)
             source, revision, engine = entry.spec.model, entry.spec.revision, {**os.environ, **entry.env}
         else:
-            source, revision, _, engine = meant(name, config, os.environ, models)
+            named = named_model(name, config, os.environ, models)
+            source, revision, engine = named.source, named.revision, named.env
         env.update(engine)
         with headers_of(source) as progress:
             checkpoint = checkpoint_of(source, revision, env, progress)

@@ -105,7 +105,8 @@ class RequestStore:
     def read(
         self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
     ) -> list[RequestRow]:
-        """The newest requests first: those with a number below `before`, of one model or of all, with an error, with none, or with any end."""
+        """The newest requests first: those with a number below `before`, of one model or of all, with an error, without, or
+        with any end."""
         query = f"SELECT {', '.join(_COLUMNS)} FROM requests WHERE number < ?"
         values: list[int | str] = [_MOST_NUMBER if before is None else before]
         if model is not None:
@@ -119,9 +120,10 @@ class RequestStore:
 
     def _add(self, rows: Sequence[RequestRow]) -> None:
         places = ", ".join("?" * len(_COLUMNS))
+        values = [row[: len(_COLUMNS)] for row in rows]
         with self._db:
             self._db.execute("BEGIN")
-            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", [row[: len(_COLUMNS)] for row in rows])
+            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", values)
             self._db.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (REQUESTS_KEPT,))
 
     def _opened(self) -> sqlite3.Connection:

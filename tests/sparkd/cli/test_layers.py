@@ -208,6 +208,13 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
         find("other")
 
 
+def test_an_entry_in_float32_is_held_in_float32(tmp_path: Path) -> None:
+    model, config = write(tmp_path / "m", dense(), tensors_of(dense())), tmp_path / "sparkd.yaml"
+    config.write_text(f"models: {{plain: {{model: {model}}}, wide: {{model: {model}, dtype: float32}}}}\n")
+    plain, wide = (find(name, config=config).held for name in ("plain", "wide"))
+    assert plain is not None and wide is not None and wide.bytes == 2 * plain.bytes
+
+
 def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
     view = {"name": "brought", "aliases": ["b"], "source": str(model)}
 

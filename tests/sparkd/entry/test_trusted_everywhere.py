@@ -14,7 +14,7 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_for_entry, requirement
 from sparkd.capacity.account import machine
 from sparkd.capacity.plan_for_node import checkpoint_here
-from sparkd.cli.layers import meant
+from sparkd.cli.layers import named_model
 from sparkd.cli.quantized import chosen
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, load_config
@@ -122,7 +122,7 @@ def test_plans_layers_and_exports_read_the_trusted_commit(place: Place) -> None:
     _, checkpoint, entry = checkpoint_here("m", config.models["m"], None, config)
     assert Path(checkpoint.folder).name == FIRST
     assert entry is not None and entry.spec.revision == FIRST
-    assert meant("m", place.file, {}, list)[1] == FIRST
+    assert named_model("m", place.file, {}, list).revision == FIRST
     assert Path(chosen("m", "nvfp4", config, {}).folder).name == FIRST
 
 
