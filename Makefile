@@ -12,7 +12,7 @@ DEMO     := smollm2-135m-instruct
 # The first word of so small a model's answer is nearly a toss-up, and a CPU's matrix unit rounds it to the wrong side in bfloat16.
 PRECISE  := $(if $(wildcard /dev/nvidia0),,-o models.$(DEMO).dtype=float32)
 
-.PHONY: help serve test lint bench wheels lock clean dev python promtool chromium page
+.PHONY: help serve test lint bench smoke wheels lock clean dev python promtool chromium page
 .SILENT:
 
 help:
@@ -24,6 +24,7 @@ help:
 	echo "make lint                 ruff, import-linter, mypy"
 	echo "make promtool             fetch Prometheus's checker into .venv/bin, for deploy/observability/"
 	echo "make bench                what the gateway costs, beside nginx"
+	echo "make smoke                run each slow bench once at its smallest (tests/bench): do they still run?"
 	echo "make wheels               show that every dependency has wheels for aarch64 and x86_64, Python 3.11 to 3.13"
 	echo "make lock                 a new .venv with the newest versions; writes them to deploy/constraints*.txt, which the others follow"
 	echo "make clean                remove .venv, .sparkd and caches"
@@ -42,7 +43,7 @@ test: export PIP_COMPILE := 0
 # OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
 test: lint promtool chromium page
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadfile -m "not alone and not engines"
-	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m engines
+	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "engines and not slow"
 	"$(BIN)/python" -m pytest -m alone
 
 lint: dev
@@ -62,6 +63,10 @@ page:
 
 bench: dev
 	"$(BIN)/python" -m tests.bench.gateway
+
+# The slow benches, which load models into real engines, are no part of `make test`.
+smoke: dev chromium
+	"$(BIN)/python" -m pytest -n 3 --dist loadfile -m slow tests/bench
 
 wheels: dev
 	"$(BIN)/python" deploy/wheels.py

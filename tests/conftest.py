@@ -82,7 +82,8 @@ CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-PARTS = {"alone": "alone", "engines": "engines", "not alone and not engines": None}
+# By what is asked for with -m.
+PARTS = {"alone": "alone", "engines and not slow": "engines", "slow": "engines", "not alone and not engines": None}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,7 @@
-"""Every bench runs once, at its smallest, and refuses wrong arguments before it starts anything. Its figures are not looked at."""
+"""Every bench runs once, at its smallest, and refuses wrong arguments before it starts anything. Its figures are not looked at.
+
+Those that take half a minute or more, most of which load models into real engines, run under `make smoke` alone.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "swap": ((),),
     "team": ((),),
 }
+# Half a minute or more each, on two cores: `make smoke`.
+SLOW = {"architectures", "change", "cluster", "footprint", "headers", "hog", "kv", "loader", "ranks", "soak", "team"}
 # Programs that a bench starts, by themselves no bench.
 PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "live_target", "load", "loader_case", "sampling", "speak_case"}
 WRONG = (
@@ -105,6 +110,7 @@ def programs(folder: Path) -> set[str]:
 
 def test_every_bench_is_run() -> None:
     assert programs(BENCH) == RUNS.keys() | PARTS
+    assert SLOW < RUNS.keys()
 
 
 @pytest.mark.parametrize("text", ["def main() -> int:\n    return 0\n", "print()\nif __name__ == '__main__':\n    pass\n"])
@@ -116,7 +122,14 @@ def test_a_new_bench_is_seen(text: str, tmp_path: Path) -> None:
     assert programs(tmp_path) == {"new", "further.newer"}
 
 
-@pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, runs in RUNS.items() for arguments in runs])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(name, arguments, marks=[pytest.mark.slow] if name in SLOW and not arguments else [])
+        for name, runs in RUNS.items()
+        for arguments in runs
+    ],
+)
 @pytest.mark.timeout(LIMIT_S + END_S + 30)
 def test_it_runs_at_its_smallest(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run(name, "--smallest", *(str(tmp_path) if word == "FOLDER" else word for word in arguments))
