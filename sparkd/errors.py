@@ -376,6 +376,17 @@ class UnknownIncident(RequestError):
         super().__init__(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
 
 
+class UnknownBench(RequestError):
+    """No bench with this id was run, or its result was removed."""
+
+    status = 404
+    type = "not_found_error"
+    code = "bench_not_found"
+
+    def __init__(self, bench_id: str) -> None:
+        super().__init__(f"There is no bench {bench_id[:128]!r}. `sparkd bench ls` lists them.")
+
+
 class UnknownRequest(RequestError):
     """No request with this id is in flight: it has ended, or there was none."""
 

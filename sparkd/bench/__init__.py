@@ -1,0 +1,1 @@
+"""Measures a model over the gateway, keeps what was measured, and compares it."""

@@ -1,0 +1,227 @@
+"""Owns the result of a bench: one JSON file each, written whole or not at all. Never measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparkd.errors import StateError, UnknownBench
+
+VERSION = 1
+_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,80}")
+
+CellState = Literal["waiting", "running", "done", "failed"]
+BenchState = Literal["running", "done", "failed", "cancelled"]
+Kind = Literal["speed", "load", "quality"]
+
+
+class Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Cell(Value):
+    """One point of a profile."""
+
+    depth: int = Field(ge=0, description="Tokens of context before the prompt")
+    concurrency: int = Field(ge=1, description="Requests at once")
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """As llama-benchy names its tests."""
+        return f"pp{self.prompt_tokens} tg{self.output_tokens} @ d{self.depth} (c{self.concurrency})"
+
+
+class Energy(Value):
+    """Of the GPUs of the model's nodes together. Joules a token are of the power above idle; null: too short a phase to tell."""
+
+    idle_w: float | None = Field(description="Mean before the first cell, the model loaded and no request running")
+    mean_w: float
+    peak_w: float
+    joules: float = Field(description="Integral over the cell, idle power included")
+    prompt_joules: float | None = Field(description="Integral above idle while a request had no token yet")
+    output_joules: float | None = Field(description="Integral above idle while each request that ran had a token")
+    joules_per_prompt_token: float | None
+    joules_per_output_token: float | None
+
+
+class EngineFigures(Value):
+    """What the engine counted during a cell, warm-up and probes of the tool included. null: it does not count that."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    kv_use_peak: float | None = Field(None, description="Share of the KV cache, 0 to 1")
+    prefix_hit_share: float | None = Field(None, description="Of the prompts' tokens, those from the prefix cache")
+    preemptions: int | None = None
+    drafted_tokens: int | None = None
+    accepted_share_by_position: list[float] | None = Field(None, description="Of the drafts, those accepted at each position")
+
+
+class MachineFigures(Value):
+    """What the nodes showed during a cell."""
+
+    celsius_peak: float | None = None
+    throttled: list[str] = Field(default=[], description="What held the clock down; a cell that throttled is not comparable")
+    memory_peak_bytes: int | None = Field(None, description="Most memory of the model's engine, host and device together")
+
+
+class CellResult(Value):
+    """rows: llama-benchy's own, as it wrote them (`benchmarks` of its JSON): tokens a second, ms; mean, std, values."""
+
+    cell: Cell
+    state: CellState = "waiting"
+    error: str | None = None
+    started_s: float | None = None
+    seconds: float | None = None
+    rows: list[dict[str, Any]] = []
+    energy: Energy | None = None
+    engine: EngineFigures = EngineFigures()
+    machine: MachineFigures = MachineFigures()
+
+
+class Published(Value):
+    """A figure that somebody published for the recipe."""
+
+    what: str
+    value: float
+    unit: str
+    source: str
+
+
+class Subject(Value):
+    """What was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
+
+    model: str
+    source: str
+    checkpoint: str | None = None
+    entry: dict[str, Any] = {}
+    format: str | None = None
+    vllm: str | None = None
+    sparkd: str = ""
+    driver: str | None = None
+    gpu: str | None = None
+    nodes: list[str] = []
+
+
+class Sample(Value):
+    """at_s: since the bench began."""
+
+    at_s: float
+    power_w: float | None = None
+    memory_bytes: int | None = None
+    celsius: float | None = None
+
+
+class Phase(Value):
+    """A phase of a load."""
+
+    phase: str
+    seconds: float
+    bytes: int | None = None
+
+
+class LoadRow(Value):
+    """One load. way: `first`, `cached` or `swap`."""
+
+    way: Literal["first", "cached", "swap"]
+    seconds: float
+    first_answer_s: float | None = None
+    phases: list[Phase] = []
+    bytes_per_s: float | None = None
+    disk_bytes_per_s: float | None = None
+
+
+class QualityRow(Value):
+    """A format against the model as it is stored. kl: mean nats a token; agreement: share of equal greedy tokens."""
+
+    format: str
+    perplexity: float | None = None
+    kl: float | None = None
+    agreement: float | None = None
+
+
+class BenchResult(Value):
+    """predicted_bytes: what `sparkd plan` said the engine would hold."""
+
+    version: Literal[1] = VERSION
+    id: str
+    kind: Kind = "speed"
+    state: BenchState
+    error: str | None = None
+    subject: Subject
+    profile: str
+    tool: str
+    started_s: float
+    ended_s: float | None = None
+    idle_w: float | None = None
+    predicted_bytes: int | None = None
+    published: list[Published] = []
+    cells: list[CellResult] = []
+    loads: list[LoadRow] = []
+    quality: list[QualityRow] = []
+    samples: list[Sample] = []
+
+    @property
+    def done(self) -> int:
+        """Cells that were measured."""
+        return sum(cell.state == "done" for cell in self.cells)
+
+
+class BenchStore:
+    """The results in a folder. Its methods block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, result: BenchResult) -> None:
+        """Raises StateError where the disk is full or read-only; the file that was there stays as it was."""
+        path = self._folder / f"{result.id}.json"
+        fresh = path.with_suffix(".new")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with fresh.open("w", encoding="utf-8") as file:
+                file.write(result.model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise StateError(f"The bench's result cannot be written to {path}: {error.strerror or error}. Free space there.") from None
+
+    def read(self, bench_id: str) -> BenchResult:
+        """Raises UnknownBench, and StateError for a file that is no result."""
+        if not _ID.fullmatch(bench_id):
+            raise UnknownBench(bench_id)
+        return self._read(self._folder / f"{bench_id}.json")
+
+    def all(self) -> list[BenchResult]:
+        """Newest first. A file that is no result is left out."""
+        return list(self._each())
+
+    def remove(self, bench_id: str) -> None:
+        """Raises UnknownBench."""
+        self.read(bench_id)
+        (self._folder / f"{bench_id}.json").unlink(missing_ok=True)
+
+    def _each(self) -> Iterator[BenchResult]:
+        for path in sorted(self._folder.glob("*.json"), reverse=True):
+            try:
+                yield self._read(path)
+            except (StateError, UnknownBench):
+                continue
+
+    def _read(self, path: Path) -> BenchResult:
+        try:
+            return BenchResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UnknownBench(path.stem) from None
+        except (OSError, ValueError, ValidationError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no bench result of this release"
+            raise StateError(f"{path} cannot be read: {why}. Remove it.") from None
