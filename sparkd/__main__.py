@@ -53,6 +53,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cli.incidents", "register", ("incidents",)),
     ("cli.join", "register", ("join", "leave", "token")),
     ("cli.pull", "register", ("pull",)),
+    ("cli.bench", "register", ("bench",)),
     ("cli.export", "register", ("export",)),
     ("cli.recipes", "register", ("recipes",)),
     ("cli.serve", "register", ("check", "ray-node", "version")),

@@ -40,6 +40,8 @@ from sparkd.admin.answers import (
     reading_body,
 )
 from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bench_routes import register_benches
+from sparkd.admin.benches import Benches
 from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
@@ -96,6 +98,7 @@ class Parts:
     question: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: RequestLog | None = None
     live: Live | None = None
+    benches: Benches | None = None
 
 
 def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
@@ -171,6 +174,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     register_live(api, parts.live)
     disk = Disk(supervisor, registry, journal, cluster)
     register_disk(api, disk, f"{PREFIX}/operations")
+    register_benches(api, parts.benches, f"{PREFIX}/operations")
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
@@ -256,7 +260,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
-        ended = (part.cancel(operation_id) for part in (pulls, measures, disk) if part)
+        ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparkd.errors import StateError, UnknownBench
 
-VERSION = 1
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,80}")
 
 CellState = Literal["waiting", "running", "done", "failed"]
@@ -57,11 +56,11 @@ class EngineFigures(Value):
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    kv_use_peak: float | None = Field(None, description="Share of the KV cache, 0 to 1")
-    prefix_hit_share: float | None = Field(None, description="Of the prompts' tokens, those from the prefix cache")
+    kv_use_peak: float | None = Field(default=None, description="Share of the KV cache, 0 to 1")
+    prefix_hit_share: float | None = Field(default=None, description="Of the prompts' tokens, those from the prefix cache")
     preemptions: int | None = None
     drafted_tokens: int | None = None
-    accepted_share_by_position: list[float] | None = Field(None, description="Of the drafts, those accepted at each position")
+    accepted_share_by_position: list[float] | None = Field(default=None, description="Of the drafts, those accepted at each position")
 
 
 class MachineFigures(Value):
@@ -69,7 +68,7 @@ class MachineFigures(Value):
 
     celsius_peak: float | None = None
     throttled: list[str] = Field(default=[], description="What held the clock down; a cell that throttled is not comparable")
-    memory_peak_bytes: int | None = Field(None, description="Most memory of the model's engine, host and device together")
+    memory_peak_bytes: int | None = Field(default=None, description="Most memory of the model's engine, host and device together")
 
 
 class CellResult(Value):
@@ -150,7 +149,7 @@ class QualityRow(Value):
 class BenchResult(Value):
     """predicted_bytes: what `sparkd plan` said the engine would hold."""
 
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     id: str
     kind: Kind = "speed"
     state: BenchState

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from sparkd import metrics
 from sparkd.admin.bandwidth import Measures
+from sparkd.admin.benches import Benches, Surroundings
 from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
 from sparkd.cluster import membership
@@ -34,11 +35,13 @@ from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
+from sparkd.daemon.bench_surroundings import benched_model, counters_of
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
 from sparkd.daemon.foresight import Foresight
 from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
+from sparkd.engine.rates import Rates
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
@@ -162,6 +165,16 @@ class Daemon:
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
+        around = Surroundings(
+            self._supervisor.snapshot,
+            self._supervisor.want,
+            counters=partial(counters_of, self._engines),
+            kv_use=lambda model: self._scraper.rates().get(model, Rates()).kv_usage,
+            model=partial(benched_model, self._registry),
+            base_url=self.base_url,
+            key=self._own_key,
+        )
+        self._benches = Benches(around, ledger, config.state_dir / "bench", boundary=self._boundary)
         self._requests = _request_log(config)
         self._live_page = Live(
             *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
@@ -209,6 +222,7 @@ class Daemon:
                 "live": self._live_page.run,
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
+                "benches": self._benches.run,
                 "foresight": self._foresight.run,
                 "reloader": self._reloader.run,
                 "requests": self._requests.run,
@@ -239,7 +253,10 @@ class Daemon:
         if self._registry.config.web:
             page_files()  # reads and compresses them here, on a thread
         parts = Parts(
-            *(self._pulls, self._reloader.now, self._measures), lambda: self._foresight.open, requests=self._requests, live=self._live_page
+            *(self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open),
+            requests=self._requests,
+            live=self._live_page,
+            benches=self._benches,
         )
         return admin_app(self._supervisor, self._registry, self._journal, self._cluster, parts)
 

@@ -14,7 +14,10 @@ RATE_S, LATENCY_S = 10.0, 30.0
 # A counter that is asked for more often than that is not kept.
 LEAST_S = 0.9
 
-_COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+_COUNTERS = (
+    *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+)
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _TTFT, _ITL, _E2E = _HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
 _DRAFTS, _ACCEPTED = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total"

@@ -116,7 +116,7 @@ class RequestStore:
             query += f" AND {'' if failed else 'NOT '}(code IS NOT NULL OR ifnull(status, 0) >= 400)"
         with self._translated():
             rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", [*values, limit]).fetchall()
-        return [RequestRow(*row[:-1], bool(row[-1])) for row in rows]
+        return [RequestRow._make((*row[:-1], bool(row[-1]), "done", None)) for row in rows]
 
     def _add(self, rows: Sequence[RequestRow]) -> None:
         places = ", ".join("?" * len(_COLUMNS))

@@ -1,0 +1,116 @@
+"""The admin API's routes of benches: start, list, one, remove, and the profiles. Never waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparkd.admin.answers import answers
+from sparkd.admin.benches import Benches
+from sparkd.bench.profile import DEFAULT, Profile, named, parsed, shipped
+from sparkd.bench.result import BenchResult, BenchState, Kind
+from sparkd.errors import UnknownRoute
+
+MOST_PROFILE_CHARS = 65_536
+
+
+class Benching(BaseModel):
+    """What is measured. profile: one that comes with sparkd; profile_text: another one, in sparkrun's YAML; resume: the bench to go on
+    with; force: although others use a model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=256)
+    profile: str = Field(default=DEFAULT, max_length=80)
+    profile_text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
+    resume: str | None = Field(default=None, max_length=128)
+    force: bool = False
+
+
+class BenchStarted(BaseModel):
+    operation: str
+    href: str
+    bench: str
+
+
+class BenchRow(BaseModel):
+    """A bench in short. tokens_per_s: the most of its cells."""
+
+    id: str
+    kind: Kind
+    state: BenchState
+    error: str | None
+    model: str
+    profile: str
+    format: str | None
+    started_s: float
+    ended_s: float | None
+    cells: int
+    done: int
+    tokens_per_s: float | None
+
+
+class BenchRows(BaseModel):
+    benches: list[BenchRow] = Field(description="Newest first")
+
+
+class BenchProfiles(BaseModel):
+    profiles: list[dict[str, Any]]
+
+
+def register_benches(api: APIRouter, benches: Benches | None, operations: str) -> None:
+    """operations: the path of the operations."""
+
+    def measuring() -> Benches:
+        if benches is None:
+            raise UnknownRoute("This daemon measures no models.")
+        return benches
+
+    @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
+    async def start_bench(what: Benching) -> dict[str, Any]:
+        profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
+        started = await measuring().start(what.model, profile, resume=what.resume, force=what.force)
+        operation = started.operation
+        return {**asdict(operation), "operation": operation.id, "href": f"{operations}/{operation.id}", "bench": started.bench}
+
+    @api.get("/bench", **answers(BenchRows), summary="The benches whose results are kept, and the one that runs")
+    async def list_benches() -> dict[str, Any]:
+        return {"benches": [row_of(result).model_dump() for result in await measuring().all()]}
+
+    @api.get("/bench/profiles", **answers(BenchProfiles), summary="The profiles that come with sparkd")
+    async def bench_profiles() -> dict[str, Any]:
+        return {"profiles": [_profile(named(name)) for name in shipped()]}
+
+    @api.get("/bench/{bench_id}", **answers(BenchResult), summary="The result of a bench; of the one that runs, so far")
+    async def find_bench(bench_id: str) -> dict[str, Any]:
+        return (await measuring().find(bench_id)).model_dump(mode="json")
+
+    @api.delete("/bench/{bench_id}", **answers(BenchRow), summary="Remove the result of a bench")
+    async def remove_bench(bench_id: str) -> dict[str, Any]:
+        return row_of(await measuring().remove(bench_id)).model_dump()
+
+
+def row_of(result: BenchResult) -> BenchRow:
+    rates = [rate["mean"] for cell in result.cells for row in cell.rows if (rate := row.get("tg_throughput"))]
+    return BenchRow(
+        id=result.id,
+        kind=result.kind,
+        state=result.state,
+        error=result.error,
+        model=result.subject.model,
+        profile=result.profile,
+        format=result.subject.format,
+        started_s=result.started_s,
+        ended_s=result.ended_s,
+        cells=len(result.cells),
+        done=result.done,
+        tokens_per_s=max(rates, default=None),
+    )
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    return {"name": profile.name, "description": profile.description, "cells": [cell.name for cell in profile.cells]}

@@ -1,0 +1,65 @@
+"""Owns the figures of a cell besides the tool's: from an engine's counters before and after, and from what the nodes showed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sparkd.bench.result import EngineFigures, MachineFigures
+from sparkd.engine.rates import Sample
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state of a model's nodes. at_s: wall clock; power_w: of all their GPUs; memory_bytes: of the engine, host and device; kv_use:
+    0 to 1."""
+
+    at_s: float
+    power_w: float | None = None
+    celsius: float | None = None
+    throttled: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    kv_use: float | None = None
+
+
+def machine_figures(moments: Sequence[Moment]) -> MachineFigures:
+    return MachineFigures(
+        celsius_peak=_most(moment.celsius for moment in moments),
+        throttled=sorted({reason for moment in moments for reason in moment.throttled}),
+        memory_peak_bytes=_most(moment.memory_bytes for moment in moments),
+    )
+
+
+def engine_figures(before: Sample | None, after: Sample | None, moments: Sequence[Moment]) -> EngineFigures:
+    """Unknown where the engine was asked only once, or began anew in between."""
+    peak = _most(moment.kv_use for moment in moments)
+    if before is None or after is None or not before.is_before(after):
+        return EngineFigures(kv_use_peak=peak)
+    grown = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
+    drafts, queries = grown.get("spec_decode_num_drafts_total"), grown.get("prefix_cache_queries_total")
+    accepted = [after.accepted[place] - before.accepted.get(place, 0.0) for place in sorted(after.accepted)]
+    return EngineFigures(
+        prompt_tokens=_count(grown, "prompt_tokens_total"),
+        output_tokens=_count(grown, "generation_tokens_total"),
+        kv_use_peak=peak,
+        prefix_hit_share=grown.get("prefix_cache_hits_total", 0.0) / queries if queries else None,
+        preemptions=_count(grown, "num_preemptions_total"),
+        drafted_tokens=None if not drafts else int(drafts) * len(accepted),
+        accepted_share_by_position=[count / drafts for count in accepted] if drafts else None,
+    )
+
+
+def computed_prompt_tokens(figures: EngineFigures) -> int:
+    """Those that were not in the prefix cache."""
+    return round((figures.prompt_tokens or 0) * (1 - (figures.prefix_hit_share or 0.0)))
+
+
+def _count(grown: dict[str, float], name: str) -> int | None:
+    return int(grown[name]) if name in grown else None
+
+
+def _most(values: Iterable[Number | None]) -> Number | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,73 @@
+"""Owns what power comes to over time: joules of a cell, of its prompts and of its answers. Asks no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from sparkd.bench.result import Energy
+
+# A phase of which fewer seconds were seen cannot be told from one sample to the next.
+LEAST_S = 2.0
+# Samples that lie further apart say nothing about the time between them.
+GAP_S = 10.0
+
+Point = tuple[float, float]  # seconds, watts
+Span = tuple[float, float]
+
+
+def joules(points: Sequence[Point], spans: Iterable[Span], idle_w: float = 0.0) -> float | None:
+    """The integral of the power above idle_w over `spans`, linear between samples; None where the samples do not cover them.
+
+    points: by time. spans: none overlaps another.
+    """
+    total = 0.0
+    for begin, end in spans:
+        part = _integral(points, begin, end)
+        if part is None:
+            return None
+        total += part - idle_w * (end - begin)
+    return total
+
+
+def energy(
+    points: Sequence[Point], cell: Span, prompts: Sequence[Span], outputs: Sequence[Span], tokens: tuple[int, int], idle_w: float | None
+) -> Energy | None:
+    """The energy of a cell. prompts: while a request had no token yet; outputs: while each request that ran had one; tokens: of the prompts
+    that were computed and of the answers, in those spans. None without samples of the power over the whole cell."""
+    inside = [watts for at, watts in points if cell[0] <= at <= cell[1]]
+    whole = joules(points, [cell])
+    if whole is None or not inside:
+        return None
+    prompt, output = (joules(points, spans, idle_w or 0.0) if _long(spans) and idle_w is not None else None for spans in (prompts, outputs))
+    return Energy(
+        idle_w=idle_w,
+        mean_w=whole / (cell[1] - cell[0]),
+        peak_w=max(inside),
+        joules=whole,
+        prompt_joules=prompt,
+        output_joules=output,
+        joules_per_prompt_token=prompt / tokens[0] if prompt is not None and tokens[0] else None,
+        joules_per_output_token=output / tokens[1] if output is not None and tokens[1] else None,
+    )
+
+
+def _long(spans: Iterable[Span]) -> bool:
+    return sum(end - begin for begin, end in spans) >= LEAST_S
+
+
+def _integral(points: Sequence[Point], begin: float, end: float) -> float | None:
+    """Watts at a time between two samples are on the line between them; before the first and after the last as these, for GAP_S at most."""
+    if not points or end <= begin or points[0][0] > begin + GAP_S or points[-1][0] < end - GAP_S:
+        return None
+    padded = [(min(begin, points[0][0]), points[0][1]), *points, (max(end, points[-1][0]), points[-1][1])]
+    total = 0.0
+    for (at, watts), (later, watts_later) in pairwise(padded):
+        left, right = max(at, begin), min(later, end)
+        if right <= left:
+            continue
+        if later - at > GAP_S:
+            return None
+        slope = (watts_later - watts) / (later - at)
+        total += (right - left) * (watts + slope * ((left + right) / 2 - at))
+    return total

@@ -1,0 +1,131 @@
+"""Owns what a bench measures: the cells of a profile, read from the YAML that sparkrun's profiles have. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from sparkd.bench.result import Cell
+from sparkd.errors import ConfigError
+
+LLAMA_BENCHY = "llama-benchy"
+MOST_CELLS = 1000
+DEFAULT = "quick"
+
+
+def _several(value: object) -> object:
+    """A number alone, or numbers in one text with commas between them, is a list too."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return value if isinstance(value, list) else [value]
+
+
+_Counts = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_several), Field(min_length=1)]
+_Depths = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_several), Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Arguments(_Strict):
+    """llama-benchy's flags, by their names without dashes. Defaults are sparkrun's where it has one, else llama-benchy's."""
+
+    pp: _Counts = [2048]
+    tg: _Counts = [32]
+    depth: _Depths = [0]
+    concurrency: _Counts = [1]
+    runs: int = Field(default=3, ge=1, le=100)
+    prefix_caching: bool = Field(default=True, validation_alias="enable_prefix_caching")
+    no_cache: bool = False
+    exact_tg: bool = False
+    latency_mode: Literal["api", "generation", "none"] = "api"
+    skip_coherence: bool = False
+    no_warmup: bool = False
+    adapt_prompt: bool = True
+    extra_body: list[str] = []
+
+
+class _Entry(_Strict):
+    """pp, tg: in place of those of `args`."""
+
+    depth: int = Field(ge=0)
+    concurrency: int = Field(ge=1)
+    pp: _Counts | None = None
+    tg: _Counts | None = None
+
+
+class _File(_Strict):
+    framework: str = LLAMA_BENCHY
+    metadata: dict[str, Any] = {}
+    args: Arguments = Arguments()
+    schedule: list[_Entry] | None = None
+
+
+class Profile(BaseModel):
+    """cells: in the order in which they are measured; each with every prompt and output length of `args`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    description: str
+    args: Arguments
+    cells: tuple[Cell, ...]
+
+
+def shipped() -> list[str]:
+    """The names of the profiles that come with sparkd."""
+    folder = files("sparkd.bench").joinpath("profiles")
+    return sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
+
+
+def named(name: str) -> Profile:
+    """Raises ConfigError for a name that no shipped profile has."""
+    if name not in shipped():
+        raise ConfigError(f"No profile is called {name[:80]}: there are {', '.join(shipped())}, or give a file of sparkrun's form.")
+    return parsed(name, files("sparkd.bench").joinpath("profiles", f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def parsed(name: str, text: str) -> Profile:
+    """Raises ConfigError, which names the key and the fault."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The profile {name} is no YAML: {getattr(error, 'problem', None) or 'it cannot be read'}.") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"The profile {name} is no map: it needs `args:`.")
+    try:
+        file = _File.model_validate(_renamed(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"The profile {name}: {key}: {first['msg'].lower()}.") from None
+    if file.framework != LLAMA_BENCHY:
+        raise ConfigError(f"The profile {name} is for {file.framework}: sparkd runs profiles of {LLAMA_BENCHY}.")
+    cells = _cells(file)
+    if len(cells) > MOST_CELLS:
+        raise ConfigError(f"The profile {name} has {len(cells):,} cells, more than {MOST_CELLS:,}: shorten its lists.")
+    return Profile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
+
+
+def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """sparkrun's profiles say `prefix_caching`, llama-benchy's flag is `enable_prefix_caching`."""
+    args = content.get("args")
+    if not isinstance(args, Mapping):
+        return dict(content)
+    return {**content, "args": {("enable_prefix_caching" if key == "prefix_caching" else key): value for key, value in args.items()}}
+
+
+def _cells(file: _File) -> tuple[Cell, ...]:
+    args = file.args
+    grid = [_Entry(depth=depth, concurrency=concurrency) for depth, concurrency in product(args.depth, args.concurrency)]
+    return tuple(
+        Cell(depth=entry.depth, concurrency=entry.concurrency, prompt_tokens=prompt, output_tokens=output)
+        for entry in file.schedule or grid
+        for prompt, output in product(entry.pp or args.pp, entry.tg or args.tg)
+    )

@@ -1,0 +1,179 @@
+"""The verb `bench`: measure a model by a profile, list what was measured, show it, compare it, export it. Measures nothing itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from typer.core import TyperGroup
+
+from sparkd.cli.models import POLL_S, NoWait, Session, verb
+from sparkd.cli.options import argument, option
+from sparkd.errors import ConfigError, Conflict, RankError
+from sparkd.render import models as show
+from sparkd.render.ragged_table import Ragged
+
+RUN = "run"
+BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
+
+
+class _RunByDefault(TyperGroup):
+    """`sparkd bench MODEL` is `sparkd bench run MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(
+    name="bench",
+    cls=_RunByDefault,
+    help="Measure a model: tokens a second, times to the first token, watts and joules. `sparkd bench MODEL` runs a profile.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def register(app: typer.Typer) -> None:
+    bench.command(RUN)(verb(run))
+    bench.command("ls")(verb(ls))
+    bench.command("show")(verb(show_one))
+    bench.command("rm")(verb(rm))
+    bench.command("profiles")(verb(profiles))
+    app.add_typer(bench)
+
+
+def run(
+    session: Session,
+    model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
+    profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
+    resume: Annotated[str | None, option("--resume", metavar="BENCH", help="Measure the cells that BENCH has not.")] = None,
+    force: Annotated[bool, option("--force", help="Measure although others use a model.")] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Measure a model by a profile, over the gateway.
+
+    Runs llama-benchy for each cell of the profile, and adds the GPU's power, temperature and memory and the engine's counters. Ctrl-C stops
+    waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it.
+    """
+    body: dict[str, Any] = {"model": model, "profile": profile, "resume": resume, "force": force}
+    if "/" in profile or profile.endswith((".yaml", ".yml")):
+        body |= {"profile": Path(profile).stem[:80], "profile_text": _text(Path(profile))}
+    started = session.client.post("/bench", body)
+    if no_wait:
+        if session.json:
+            show.say_json(started)
+        else:
+            session.out.print(f"{started['bench']} runs. `sparkd cancel {started['operation']}` ends it.", markup=False)
+        return
+    _wait(session, started)
+    _show(session, started["bench"])
+
+
+def ls(session: Session) -> None:
+    """List what was measured, newest first."""
+    answer = session.client.get("/bench")
+    if session.json:
+        show.say_json(answer)
+        return
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
+    for title in ("BENCH", "MODEL", "FORMAT", "PROFILE", "STATE", "CELLS", "TOKENS/S"):
+        table.add_column(title, overflow="fold", no_wrap=title == "BENCH", justify="right" if title in ("CELLS", "TOKENS/S") else "left")
+    for row in answer["benches"]:
+        rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f}"
+        cells = f"{row['done']}/{row['cells']}"
+        table.add_row(row["id"], show.printable(row["model"]), row["format"] or "-", row["profile"], row["state"], cells, rate)
+    session.out.print(table if answer["benches"] else "Nothing was measured yet: `sparkd bench MODEL`.")
+
+
+def show_one(session: Session, bench_id: Annotated[str, BENCH]) -> None:
+    """Show what was measured."""
+    _show(session, bench_id)
+
+
+def rm(session: Session, bench_id: Annotated[str, BENCH]) -> None:
+    """Remove a result."""
+    row = session.client.delete(f"/bench/{quote(bench_id, safe='')}")
+    if session.json:
+        show.say_json(row)
+    else:
+        session.out.print(f"{bench_id} is removed.", markup=False)
+
+
+def profiles(session: Session) -> None:
+    """List the profiles that come with sparkd."""
+    answer = session.client.get("/bench/profiles")
+    if session.json:
+        show.say_json(answer)
+        return
+    for profile in answer["profiles"]:
+        session.out.print(f"{profile['name']}: {profile['description']}. {len(profile['cells'])} cells.", markup=False)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"The profile {path} cannot be read: {why}. Give a file of sparkrun's form.") from None
+
+
+def _wait(session: Session, started: dict[str, Any]) -> None:
+    """Raises RankError where it failed, Conflict where it was cancelled."""
+    operation = session.client.get(f"/operations/{started['operation']}")
+    began_s = time.monotonic()
+    try:
+        with show.progress(session.err) as line:
+            while operation["state"] == "RUNNING":
+                if not session.json:
+                    passed = f"{time.monotonic() - began_s:,.0f} s"
+                    line(f"{operation['message']}  ({passed})", operation["message"])
+                operation = session.client.get(f"/operations/{started['operation']}", wait_s=POLL_S)
+    except KeyboardInterrupt:
+        session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
+        raise
+    if operation["state"] == "FAILED":
+        raise RankError(operation["message"])
+    if operation["state"] == "CANCELLED":
+        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} Go on with --resume {started['bench']}.")
+
+
+def _show(session: Session, bench_id: str) -> None:
+    result = session.client.get(f"/bench/{quote(bench_id, safe='')}")
+    if session.json:
+        show.say_json(result)
+        return
+    subject = result["subject"]
+    facts = [subject["format"] or "as stored", f"vLLM {subject['vllm'] or '?'}", subject["gpu"] or "no GPU", result["tool"]]
+    session.out.print(f"{result['id']}: {subject['model']}, {', '.join(facts)}, {result['state']}", markup=False)
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
+    for title in ("CELL", "PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN"):
+        table.add_column(title, overflow="fold", justify="left" if title == "CELL" else "right")
+    for cell in result["cells"]:
+        table.add_row(*_cells(cell))
+    session.out.print(table)
+
+
+def _cells(cell: dict[str, Any]) -> list[str]:
+    place = cell["cell"]
+    name = f"pp{place['prompt_tokens']} tg{place['output_tokens']} @ d{place['depth']} (c{place['concurrency']})"
+    if cell["state"] != "done":
+        return [name, show.printable(cell["error"] or cell["state"]), "", "", "", ""]
+    row, energy = cell["rows"][-1], cell["energy"] or {}
+    return [
+        name,
+        _figure(row.get("pp_throughput")),
+        _figure(row.get("tg_throughput")),
+        _figure(row.get("e2e_ttft"), " ms"),
+        "-" if energy.get("mean_w") is None else f"{energy['mean_w']:,.0f}",
+        "-" if energy.get("joules_per_output_token") is None else f"{energy['joules_per_output_token']:,.3f}",
+    ]
+
+
+def _figure(metric: dict[str, Any] | None, unit: str = "") -> str:
+    return "-" if metric is None else f"{metric['mean']:,.1f} ± {metric['std']:,.1f}{unit}"
