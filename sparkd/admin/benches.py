@@ -271,13 +271,15 @@ class Benches:
         moments = watch.between(*span)
         figures = engine_figures(before, after, moments)
         power = [(moment.at_s, moment.power_w) for moment in watch.moments if moment.power_w is not None]
-        tokens = computed_prompt_tokens(figures), figures.output_tokens or 0
+        tokens = computed_prompt_tokens(requests.prompt_tokens, figures), requests.output_tokens
         done = CellResult(
             cell=cell,
             state="done",
             started_s=span[0],
             seconds=span[1] - span[0],
             rows=measured.rows,
+            prompt_tokens=requests.prompt_tokens,
+            output_tokens=requests.output_tokens,
             energy=energy(power, span, requests.prompts(), requests.outputs(), tokens, result.idle_w),
             engine=figures,
             machine=machine_figures(moments),

@@ -52,9 +52,9 @@ def engine_figures(before: Sample | None, after: Sample | None, moments: Sequenc
     )
 
 
-def computed_prompt_tokens(figures: EngineFigures) -> int:
-    """Those that were not in the prefix cache."""
-    return round((figures.prompt_tokens or 0) * (1 - (figures.prefix_hit_share or 0.0)))
+def computed_prompt_tokens(tokens: int, figures: EngineFigures) -> int:
+    """Those of the prompts' tokens that were not in the prefix cache."""
+    return round(tokens * (1 - (figures.prefix_hit_share or 0.0)))
 
 
 def _count(grown: dict[str, float], name: str) -> int | None:

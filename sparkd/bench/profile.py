@@ -8,7 +8,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparkd.bench.result import Cell
 from sparkd.errors import ConfigError
@@ -41,7 +41,8 @@ class Arguments(_Strict):
     depth: _Depths = [0]
     concurrency: _Counts = [1]
     runs: int = Field(default=3, ge=1, le=100)
-    prefix_caching: bool = Field(default=True, validation_alias="enable_prefix_caching")
+    # sparkrun's profiles have the short name, llama-benchy's flag the long one.
+    prefix_caching: bool = Field(default=True, validation_alias=AliasChoices("prefix_caching", "enable_prefix_caching"))
     no_cache: bool = False
     exact_tg: bool = False
     latency_mode: Literal["api", "generation", "none"] = "api"
@@ -100,7 +101,7 @@ def parsed(name: str, text: str) -> Profile:
     if not isinstance(content, Mapping):
         raise ConfigError(f"The profile {name} is no map: it needs `args:`.")
     try:
-        file = _File.model_validate(_renamed(content))
+        file = _File.model_validate(dict(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -111,14 +112,6 @@ def parsed(name: str, text: str) -> Profile:
     if len(cells) > MOST_CELLS:
         raise ConfigError(f"The profile {name} has {len(cells):,} cells, more than {MOST_CELLS:,}: shorten its lists.")
     return Profile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
-
-
-def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """sparkrun's profiles say `prefix_caching`, llama-benchy's flag is `enable_prefix_caching`."""
-    args = content.get("args")
-    if not isinstance(args, Mapping):
-        return dict(content)
-    return {**content, "args": {("enable_prefix_caching" if key == "prefix_caching" else key): value for key, value in args.items()}}
 
 
 def _cells(file: _File) -> tuple[Cell, ...]:

@@ -80,6 +80,8 @@ class CellResult(Value):
     started_s: float | None = None
     seconds: float | None = None
     rows: list[dict[str, Any]] = []
+    prompt_tokens: int | None = Field(default=None, description="Of the measured requests, by their usage; cached ones included")
+    output_tokens: int | None = Field(default=None, description="Of the measured requests, by their usage")
     energy: Energy | None = None
     engine: EngineFigures = EngineFigures()
     machine: MachineFigures = MachineFigures()

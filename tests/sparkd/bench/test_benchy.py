@@ -1,0 +1,75 @@
+"""llama-benchy's command, its progress events, and the text that it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.bench import benchy
+from sparkd.bench.profile import Arguments
+from sparkd.bench.result import Cell
+
+CELL = Cell(depth=16, concurrency=2, prompt_tokens=8, output_tokens=4)
+
+
+def target(tmp_path: Path) -> benchy.Target:
+    return benchy.Target("http://127.0.0.1:1/v1", "m", "/m", "/usr/bin/python3", tmp_path, key="sk-canary-0123456789")
+
+
+def test_the_command_has_the_cell_and_no_key(tmp_path: Path) -> None:
+    command = benchy.command(target(tmp_path), CELL, Arguments(runs=2, exact_tg=True, prefix_caching=False), "file:x", tmp_path / "r")
+    words = " ".join(command)
+    assert "--pp 8 --tg 4 --depth 16 --concurrency 2 --runs 2" in words and "--exact-tg" in command
+    assert "--enable-prefix-caching" not in command and "canary" not in words and "canary" not in repr(target(tmp_path))
+
+
+def event(kind: str, number: int, at_s: float, **fields: object) -> dict[str, object]:
+    return {"type": kind, "request_id": number, "ts": at_s, **fields}
+
+
+def test_phases_of_requests_that_overlap() -> None:
+    requests = benchy.Requests()
+    assert requests.take(event("request_start", 0, 10.0, run_index=1))
+    assert not requests.take(event("request_start", 1, 10.5, run_index=1))
+    for number, first_s, end_s in ((0, 12.0, 20.0), (1, 14.0, 18.0)):
+        requests.take(event("request_first_token", number, first_s))
+        requests.take(event("request_end", number, end_s, total_tokens=4, prompt_tokens=24, error=""))
+    assert (requests.span(), requests.prompts(), requests.outputs()) == ((10.0, 20.0), [(10.0, 14.0)], [(14.0, 20.0)])
+    assert (requests.output_tokens, requests.prompt_tokens, requests.run, requests.errors) == (8, 48, 1, [])
+
+
+def test_a_prompt_in_the_midst_of_answers_cuts_them() -> None:
+    requests = benchy.Requests()
+    for number, begin_s, first_s, end_s in ((0, 0.0, 1.0, 10.0), (1, 4.0, 5.0, 8.0)):
+        requests.take(event("request_start", number, begin_s))
+        requests.take(event("request_first_token", number, first_s))
+        requests.take(event("request_end", number, end_s, error="it broke" if number else ""))
+    assert requests.outputs() == [(1.0, 4.0), (5.0, 10.0)]
+    assert requests.errors == ["it broke"]
+
+
+@pytest.mark.parametrize(
+    "strange", [{}, {"type": "tokens"}, {"type": "request_end", "request_id": "x", "ts": 1.0}, {"type": "header", "ts": 1.0}]
+)
+def test_other_events_change_nothing(strange: dict[str, object]) -> None:
+    requests = benchy.Requests()
+    assert not requests.take(strange)
+    assert requests == benchy.Requests() and requests.span() is None
+
+
+def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path) -> None:
+    address, what = benchy.text_file(tmp_path, None) if not (Path.home() / ".cache" / "llama-benchy").exists() else ("", benchy.MADE_UP)
+    text = benchy.made_up()
+    assert text == benchy.made_up() and len(text.split()) == benchy.WORDS
+    parts = [text[at : at + 200] for at in range(0, len(text) - 200, 200)]
+    assert len(set(parts)) == len(parts)
+    assert what == benchy.MADE_UP and (not address or len(list((tmp_path / ".cache" / "llama-benchy").iterdir())) == 1)
+
+
+def test_a_text_of_the_users_own(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("one two three")
+    address, what = benchy.text_file(tmp_path / "home", book)
+    (kept,) = (tmp_path / "home" / ".cache" / "llama-benchy").iterdir()
+    assert (what, kept.read_text()) == (str(book), "one two three") and address.startswith("file:")

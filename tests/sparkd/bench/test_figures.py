@@ -1,0 +1,46 @@
+"""Figures of a cell: growth of an engine's counters, and the most that the nodes showed."""
+
+from __future__ import annotations
+
+from sparkd.bench.figures import Moment, computed_prompt_tokens, engine_figures, machine_figures
+from sparkd.engine.rates import sample_of
+
+BEFORE = """vllm:prompt_tokens_total{} 100
+vllm:generation_tokens_total{} 10
+vllm:num_preemptions_total{} 1
+vllm:prefix_cache_queries_total{} 100
+vllm:prefix_cache_hits_total{} 0
+vllm:spec_decode_num_drafts_total{} 5
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 4
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2
+"""
+AFTER = """vllm:prompt_tokens_total{} 1100
+vllm:generation_tokens_total{} 74
+vllm:num_preemptions_total{} 3
+vllm:prefix_cache_queries_total{} 1100
+vllm:prefix_cache_hits_total{} 250
+vllm:spec_decode_num_drafts_total{} 25
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 20
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 7
+"""
+
+
+def test_counters_are_compared() -> None:
+    found = engine_figures(sample_of(BEFORE, 1.0), sample_of(AFTER, 2.0), [Moment(1.0, kv_use=0.25), Moment(2.0)])
+    assert (found.prompt_tokens, found.output_tokens, found.preemptions, found.kv_use_peak) == (1000, 64, 2, 0.25)
+    assert (found.prefix_hit_share, found.drafted_tokens, found.accepted_share_by_position) == (0.25, 40, [0.8, 0.25])
+    assert computed_prompt_tokens(1000, found) == 750
+
+
+def test_an_engine_that_began_anew_or_said_nothing_has_no_figures() -> None:
+    for before, after in ((sample_of(AFTER, 1.0), sample_of(BEFORE, 2.0)), (None, sample_of(AFTER, 1.0)), (sample_of(AFTER, 1.0), None)):
+        found = engine_figures(before, after, [])
+        assert (found.prompt_tokens, found.output_tokens, found.prefix_hit_share) == (None, None, None)
+
+
+def test_the_most_that_was_seen() -> None:
+    moments = [Moment(1.0, celsius=60.0, memory_bytes=5), Moment(2.0, throttled=("hw_slowdown",), memory_bytes=9)]
+    moments.append(Moment(3.0, celsius=71.0))
+    found = machine_figures(moments)
+    assert (found.celsius_peak, found.throttled, found.memory_peak_bytes) == (71.0, ["hw_slowdown"], 9)
+    assert machine_figures([]).celsius_peak is None

@@ -1,0 +1,151 @@
+"""Benches of a real daemon with the stub engine and the real llama-benchy: cells, counters, a kill, a cancel and going on, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sparkd.__main__ import exit_code
+from tests.support.daemon_process import ROOT, DaemonProcess, daemon, until
+
+KEY = "canary-of-the-boss-0123456789"
+TOKENIZER = ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"
+PACE = """extra_body: ['stub={"chunk_interval_s":0.02}'], skip_coherence: true, latency_mode: none"""
+PROFILE = f"args: {{pp: 32, tg: 8, depth: [0, 64], concurrency: [1, 2], runs: 1, exact_tg: true, {PACE}}}"
+SLOW = f"args: {{pp: 32, tg: 400, concurrency: [1, 1], runs: 1, adapt_prompt: false, no_warmup: true, {PACE}}}"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("benches")
+    model = folder / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(TOKENIZER / name, model)
+    entry = {"model": str(model), "memory_gib": 1, "env": {"HF_TOKEN": "hf_canary0123456789"}}
+    settings: dict[str, Any] = {
+        "keys": {"admin": [f"boss: {KEY}"]},
+        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+        "models": {"quick": entry | {"preload": True, "aliases": ["gpt"]}, "late": entry | {"env": {"SPARKD_STUB_START_DELAY_S": "60"}}},
+    }
+    with daemon(folder, settings) as process:
+        process.config.chmod(0o600)
+        process.client.headers["authorization"] = f"Bearer {KEY}"
+        process.wait_for("quick", "READY", 90)
+        yield process
+
+
+def start(process: DaemonProcess, **body: Any) -> httpx.Response:
+    return process.client.post("/admin/v1/bench", json={"model": "quick", "profile": "mine", "profile_text": PROFILE} | body)
+
+
+def ended(process: DaemonProcess, operation: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        answer: dict[str, Any] = process.get(f"/admin/v1/operations/{operation}")
+        return answer if answer["state"] != "RUNNING" else None
+
+    return until(look, 240, "the bench ended") or {}
+
+
+@pytest.mark.timeout(300)
+def test_cells_are_measured_and_counted(running: DaemonProcess) -> None:
+    started = start(running)
+    assert started.status_code == 202, started.text
+    assert start(running).json()["error"]["code"] == "conflict"
+    end = ended(running, started.json()["operation"])
+    assert end["state"] == "SUCCEEDED", end
+    result = running.get(f"/admin/v1/bench/{started.json()['bench']}")
+    assert [cell["state"] for cell in result["cells"]] == ["done"] * 4
+    assert [len(cell["rows"]) for cell in result["cells"]] == [1, 1, 2, 2]
+    for cell in result["cells"]:
+        place, row = cell["cell"], cell["rows"][-1]
+        assert (row["prompt_size"], row["concurrency"], row["context_size"]) == (32, place["concurrency"], place["depth"])
+        assert row["tg_throughput"]["mean"] > 0
+        requests = place["concurrency"] * len(cell["rows"])
+        assert cell["output_tokens"] == 8 * requests
+        # The engine is asked when the first request has begun, and the stub has its first token at once.
+        assert 0 <= 8 * requests - cell["engine"]["output_tokens"] <= place["concurrency"]
+    assert (result["subject"]["model"], result["state"], result["tool"][:12]) == ("quick", "done", "llama-benchy")
+    assert "canary" not in json.dumps(result)
+    (row,) = running.get("/admin/v1/bench")["benches"]
+    assert (row["id"], row["done"], row["cells"]) == (result["id"], 4, 4)
+
+
+@pytest.mark.timeout(300)
+def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
+    started = start(running, profile_text=SLOW).json()
+
+    def in_flight() -> bool:
+        return bool(running.get("/admin/v1/requests?state=in_flight")["in_flight"])
+
+    until(in_flight, 60, "a request of the bench")
+    busy = start(running, force=True)
+    assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conflict")
+    children = [pid for pid in os.listdir("/proc") if pid.isdigit() and b"benchy_program" in _command(pid)]
+    assert children and all(KEY.encode() not in _command(pid) for pid in children)
+    assert running.client.delete(f"/admin/v1/operations/{started['operation']}").status_code < 300
+    assert ended(running, started["operation"])["state"] == "CANCELLED"
+    until(lambda: not any(_command(pid) for pid in children), 20, "llama-benchy ended")
+    path = f"/admin/v1/bench/{started['bench']}"
+    until(lambda: running.get(path)["state"] == "cancelled", 20, "the result is kept")
+    assert running.get(path)["cells"][0]["state"] != "done"
+    assert start(running, resume=started["bench"], profile="other").status_code == 400
+    until(lambda: not running.get("/admin/v1/requests?state=in_flight")["in_flight"], 20, "no request is left")
+    again = start(running, profile_text=SLOW, resume=started["bench"])
+    assert again.status_code == 202, again.text
+    end = ended(running, again.json()["operation"])
+    assert end["state"] == "SUCCEEDED", end
+    result = running.get(f"/admin/v1/bench/{started['bench']}")
+    assert [cell["state"] for cell in result["cells"]] == ["done", "done"]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess) -> None:
+    started = start(running, profile_text=SLOW).json()
+    until(lambda: running.get("/admin/v1/requests?state=in_flight")["in_flight"], 60, "a request of the bench")
+    os.kill(running.pid_of("quick"), signal.SIGKILL)
+    end = ended(running, started["operation"])
+    result = running.get(f"/admin/v1/bench/{started['bench']}")
+    states = [cell["state"] for cell in result["cells"]]
+    assert (end["state"], states) == ("SUCCEEDED", ["failed", "done"]), (end, result["cells"])
+    assert result["cells"][0]["error"]
+    running.wait_for("quick", "READY", 90)
+
+
+def test_what_cannot_be_measured_is_refused(running: DaemonProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for body, status in (
+        ({"model": "nobody"}, 404),
+        ({"profile": "no-such", "profile_text": None}, 400),
+        ({"profile_text": "args: {depth: -1}"}, 400),
+        ({"resume": "20200101-000000-x"}, 404),
+        ({"resume": "../../etc/passwd"}, 404),
+    ):
+        answer = start(running, **body)
+        assert (answer.status_code // 100, answer.status_code == status or answer.status_code == 422) == (4, True), answer.text
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    assert exit_code(["bench", "quick", "--profile", "/no/such.yaml", "--url", running.url, "--key-file", str(key)]) == 2
+    assert "/no/such.yaml" in capsys.readouterr().err
+    assert exit_code(["bench", "ls", "--json", "--url", running.url, "--key-file", str(key)]) == 0
+    assert json.loads(capsys.readouterr().out)["benches"]
+
+
+def test_a_result_is_removed(running: DaemonProcess) -> None:
+    bench_id = running.get("/admin/v1/bench")["benches"][-1]["id"]
+    assert running.client.delete(f"/admin/v1/bench/{bench_id}").status_code == 200
+    assert running.client.delete(f"/admin/v1/bench/{bench_id}").status_code == 404
