@@ -117,20 +117,23 @@ def test_precision_is_ordered_by_the_error_of_each_format() -> None:
     assert [form.spelling for form in ordered] == ["mxfp4", "int4-g128", "int4-g64", "int4-g32", "nvfp4", "fp8-block", "fp8", "bf16"]
 
 
-@pytest.mark.parametrize(
-    ("spelling", "nbytes"),
-    [
-        ("nvfp4", 256 * 384 // 2 + 256 * 384 // 16 + 4),
-        ("mxfp4", 256 * 384 // 2 + 256 * 384 // 32),
-        ("int4-g128", 256 * 384 // 2 + 2 * 256 * 3 + 16),
-        ("int4-g32", 256 * 384 // 2 + 2 * 256 * 12 + 16),
-        ("fp8", 256 * 384 + 4 * 256),
-        ("fp8-block", 256 * 384 + 4 * 2 * 3),
-        ("bf16", 2 * 256 * 384),
-    ],
-)
-def test_the_bytes_of_a_weight(spelling: str, nbytes: int) -> None:
-    assert Format.parse(spelling).nbytes(256, 384) == nbytes
+# Of a weight [256, 384].
+NBYTES = {
+    "nvfp4": 256 * 384 // 2 + 256 * 384 // 16 + 4,
+    "mxfp4": 256 * 384 // 2 + 256 * 384 // 32,
+    "int4-g32": 256 * 384 // 2 + 2 * 256 * 12 + 16,
+    "int4-g64": 256 * 384 // 2 + 2 * 256 * 6 + 16,
+    "int4-g128": 256 * 384 // 2 + 2 * 256 * 3 + 16,
+    "fp8": 256 * 384 + 4 * 256,
+    "fp8-block": 256 * 384 + 4 * 2 * 3,
+    "bf16": 2 * 256 * 384,
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_bytes_of_a_weight(spelling: str) -> None:
+    assert spelling in NBYTES, "each format has its bytes in NBYTES"
+    assert Format.parse(spelling).nbytes(256, 384) == NBYTES[spelling]
 
 
 # Defaults
