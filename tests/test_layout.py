@@ -23,6 +23,7 @@ from sparkd.admin.app import PREFIX, admin_app
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
 from tests.support.inner_imports import imports_of, modules, needless
+from workers.quantization.formats import SPELLINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -268,11 +269,18 @@ def test_the_documents_name_every_route(path: str) -> None:
 
 def test_the_documents_name_every_route_of_the_admin_api() -> None:
     document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4)  # type: ignore[arg-type]
+    rows = [row.split(" | ")[0] for row in API.splitlines() if row.startswith(f"| `{PREFIX}/")]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
-        missing = f"docs/api.md does not name {path}"
-        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", API), missing
-        assert all(part.startswith("{") or re.search(rf"/{part}\b", API) for part in rest), missing
+        of_first = [row for row in rows if re.search(rf"`(?:{PREFIX}/)?{first}\b", row)]
+        parts = [part for part in rest if not part.startswith("{")]
+        named = any(all(re.search(rf"/{part}\b", row) for part in parts) for row in of_first)
+        assert named, f"docs/api.md has no row of its table that names {path}"
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_documents_name_every_format(spelling: str) -> None:
+    assert f"`{spelling}`" in (ROOT / "docs/configuration.md").read_text(), f"docs/configuration.md does not name {spelling}"
 
 
 def test_the_tree_of_errors_is_drawn_as_it_is() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.errors import ConfigError
+from sparkd.schema.engine_flags import SWITCHES, VALUE_FLAGS
 from sparkd.vllm.arg_check import amount
 from sparkd.vllm.reserved_args import owned_args
 from sparkd.vllm.translate import SPECULATIVE, flag_name, values_of, without
@@ -42,25 +43,22 @@ def _share(text: str) -> Any:
     return float(text) if _NUMBER.fullmatch(text) else text
 
 
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "max_model_len": _number,
+    "max_num_seqs": _number,
+    "max_num_batched_tokens": _number,
+    "gpu_memory_utilization": _share,
+}
 # Flag -> (key, function that reads its value). Any other flag stays a flag.
 _KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "max-model-len": ("max_model_len", _number),
-    "max-num-seqs": ("max_num_seqs", _number),
-    "max-num-batched-tokens": ("max_num_batched_tokens", _number),
-    "gpu-memory-utilization": ("gpu_memory_utilization", _share),
+    **{key.replace("_", "-"): (key, _READERS.get(key, _as_is)) for key in VALUE_FLAGS},
     "tensor-parallel-size": ("tensor_parallel", _number),
-    "kv-cache-dtype": ("kv_cache_dtype", _as_is),
-    "dtype": ("dtype", _as_is),
-    "quantization": ("quantization", _as_is),
-    "load-format": ("load_format", _as_is),
-    "revision": ("revision", _as_is),
-    "reasoning-parser": ("reasoning_parser", _as_is),
     "tool-call-parser": ("tool_call_parser", _as_is),
 }
-_SWITCHES = {"trust-remote-code": "trust_remote_code", "enforce-eager": "enforce_eager"}
+_SWITCHES = {key.replace("_", "-"): key for key in SWITCHES}
 # Flags that the key tool_call_parser sets again.
 _IMPLIED = ("enable-auto-tool-choice",)
-_WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
+_WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "enable-auto-tool-choice", *_SWITCHES)
 # The flags that sparkd reads instead of passing them on: their abbreviations must be unambiguous.
 _READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
 

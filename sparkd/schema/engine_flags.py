@@ -13,7 +13,8 @@ from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import values_of
 from sparkd.vllm.unaccounted_args import switched
 
-_VALUE_FLAGS = (
+# Keys that are a flag of vLLM: --max-model-len VALUE, and --enforce-eager without one.
+VALUE_FLAGS = (
     "revision",
     "max_model_len",
     "max_num_seqs",
@@ -25,7 +26,7 @@ _VALUE_FLAGS = (
     "load_format",
     "reasoning_parser",
 )
-_SWITCHES = ("trust_remote_code", "enforce_eager")
+SWITCHES = ("trust_remote_code", "enforce_eager")
 _SAMPLING_FLAG = "override-generation-config"
 # Spelling -> the other spelling of the same value.
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
@@ -37,7 +38,7 @@ def flags_of(model: EngineKeys) -> list[str]:
     The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
     """
     flags: list[str] = []
-    for key in _VALUE_FLAGS:
+    for key in VALUE_FLAGS:
         value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key, None)
         if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
@@ -46,7 +47,7 @@ def flags_of(model: EngineKeys) -> list[str]:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_call_parser]
     if model.sampling is not None and (said := model.sampling.flag()):
         flags += [f"--{_SAMPLING_FLAG}", said]
-    for key in _SWITCHES:
+    for key in SWITCHES:
         if getattr(model, key):
             flags.append(f"--{key.replace('_', '-')}")
     return [*flags, *model.extra_args]
@@ -55,14 +56,14 @@ def flags_of(model: EngineKeys) -> list[str]:
 def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
     entry may override a key of its recipe, which is no contradiction."""
-    for key in (*_VALUE_FLAGS, "tool_call_parser", "sampling"):
+    for key in (*VALUE_FLAGS, "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
         value, given = written.get(key), [text for *_, text in values_of(args, flag)]
         if value is None or not given or _is_same(value, given[-1]) or (key, value) == ("gpu_memory_utilization", "auto"):
             continue
         mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[-1][:48]}")
         yield key, f"{mine} and {other} in extra_args contradict each other: remove one of them."
-    for key in _SWITCHES:
+    for key in SWITCHES:
         said = switched(args, key.replace("_", "-"))
         if isinstance(value := written.get(key), bool) and said not in (None, value):
             flag = f"--{'' if said else 'no-'}{key.replace('_', '-')}"

@@ -43,7 +43,7 @@ REAL, REAL_PATIENCE = 12, 4.0
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """well_s: None where it never came. answer_s: of a daemon that was started again, until it answered. lost: streams with no clean end,
-    where one was due."""
+    where one was due. killed: processes."""
 
     engine: str
     target: str
@@ -55,6 +55,7 @@ class Outcome:
     wish_kept: bool
     lost: int
     answer_s: float | None = None
+    killed: int = 0
 
 
 def main() -> int:
@@ -101,7 +102,7 @@ def _faults(asked: argparse.Namespace, names: Sequence[str], *, stub: bool, time
             print(f"{number + 1:>4} {_row(one)}", flush=True)
 
 
-# The targets of faults. A scene's target is called for one fault and returns the engine's sessions that it ended.
+# The targets of faults. A scene's target is called for one fault and returns the processes that it killed.
 TARGETS: Mapping[str, Callable[[Scene], Callable[[], frozenset[int]]]] = {
     "API server": lambda scene: scene.api_server,
     "engine core": lambda scene: scene.engine_core,
@@ -126,7 +127,7 @@ def _one(scene: Scene, engine: str, name: str, hit: Callable[[], frozenset[int]]
     # A daemon that is killed takes its connections with it.
     lost = 0 if name == "daemon" else sum(not client.ended_well() for client in clients)
     kept = scene.daemon.model(MODEL).get("want") == "RUNNING"
-    return Outcome(engine, name, state, len(clients), well_s, sum(map(len, strange.values())), twins, kept, lost, answer_s)
+    return Outcome(engine, name, state, len(clients), well_s, sum(map(len, strange.values())), twins, kept, lost, answer_s, len(killed))
 
 
 def _restarted(scene: Scene, state: str) -> float | None:
@@ -335,7 +336,10 @@ def _judge(outcomes: list[Outcome], others: dict[str, str | None], *, timed: boo
         these = [one.well_s for one in outcomes if one.target == target and one.well_s is not None]
         told = f"median {statistics.median(these):.1f} s, worst {max(these):.1f} s" if these else "never well"
         print(f"     {target:12} {times:>4} faults, {told}")
+    hits = Counter(one.target for one in outcomes if one.killed)
+    missing = [target for target in dict.fromkeys(one.target for one in outcomes) if not hits[target]]
     bars = {
+        f"targets that no fault found: {', '.join(missing) or 0}": not missing,
         f"converged without a hand: {len(waited)} of {len(outcomes)}": len(waited) == len(outcomes),
         f"orphans: {sum(one.orphans for one in outcomes)}": not any(one.orphans for one in outcomes),
         f"lost wishes: {sum(not one.wish_kept for one in outcomes)}": all(one.wish_kept for one in outcomes),

@@ -36,7 +36,7 @@ class FormatChoice:
     named: bool = False
 
 
-def order(choice: FormatChoice) -> tuple[tuple[int, int], int]:
+def order(choice: FormatChoice) -> tuple[tuple[int, int], float]:
     """Sort key: the largest choice among fused siblings holds for all of them."""
     return choice.level, choice.format.precision
 

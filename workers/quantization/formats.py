@@ -9,16 +9,20 @@ from typing import Any
 
 from sparkd.errors import ConfigError, clause
 
-NAMES = ("bf16", "fp8", "fp8_block", "mxfp4", "nvfp4", "int4")
-GROUP_SIZES = (32, 64, 128)
+# By spelling, the relative Frobenius error of Gaussian weights (`python -m tests.bench.formats`). Those of fp8 and fp8-block are equal in
+# the measurement; fp8 counts as more precise, because each row has a scale of its own.
+ERRORS: Mapping[str, float] = {
+    "nvfp4": 0.0813, "mxfp4": 0.1115, "int4-g32": 0.0814, "int4-g64": 0.0902, "int4-g128": 0.0972, "fp8": 0.0264, "fp8-block": 0.0265,
+    "bf16": 0.0,
+}  # fmt: skip
+SPELLINGS = tuple(ERRORS)
+GROUP_SIZES = tuple(int(spelling.removeprefix("int4-g")) for spelling in SPELLINGS if spelling.startswith("int4-g"))
+_NAMES = frozenset(spelling.partition("-g")[0].replace("-", "_") for spelling in SPELLINGS)
 # int4 without a group size: 4.125 bits a weight, and the only size that every kernel in vLLM takes, its CPU MoE included.
 DEFAULT_GROUP_SIZE = 128
-SPELLINGS = ("nvfp4", "mxfp4", *(f"int4-g{size}" for size in GROUP_SIZES), "fp8", "fp8-block", "bf16")
 # The group sizes of the other formats, by definition (NVFP4: 16; OCP MX v1.0: 32).
 _FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
 _SPELLING = re.compile(r"(?P<name>[a-z]+[0-9]+(?:-block)?)(?:-g(?P<group>[0-9]{1,6}))?")
-# By the relative Frobenius error of Gaussian weights, smallest first: fp8 .0264, nvfp4 .0817, int4 g32 .0820 to g128 .0973, mxfp4 .1117.
-_PRECISION = ("bf16", "fp8", "fp8-block", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +47,9 @@ class Format:
         return self.name == "bf16"
 
     @property
-    def precision(self) -> int:
-        """The rank of the format's precision; a larger number is more precise."""
-        return -_PRECISION.index(self.spelling)
+    def precision(self) -> float:
+        """A larger number is more precise; 0 for bf16."""
+        return -ERRORS[self.spelling]
 
     @property
     def group(self) -> int | None:
@@ -82,7 +86,7 @@ class Format:
 
 def fitting(group: int, columns: int) -> str:
     """The nearest formats for a weight whose columns are no multiple of `group`, for an error: `int4-g64 or int4-g32`."""
-    fits = [f"int4-g{size}" for size in (64, 32) if size < group and columns % size == 0]
+    fits = [f"int4-g{size}" for size in reversed(GROUP_SIZES) if size < group and columns % size == 0]
     return " or ".join(fits or ["nvfp4" if group > 16 and columns % 16 == 0 else "fp8"])
 
 
@@ -111,7 +115,7 @@ def _parsed(text: Any, where: str) -> tuple[str, int | None]:
         raise refused(where, "nf4 is not built yet; nvfp4 is as precise and runs on vLLM's own kernels, int4-g64 is as small")
     match = _SPELLING.fullmatch(plain)
     name = match["name"].replace("-", "_") if match else ""
-    if match is None or name not in NAMES or (match["group"] and name != "int4"):
+    if match is None or name not in _NAMES or (match["group"] and name != "int4"):
         import difflib
 
         near = difflib.get_close_matches(plain, (*SPELLINGS, "int4"), n=1)
@@ -123,7 +127,7 @@ def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, w
     name, spelled = parsed
     if own is not None and (type(own) is not int or (spelled is not None and own != spelled)):
         problem = f"{own!r} is not a whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
-        raise refused(where, f"group_size {problem}; give it once: 32, 64 or 128")
+        raise refused(where, f"group_size {problem}; give it once: {_sizes('or')}")
     size = own if own is not None else spelled
     if name != "int4":
         if size is not None and size != _FIXED_GROUPS.get(name):
@@ -131,9 +135,15 @@ def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, w
         return Format(name)
     size = size if size is not None else default if default is not None else DEFAULT_GROUP_SIZE
     if size not in GROUP_SIZES:
-        raise refused(where, f"group size {size} is not built; int4 has 32, 64 and 128")
+        raise refused(where, f"group size {size} is not built; int4 has {_sizes('and')}")
     return Format(name, size)
 
 
 def _known() -> str:
     return f"known are {', '.join(SPELLINGS)}"
+
+
+def _sizes(word: str) -> str:
+    """The group sizes of int4 in a sentence: `32, 64 and 128`."""
+    *most, last = map(str, GROUP_SIZES)
+    return f"{', '.join(most)} {word} {last}"

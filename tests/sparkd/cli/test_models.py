@@ -33,10 +33,7 @@ from tests.support.parser_batch import ask_at_once
 from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
-VERBS = (
-    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "nodes", "doctor",
-    "export", "check", "join", "leave", "token", "pull", "ray-node", "version",
-)  # fmt: skip
+VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]
 
 
 @pytest.fixture(autouse=True)
@@ -211,12 +208,13 @@ def test_what_goes_wrong_is_an_object_with_json(
 
 
 def test_without_arguments_the_help_is_shown() -> None:
-    shown = CliRunner().invoke(command_line(), [])
+    # typer leaves two columns of a terminal's 80 free, its CliRunner none.
+    shown = CliRunner().invoke(command_line(), [], terminal_width=78)
 
     assert shown.exit_code == 0
     assert all(re.search(rf"^  {verb} ", shown.output, re.MULTILINE) for verb in VERBS)
     cut = re.findall(r"^  \w.*\.\.\.$", shown.output, re.MULTILINE)
-    assert cut == [], "longer than 80 columns"
+    assert cut == [], "`sparkd -h` cuts these: shorten the first line of the verb's docstring. A longer name of a verb shortens every line"
 
 
 @pytest.mark.parametrize("verb", VERBS)

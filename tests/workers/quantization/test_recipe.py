@@ -16,7 +16,7 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.facts import facts
 from tests.support.shards import Shape, checkpoint_of, layered
 from workers.quantization import recipe
-from workers.quantization.formats import SPELLINGS
+from workers.quantization.formats import GROUP_SIZES, SPELLINGS
 from workers.quantization.recipe import Format, QuantizationRecipe
 
 W = (128, 128)
@@ -56,7 +56,8 @@ def of(formats: Mapping[str, str], pattern: str) -> set[str]:
 
 # Formats
 
-KNOWN = "nvfp4 mxfp4 int4-g32 int4-g64 int4-g128 fp8 fp8-block bf16"
+# What an error names that lists the formats, or the group sizes of int4.
+KNOWN, SIZES = " ".join(SPELLINGS), " ".join(map(str, GROUP_SIZES))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -89,15 +90,15 @@ def test_what_a_format_may_be(value: Any, form: Format) -> None:
         ("nvfp", f"nvfp nvfp4 {KNOWN}"),
         ("int8", f"int8 int4 {KNOWN}"),
         ("", f" {KNOWN}"),
-        ("int4-g16", "16 int4 32 64 128"),
+        ("int4-g16", f"16 int4 {SIZES}"),
         ("int4-g999999999999", f"int4-g999999999999 {KNOWN}"),
         ("nvfp4-g16", f"nvfp4-g16 nvfp4 {KNOWN}"),
         (4, f"4 {KNOWN}"),
         (None, f"None {KNOWN}"),
         ({}, f"format {KNOWN}"),
-        ({"format": "int4", "group_size": "64"}, "group_size 64 32 64 128"),
-        ({"format": "int4", "group_size": True}, "group_size True 32 64 128"),
-        ({"format": "int4-g32", "group_size": 64}, "group_size 64 32 32 64 128"),
+        ({"format": "int4", "group_size": "64"}, f"group_size 64 {SIZES}"),
+        ({"format": "int4", "group_size": True}, f"group_size True {SIZES}"),
+        ({"format": "int4-g32", "group_size": 64}, f"group_size 64 32 {SIZES}"),
         ({"format": "nvfp4", "group_size": 32}, "nvfp4 group_size int4"),
         ({"format": "fp8-block", "group_size": 128}, "fp8-block group_size int4"),
         ({"format": "int4", "gruop_size": 64}, "gruop_size group_size"),
@@ -117,20 +118,23 @@ def test_precision_is_ordered_by_the_error_of_each_format() -> None:
     assert [form.spelling for form in ordered] == ["mxfp4", "int4-g128", "int4-g64", "int4-g32", "nvfp4", "fp8-block", "fp8", "bf16"]
 
 
-@pytest.mark.parametrize(
-    ("spelling", "nbytes"),
-    [
-        ("nvfp4", 256 * 384 // 2 + 256 * 384 // 16 + 4),
-        ("mxfp4", 256 * 384 // 2 + 256 * 384 // 32),
-        ("int4-g128", 256 * 384 // 2 + 2 * 256 * 3 + 16),
-        ("int4-g32", 256 * 384 // 2 + 2 * 256 * 12 + 16),
-        ("fp8", 256 * 384 + 4 * 256),
-        ("fp8-block", 256 * 384 + 4 * 2 * 3),
-        ("bf16", 2 * 256 * 384),
-    ],
-)
-def test_the_bytes_of_a_weight(spelling: str, nbytes: int) -> None:
-    assert Format.parse(spelling).nbytes(256, 384) == nbytes
+# Of a weight [256, 384].
+NBYTES = {
+    "nvfp4": 256 * 384 // 2 + 256 * 384 // 16 + 4,
+    "mxfp4": 256 * 384 // 2 + 256 * 384 // 32,
+    "int4-g32": 256 * 384 // 2 + 2 * 256 * 12 + 16,
+    "int4-g64": 256 * 384 // 2 + 2 * 256 * 6 + 16,
+    "int4-g128": 256 * 384 // 2 + 2 * 256 * 3 + 16,
+    "fp8": 256 * 384 + 4 * 256,
+    "fp8-block": 256 * 384 + 4 * 2 * 3,
+    "bf16": 2 * 256 * 384,
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_bytes_of_a_weight(spelling: str) -> None:
+    assert spelling in NBYTES, "each format has its bytes in NBYTES"
+    assert Format.parse(spelling).nbytes(256, 384) == NBYTES[spelling]
 
 
 # Defaults
@@ -478,7 +482,7 @@ PATTERNS = f"{EXAMPLES} class:lm_head re:REGEX"
         ({"format": "nf4"}, "quantize.format nf4 nvfp4 int4-g64"),
         ({"format": 3}, f"quantize.format 3 {KNOWN}"),
         ({"format": "nvfp4", "group_size": 64}, "quantize.group_size int4 int4"),
-        ({"format": "int4", "group_size": 48}, "48 int4 32 64 128"),
+        ({"format": "int4", "group_size": 48}, f"48 int4 {SIZES}"),
         ({"layers": "o_proj"}, "quantize.layers"),
         ({"layers": 3}, "quantize.layers"),
         ({"layers": ["o_proj"]}, "quantize.layers[0]"),

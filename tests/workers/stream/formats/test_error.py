@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.workers.stream import reference, weights
+from workers.quantization.formats import ERRORS, GROUP_SIZES
 from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
 
@@ -31,11 +32,20 @@ def squared_error(spelling: str, weight: torch.Tensor, size: int) -> np.ndarray:
     return (made - weight.double()).square().view(-1, size).sum(1).numpy()
 
 
-@pytest.mark.parametrize(("spelling", "distribution", "bar"), BARS)
-def test_bars(spelling: str, distribution: str, bar: float) -> None:
+def relative_error(spelling: str, distribution: str) -> float:
     weight = weights.distribution(distribution)
     error = squared_error(spelling, weight, weight.numel())[0]
-    assert (error / float(weight.double().square().sum())) ** 0.5 <= bar
+    return float((error / float(weight.double().square().sum())) ** 0.5)
+
+
+@pytest.mark.parametrize(("spelling", "distribution", "bar"), BARS)
+def test_bars(spelling: str, distribution: str, bar: float) -> None:
+    assert relative_error(spelling, distribution) <= bar
+
+
+@pytest.mark.parametrize("spelling", ERRORS)
+def test_the_error_that_ranks_a_format_is_the_measured_one(spelling: str) -> None:
+    assert ERRORS[spelling] == pytest.approx(relative_error(spelling, "gauss"), rel=0.005), "ERRORS of workers/quantization/formats.py"
 
 
 @pytest.mark.parametrize("distribution", weights.DISTRIBUTIONS)
@@ -57,7 +67,7 @@ def test_mxfp4_has_the_best_power_of_two(distribution: str) -> None:
     assert np.allclose(squared_error("mxfp4", weight, 32), best, rtol=1e-5)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", GROUP_SIZES)
 @pytest.mark.parametrize("distribution", weights.DISTRIBUTIONS)
 def test_int4_is_near_the_best_of_160_scales(distribution: str, group: int) -> None:
     weight = weights.distribution(distribution, 32, 1024)
