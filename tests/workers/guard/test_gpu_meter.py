@@ -64,10 +64,13 @@ def test_what_a_row_says(text: str, values: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvidiaSmi:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvidiaSmi]:
     monkeypatch.setattr(gpu_meter, "RETRY_S", 0.02)
     monkeypatch.setattr(gpu_meter, "_LOOK_MS", 20)
-    return FakeNvidiaSmi(tmp_path, monkeypatch)
+    made = FakeNvidiaSmi(tmp_path, monkeypatch)
+    yield made
+    for process in made.living:
+        processes.send(process, signal.SIGKILL)
 
 
 @pytest.fixture
