@@ -178,7 +178,8 @@ class Reading:
 
     unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
     guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
-    critical, and why. gpu_throttled: what holds the GPU's clock down (workers.guard.consumers), empty where nothing does.
+    critical, and why. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock
+    down (workers.guard.gpu_meter), empty where nothing does.
     """
 
     node_id: str
@@ -202,6 +203,7 @@ class Reading:
     level: str = "ok"
     level_why: str | None = None
     device_trouble: str | None = None
+    gpu_at_s: float | None = None
     gpu_power_w: float | None = None
     gpu_busy_percent: float | None = None
     gpu_celsius: float | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import pickle
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -29,7 +31,8 @@ from sparkd.inquiry import model_answers, parser_answers
 from tests.support.ranks import Place
 from workers.agent import rating
 from workers.agent.jobs import Jobs
-from workers.host import bounded_child, network, runtime
+from workers.guard import gpu_meter
+from workers.host import bounded_child, ends_with_parent, network, runtime
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank import lifecycle, ray_environment
 from workers.rank.command import build_command, build_environment
@@ -38,6 +41,7 @@ from workers.ray_executor import worker
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
+PYTHON = os.path.realpath("/proc/self/exe")
 # Calls that start another program. `Spoken` is ours (workers.host.line_reader): its environment is the second argument.
 STARTS = {
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput",
@@ -56,7 +60,9 @@ SITES = {
     "sparkd/config/recipe_check.py": 1,
     "sparkd/cli/registry_fetch.py": 1,
     "sparkd/inquiry/parser_answers.py": 1,
+    "workers/guard/gpu_meter.py": 1,
     "workers/host/bounded_child.py": 1,
+    "workers/host/ends_with_parent.py": 1,
     "workers/host/network.py": 1,
     "workers/engine/model_question.py": 1,
     "workers/rank/lifecycle.py": 1,
@@ -190,6 +196,23 @@ async def _nvidia_smi(python: Path, folder: Path) -> None:
     bounded_child.ask([str(python), "-I"], 30.0)
 
 
+async def _meter(python: Path, folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "nvidia-smi").symlink_to(python)
+    os.environ["PATH"] = f"{folder}/bin"
+    meter = gpu_meter.GpuMeter()
+    meter.want(True)
+    meter._run()
+
+
+async def _becomes(python: Path, folder: Path) -> None:
+    """As the recorder stands where sys.executable was, the Python below it is asked to become the recorder."""
+    command = ends_with_parent.command([str(python), "-I"])
+    command[0] = PYTHON
+    environ = ends_with_parent.environment({"PATH": os.environ["PATH"]})
+    await asyncio.to_thread(subprocess.run, command, env=environ, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
 async def _ip(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "ip").symlink_to(python)
@@ -228,7 +251,8 @@ async def _question(python: Path, folder: Path) -> None:
 
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
-    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl, _git,
+    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _ip, _fix,
+    _systemctl, _git,
 )  # fmt: skip
 
 

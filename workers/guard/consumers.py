@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from workers.guard.gpu_meter import GpuMeter
 from workers.host import processes
 from workers.host.bounded_child import ask, stuck
 from workers.host.processes import Identity
@@ -19,17 +19,6 @@ from workers.rank import shared_memory
 from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
-# Every driver knows the reasons by this name; the newer one, clocks_event_reasons, is a second name of the same (driver 580).
-_GPU_FIELDS = "power.draw,utilization.gpu,temperature.gpu,clocks.current.sm,clocks_throttle_reasons.active,name"
-GPU_COMMAND = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
-# nvml.h, nvmlClocksEventReasons: those that hold the clock down. Idleness and a clock that an operator has set do not count.
-_THROTTLES = {
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-}
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
@@ -65,18 +54,15 @@ class MemoryConsumer:
 class Holders:
     """The engines on this node. Each `refresh` replaces `ranks` whole.
 
-    device_trouble: why nvidia-smi gives no answer; None if it does, or is not installed. unified: whether the GPU shares the host's memory,
-    or may do so. On a GPU with its own memory `has_device` is False: ending an engine frees none of it for the host, and nvidia-smi is
-    asked for power, load and temperature only.
+    unified: whether the GPU shares the host's memory, or may do so. On a GPU with its own memory `has_device` is False: ending an engine
+    frees none of it for the host, and nvidia-smi is not asked for the memory of processes. meter: runs while an engine is here.
     """
 
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[MemoryConsumer, ...] = ()
-        self.device_trouble: str | None = None
-        # See gpu_of.
-        self.gpu: dict[str, Any] = {}
+        self.meter = GpuMeter()
         self.has_device = unified
-        self._can_ask = True
+        self._trouble: str | None = None
         self._run_dir = run_dir
         self._fds: dict[Identity, int] = {}
         self._retired: list[tuple[float, int]] = []
@@ -84,14 +70,20 @@ class Holders:
         self._asked_at_s = float("-inf")
         self._noted_at_s: dict[str, float] = {}
 
+    @property
+    def device_trouble(self) -> str | None:
+        """Why nvidia-smi gives no answer; None if it does, is not asked, or is not installed."""
+        return self._trouble or self.meter.trouble
+
     def refresh(self, now_s: float, *, ask_device: bool = True) -> None:
-        """Find the engines and their memory. Blocks, at most for two DEVICE_TIMEOUT_S unless /proc hangs."""
+        """Find the engines and their memory. Blocks, at most for DEVICE_TIMEOUT_S unless /proc hangs."""
         ids = rank_ids(self._run_dir)
         stats, boot = (processes.table(), processes.boot_id()) if ids else ({}, "")
-        if not ids:
-            # nvidia-smi is not run without an engine, so there is no answer to keep.
-            self.gpu, self.device_trouble = {}, None
-        if ids and ask_device and self._can_ask and now_s - self._asked_at_s >= DEVICE_EVERY_S:
+        asks = bool(ids) and ask_device
+        self.meter.want(asks)
+        if not asks:
+            self._trouble = None
+        if asks and self.has_device and now_s - self._asked_at_s >= DEVICE_EVERY_S:
             self._asked_at_s = now_s
             self._ask_device()
         ranks, kept = [], set()
@@ -156,21 +148,16 @@ class Holders:
         return self._fds[process]
 
     def _ask_device(self) -> None:
-        # The last values stay while nvidia-smi works, which takes seconds on some hosts: else a scrape would often find none.
         if stuck():
-            # An nvidia-smi hangs already; another would hang too. Old values show nothing about what the GPU does now.
-            self.gpu = {}
+            # An nvidia-smi hangs already; another would hang too.
             return
-        answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S) if self.has_device else ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
+        answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S)
         if answer.missing:
-            self.has_device = self._can_ask = False
-            self.gpu = {}
+            self.has_device = False
             return
-        if answer.trouble is None and self.has_device:
+        if answer.trouble is None:
             self._device = device_bytes(answer.text.splitlines())
-            answer = ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
-        self.gpu = gpu_of(answer.text) if answer.trouble is None else {}
-        self.device_trouble = answer.trouble
+        self._trouble = answer.trouble
 
 
 def device_bytes(lines: Iterable[str]) -> dict[int, int]:
@@ -181,23 +168,6 @@ def device_bytes(lines: Iterable[str]) -> dict[int, int]:
         if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
             by_pid[int(words[0])] = int(number) * MIB
     return by_pid
-
-
-def gpu_of(text: str) -> dict[str, Any]:
-    """The first GPU, by the names of a Reading: power in watts, percent of time with a kernel running, degrees Celsius, the clock in MHz,
-    what holds it down, the GPU's name. A value that is [N/A] is left out."""
-    words = [word.strip() for word in text.partition("\n")[0].split(",", 5)]
-    values: dict[str, Any] = {}
-    for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius", "gpu_clock_mhz"), words, strict=False):
-        with suppress(ValueError):
-            values[name] = float(word)
-    if len(words) == 6 and words[5] and not words[5].startswith("["):
-        values["gpu_name"] = words[5]
-    if len(words) == 6:
-        with suppress(ValueError):
-            reasons = int(words[4], 16)
-            values["gpu_throttled"] = [reason for bit, reason in _THROTTLES.items() if reasons & bit]
-    return values
 
 
 def _anonymous_bytes(pid: int) -> int:

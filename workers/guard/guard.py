@@ -1,7 +1,8 @@
 """Guards a node's memory on its own threads: looks, decides, kills, and writes a bundle. Never waits for the daemon, Ray or a driver.
 
 The thread that looks and kills reads three open files and signals through open descriptors, so that nothing in its way can hang or needs
-memory except for numbers. A second thread finds the processes that hold memory. A third writes the bundle after a kill.
+memory except for numbers. A second thread finds the processes that hold memory. A third writes the bundle after a kill. A fourth reads what
+nvidia-smi prints.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Sentry:
     ) -> None:  # fmt: skip
         self.sample_s = sample_s
         self.claims = True
-        self.reading: dict[str, Any] = {}
         # See workers.host.machine; empty before the first look.
         self.machine: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
         self.holders = Holders(run_dir, unified=shares_memory())
+        self._last_look: dict[str, Any] = {}
         self._node_id, self._run_dir, self._log_dir, self._proc = node_id, run_dir, Path(log_dir), proc
         self._models: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
@@ -68,22 +69,31 @@ class Sentry:
         self._after: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._killed: dict[str, str] = {}
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The last look at the memory and what the GPU's meter says now, by the names of sparkd.state.nouns.Reading; {} before a look."""
+        if not self._last_look:
+            return {}
+        return self._last_look | {"device_trouble": self.holders.device_trouble} | self.holders.meter.values
+
     def start(self) -> None:
         """Look once and start the threads. Raises OSError if /proc/meminfo cannot be read."""
         if self.look(time.monotonic()) is None:
-            self.reading = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
+            self._last_look = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
         threads = {
             "memory": self._look_forever,
             "memory holders": self._hold_forever,
             "machine": self._measure_forever,
             "memory bundles": self._say_forever,
+            "GPU meter": self._meter_forever,
         }
         for name, work in threads.items():
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """End the threads after their present look."""
+        """End the threads after their present look, and nvidia-smi."""
         self._ended.set()
+        self.holders.meter.stop()
 
     def set(self, settings: Mapping[str, Any]) -> None:
         """Apply other settings from the next look on."""
@@ -114,7 +124,7 @@ class Sentry:
             self._guard(look, trend, self._limits)
         else:
             self._decision, self._state = Decision("ok"), GuardState()
-        self.reading = self._reading(look, trend, self._limits)
+        self._last_look = self._memory_reading(look, trend, self._limits)
         return look, trend
 
     def _guard(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> None:
@@ -174,8 +184,7 @@ class Sentry:
         if self._drop:
             log.info("page cache: %s", self._drop())
 
-    def _reading(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> dict[str, Any]:
-        """The reading, with the field names of sparkd.state.nouns.Reading."""
+    def _memory_reading(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> dict[str, Any]:
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
             "at_s": time.time(),
@@ -186,8 +195,6 @@ class Sentry:
             "swapped_per_s": trend.swapped_per_s,
             "level": self._decision.level,
             "level_why": self._decision.why or None,
-            "device_trouble": self.holders.device_trouble,
-            **self.holders.gpu,
         }  # fmt: skip
 
     def _may_act(self) -> bool:
@@ -223,10 +230,15 @@ class Sentry:
 
     def _hold_forever(self) -> None:
         # It may fail, for instance where a process ends while it is read, or for a status file of another release.
-        self._repeat(
-            lambda: self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0),
-            "the holders of the memory could not be read",
-        )
+        self._repeat(self._hold, "the holders of the memory could not be read")
+
+    def _hold(self) -> None:
+        # One of two guards of this folder asks nvidia-smi: the one that may act, or that the daemon reads.
+        self.holders.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._lock_fd >= 0))
+
+    def _meter_forever(self) -> None:
+        """On a thread of its own, which nvidia-smi ends with (workers.host.ends_with_parent)."""
+        self._repeat(self.holders.meter.measure, "the GPU could not be measured")
 
     def _measure_forever(self) -> None:
         """On a thread of its own: a file system that hangs must not hold up the search for engines that the guard may end."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
 REAP_S = 0.5
 
 # Killed children that have not ended: they are in an uninterruptible wait. Kept to be counted, and reaped once they end.
-_stuck: list[subprocess.Popen[str]] = []
+_stuck: list[subprocess.Popen[Any]] = []
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
     try:
         text, complaint = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        _let_go(child)
+        let_go(child)
         return ProgramOutput("", f"{command[0]} did not answer within {timeout_s:g} s", hung=True)
     if child.returncode:
         lines = (complaint.strip() or text.strip()).splitlines()
@@ -49,11 +52,13 @@ def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
 
 def stuck() -> int:
     """The number of killed children that have not ended yet."""
-    _stuck[:] = [child for child in _stuck if child.poll() is None]
-    return len(_stuck)
+    with _lock:
+        _stuck[:] = [child for child in _stuck if child.poll() is None]
+        return len(_stuck)
 
 
-def _let_go(child: subprocess.Popen[str]) -> None:
+def let_go(child: subprocess.Popen[Any]) -> None:
+    """Kill it, close its pipes and reap it. Blocks for at most REAP_S seconds; a child that has not ended then counts as stuck."""
     child.kill()
     for stream in (child.stdout, child.stderr):
         if stream:
@@ -61,4 +66,5 @@ def _let_go(child: subprocess.Popen[str]) -> None:
     try:
         child.wait(REAP_S)
     except subprocess.TimeoutExpired:
-        _stuck.append(child)
+        with _lock:
+            _stuck.append(child)

@@ -120,7 +120,7 @@ async def test_what_cannot_be_used_is_a_condition_and_the_rest_is_seen(tmp_path:
 
         status_path(folder, BAD).unlink()
         cluster._here.sentry.stop()
-        cluster._here.sentry.reading = SAMPLE | {"level": "calm"}
+        cluster._here.sentry._last_look = SAMPLE | {"level": "calm"}
         observation = await cluster.observe()
         assert observation.reading is None and len(observation.ranks or ()) == 1
         assert "calm" in str(observation.trouble)

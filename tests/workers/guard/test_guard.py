@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -30,15 +31,17 @@ from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.support import memory_hog
+from tests.support.facts import lacking
+from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
 from tests.support.memory_hog import show
 from tests.support.ranks import until
 from workers.agent.actor import Agent
-from workers.guard import consumers, incidents
+from workers.guard import consumers, gpu_meter, incidents
 from workers.guard import guard as sentry
 from workers.guard.consumers import device_bytes
 from workers.guard.memory_sampler import Vitals
-from workers.host import memlock
+from workers.host import memlock, processes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ON: Mapping[str, Any] = {"mode": "on"}
@@ -334,20 +337,45 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, fo
     assert fact_of(agent)["host_bytes"] > 1 << 20
 
 
-def test_a_driver_that_falls_silent_between_two_questions_leaves_no_old_answer(
+def test_a_driver_that_falls_silent_between_two_rows_leaves_no_old_value(
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("true",))
-    monkeypatch.setattr(consumers, "GPU_COMMAND", ("echo", "12.5, 96, 60"))
-    monkeypatch.setattr(consumers, "DEVICE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
+    monkeypatch.setattr(gpu_meter, "NEXT_ROW_S", 0.5)
+    fake = FakeNvidiaSmi(folder, monkeypatch)
+    fake.prints(ROW)
     agent = agents.start()
     started(agent, folder)
-    until(lambda: agent.sentry.reading.get("gpu_power_w") == 12.5)
-    monkeypatch.setattr(consumers, "GPU_COMMAND", ("sleep", "600"))
+    until(lambda: agent.sentry.reading.get("gpu_power_w") == 120.4)
+    (process,) = fake.living
+    processes.send(process, signal.SIGSTOP)
     until(lambda: agent.sentry.reading["device_trouble"])
-    assert agent.sentry.reading["device_trouble"].startswith("sleep ") and "0.1 s" in agent.sentry.reading["device_trouble"]
-    until(lambda: "gpu_power_w" not in agent.sentry.reading)
+    assert lacking(agent.sentry.reading["device_trouble"], "nvidia-smi", "0.5 s") == []
+    assert "gpu_power_w" not in agent.sentry.reading
+    until(lambda: not processes.is_alive(process))
+
+
+def test_the_daemon_gets_the_last_row_and_nvidia_smi_ends_with_the_last_engine(
+    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("true",))
+    fake = FakeNvidiaSmi(folder, monkeypatch)
+    fake.prints(ROW)
+    agent = agents.start()
+    assert "gpu_power_w" not in agent.observe()["reading"]
+    handle = started(agent, folder)
+    until(lambda: "gpu_power_w" in agent.observe()["reading"])
+    monkeypatch.setattr(agent.sentry, "_last_look", dict(agent.sentry._last_look))
+    fake.prints(ROW.replace("120.40", "61.50"))
+    until(lambda: agent.sentry.holders.meter.values.get("gpu_power_w") == 61.5)
+    facts = agent.observe()
+    now = reading("n1", facts["reading"], facts["now_s"])
+    assert (now.gpu_power_w, now.gpu_celsius, now.gpu_throttled, now.gpu_name) == (61.5, 41.0, (), "NVIDIA GB10")
+    assert now.gpu_at_s is not None and now.gpu_at_s <= facts["now_s"]
+
+    agent.destroy(handle, 0)
+    until(lambda: not fake.living)
+    assert "gpu_power_w" not in agent.observe()["reading"]
 
 
 def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
@@ -376,10 +404,9 @@ def test_a_gpu_with_memory_of_its_own_tells_what_it_draws_and_holds_nothing_of_t
 ) -> None:
     monkeypatch.setattr(sentry, "shares_memory", lambda: False)
     monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("false",))
-    monkeypatch.setattr(consumers, "GPU_COMMAND", ("echo", "412.5, 96, 60"))
-    monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
+    FakeNvidiaSmi(folder, monkeypatch).prints(ROW.replace("120.40", "412.50"))
     agent = agents.start()
     started(agent, folder)
     until(lambda: agent.sentry.reading.get("gpu_power_w") == 412.5)
-    assert (agent.sentry.reading["gpu_celsius"], agent.sentry.reading["device_trouble"]) == (60.0, None)
+    assert (agent.sentry.reading["gpu_celsius"], agent.sentry.reading["device_trouble"]) == (41.0, None)
     assert fact_of(agent)["device_bytes"] == 0
