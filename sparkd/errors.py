@@ -28,7 +28,7 @@
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
     - RouteNotServed 404       - UnknownStored 404
-    - UnknownRequest 404
+    - UnknownRequest 404       - UnknownBench 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429

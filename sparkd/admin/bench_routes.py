@@ -19,8 +19,8 @@ MOST_PROFILE_CHARS = 65_536
 
 
 class Benching(BaseModel):
-    """What is measured. profile: one that comes with sparkd; profile_text: another one, in sparkrun's YAML; resume: the bench to go on
-    with; force: although others use a model."""
+    """A bench that is asked for. profile: one that comes with sparkd; profile_text: another one, in sparkrun's YAML; resume: the bench to
+    go on with; force: although others use a model."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.bench import benchy
-from sparkd.bench.figures import Moment, computed_prompt_tokens, engine_figures, machine_figures
+from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
 from sparkd.bench.power import energy
 from sparkd.bench.profile import Profile
 from sparkd.bench.result import BenchResult, BenchStore, Cell, CellResult, Sample, Subject
@@ -57,7 +57,7 @@ class BenchedModel:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a bench needs of the daemon.
+    """The parts of the daemon that a bench needs.
 
     counters: an engine's, asked now; kv_use: the share of a model's KV cache that is used, as was seen last; key: of the daemon's own
     requests.
@@ -110,10 +110,9 @@ class Benches:
         if view is None:
             raise UnknownModel(model, list(views))
         self._refuse_beside_others(view, views.values(), force=force)
-        interpreter = sys.executable
-        version = await benchy.version_of(interpreter)
+        version = benchy.installed()
         if version is None:
-            raise BadRequest(f"llama-benchy is not installed in {interpreter}: run `{interpreter} -m pip install 'sparkd[bench]'`.")
+            raise BadRequest(f"llama-benchy is not installed: run `{sys.executable} -m pip install 'sparkd[bench]'`.")
         result = await self._begun(view, profile, resume, f"llama-benchy {version}")
         if self._running is not None:
             raise Conflict(f"Another bench is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
@@ -250,7 +249,7 @@ class Benches:
                 counting.append(asyncio.ensure_future(self._around.counters(model)))
             self._tell(operation_id, number, cell, requests, profile.args.runs)
 
-        began_s = self._wall()
+        began_s, ranks = self._wall(), self._view(model).ranks
         self._put(number, CellResult(cell=cell, state="running", started_s=began_s))
         self._tell(operation_id, number, cell, requests, profile.args.runs)
         watch.loads = []
@@ -258,6 +257,9 @@ class Benches:
             measured = await benchy.measure(self._target(model), cell, profile.args, book_url, heard)
             if requests.errors:
                 raise RankError(f"{len(requests.errors)} requests failed: {requests.errors[0]}")
+            after = await self._around.counters(model)
+            if after is None or self._view(model).ranks != ranks:
+                raise RankError(f"The engine of {model} ended meanwhile: `sparkd logs {model}` says why. Resume the bench.")
             if watch.loads:
                 raise RankError(f"{', '.join(watch.loads)} was loaded meanwhile, so its figures say nothing. Resume the bench.")
         except RankError as error:
@@ -265,12 +267,10 @@ class Benches:
             for task in counting:
                 task.cancel()
             return
-        after = await self._around.counters(model)
         before = await counting[0] if counting else None
         span = requests.span() or (began_s, self._wall())
         moments = watch.between(*span)
         figures = engine_figures(before, after, moments)
-        power = [(moment.at_s, moment.power_w) for moment in watch.moments if moment.power_w is not None]
         tokens = computed_prompt_tokens(requests.prompt_tokens, figures), requests.output_tokens
         done = CellResult(
             cell=cell,
@@ -280,7 +280,7 @@ class Benches:
             rows=measured.rows,
             prompt_tokens=requests.prompt_tokens,
             output_tokens=requests.output_tokens,
-            energy=energy(power, span, requests.prompts(), requests.outputs(), tokens, result.idle_w),
+            energy=energy(power_points(watch.moments), span, requests.prompts(), requests.outputs(), tokens, result.idle_w),
             engine=figures,
             machine=machine_figures(moments),
         )
@@ -295,7 +295,8 @@ class Benches:
         if self._view(model).state != ModelState.READY:
             self._around.want(model, Want.RUNNING, KIND)
         async with asyncio.timeout(READY_S):
-            while (view := self._view(model)).state != ModelState.READY:
+            # An engine that was killed a moment ago is READY until that is seen.
+            while (view := self._view(model)).state != ModelState.READY or await self._around.counters(model) is None:
                 if view.state == ModelState.FAILED and view.retry_in_s is None:
                     raise RankError(f"{model} cannot be measured, because it does not load: {view.message}")
                 self._ledger.operations.tell(operation_id, f"{model} is loading", Progress(phase="loading"))
@@ -344,7 +345,7 @@ class Benches:
 
 
 class _Watch:
-    """What the nodes and the engine of a model show, every SAMPLE_EVERY_S. loads: other models that began to load since it was emptied."""
+    """Looks at the nodes and the engine of a model every SAMPLE_EVERY_S. loads: other models that began to load since it was emptied."""
 
     def __init__(self, around: Surroundings, model: str, wall: Callable[[], float]) -> None:
         self._around, self._model, self._wall = around, model, wall
@@ -395,6 +396,7 @@ class _Watch:
             tuple(sorted({reason for reading in readings for reason in reading.gpu_throttled or ()})),
             sum(held) if held else None,
             self._around.kv_use(self._model),
+            readings[0].gpu_at_s if len(readings) == 1 else None,
         )
 
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ BOOK = "https://www.gutenberg.org/files/1661/1661-0.txt"
 # A text of our own has that many words: more tokens than the deepest cell of the arena asks for at once.
 WORDS = 200_000
 MADE_UP = "words of a fixed seed"
-LEAST_VERSION = (0, 4)
 _LINE_BYTES = 1 << 20
 _LAST_LINES = 20
 _END_S = 10.0
@@ -167,14 +167,12 @@ async def measure(target: Target, cell: Cell, args: Arguments, book_url: str, he
     return measured
 
 
-async def version_of(interpreter: str) -> str | None:
-    """llama-benchy's version there; None where it is not installed."""
-    program = "from importlib.metadata import version; print(version('llama-benchy'))"
-    process = await asyncio.create_subprocess_exec(
-        *(interpreter, "-I", "-c", program), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    out, _ = await process.communicate()
-    return out.decode().strip() or None if process.returncode == 0 else None
+def installed() -> str | None:
+    """llama-benchy's version in this Python; None where it is not installed."""
+    try:
+        return version("llama-benchy")
+    except PackageNotFoundError:
+        return None
 
 
 async def _follow(process: asyncio.subprocess.Process, key: str, heard: Callable[[Mapping[str, Any]], None]) -> list[str]:

@@ -39,7 +39,7 @@ class Cell(Value):
 
 
 class Energy(Value):
-    """Of the GPUs of the model's nodes together. Joules a token are of the power above idle; null: too short a phase to tell."""
+    """The energy of all GPUs of the model's nodes. Joules a token are of the power above idle; null: too short a phase to tell."""
 
     idle_w: float | None = Field(description="Mean before the first cell, the model loaded and no request running")
     mean_w: float
@@ -52,7 +52,7 @@ class Energy(Value):
 
 
 class EngineFigures(Value):
-    """What the engine counted during a cell, warm-up and probes of the tool included. null: it does not count that."""
+    """The engine's own counts of a cell's requests. null: it does not count that."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -64,7 +64,7 @@ class EngineFigures(Value):
 
 
 class MachineFigures(Value):
-    """What the nodes showed during a cell."""
+    """The extremes of the nodes during a cell."""
 
     celsius_peak: float | None = None
     throttled: list[str] = Field(default=[], description="What held the clock down; a cell that throttled is not comparable")
@@ -88,7 +88,7 @@ class CellResult(Value):
 
 
 class Published(Value):
-    """A figure that somebody published for the recipe."""
+    """A figure of the recipe that was published elsewhere."""
 
     what: str
     value: float
@@ -97,7 +97,7 @@ class Published(Value):
 
 
 class Subject(Value):
-    """What was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
+    """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
 
     model: str
     source: str

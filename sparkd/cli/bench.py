@@ -32,7 +32,7 @@ class _RunByDefault(TyperGroup):
 bench = typer.Typer(
     name="bench",
     cls=_RunByDefault,
-    help="Measure a model: tokens a second, times to the first token, watts and joules. `sparkd bench MODEL` runs a profile.",
+    help="Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

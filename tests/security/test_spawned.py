@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 
 from sparkd.admin import pull
+from sparkd.bench import benchy
+from sparkd.bench.profile import Arguments
+from sparkd.bench.result import Cell
 from sparkd.checkpoint import foreign_file
 from sparkd.cli import export, join, registry_fetch
 from sparkd.cli.quantized import Chosen
@@ -56,6 +59,7 @@ SITES = {
     "sparkd/cluster/head_probe.py": 1,
     "sparkd/cli/join.py": 1,
     "sparkd/admin/pull.py": 1,
+    "sparkd/bench/benchy.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/config/recipe_check.py": 1,
     "sparkd/cli/registry_fetch.py": 1,
@@ -213,6 +217,13 @@ async def _becomes(python: Path, folder: Path) -> None:
     await asyncio.to_thread(subprocess.run, command, env=environ, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
+async def _benchy(python: Path, folder: Path) -> None:
+    cell = Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1)
+    target = benchy.Target("http://127.0.0.1:1/v1", "m", "/m", str(python), folder / "home", key="canary")
+    with suppress(ClusterError):
+        await benchy.measure(target, cell, Arguments(), "file:x", lambda _: None)
+
+
 async def _ip(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "ip").symlink_to(python)
@@ -251,8 +262,8 @@ async def _question(python: Path, folder: Path) -> None:
 
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
-    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _ip, _fix,
-    _systemctl, _git,
+    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
+    _ip, _fix, _systemctl, _git,
 )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state of a model's nodes. at_s: wall clock; power_w: of all their GPUs; memory_bytes: of the engine, host and device; kv_use:
-    0 to 1."""
+    """The state of a model's nodes. at_s: wall clock; power_w: of all their GPUs; power_at_s: when the meter of a single node said so;
+    memory_bytes: of the engine, host and device; kv_use: 0 to 1."""
 
     at_s: float
     power_w: float | None = None
@@ -23,6 +23,16 @@ class Moment:
     throttled: tuple[str, ...] = ()
     memory_bytes: int | None = None
     kv_use: float | None = None
+    power_at_s: float | None = None
+
+
+def power_points(moments: Sequence[Moment]) -> list[tuple[float, float]]:
+    """(seconds of the wall clock, watts) by time, each reading once."""
+    points: dict[float, float] = {}
+    for moment in moments:
+        if moment.power_w is not None:
+            points[moment.at_s if moment.power_at_s is None else moment.power_at_s] = moment.power_w
+    return sorted(points.items())
 
 
 def machine_figures(moments: Sequence[Moment]) -> MachineFigures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkd.bench.figures import Moment, computed_prompt_tokens, engine_figures, machine_figures
+from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
 from sparkd.engine.rates import sample_of
 
 BEFORE = """vllm:prompt_tokens_total{} 100
@@ -36,6 +36,11 @@ def test_an_engine_that_began_anew_or_said_nothing_has_no_figures() -> None:
     for before, after in ((sample_of(AFTER, 1.0), sample_of(BEFORE, 2.0)), (None, sample_of(AFTER, 1.0)), (sample_of(AFTER, 1.0), None)):
         found = engine_figures(before, after, [])
         assert (found.prompt_tokens, found.output_tokens, found.prefix_hit_share) == (None, None, None)
+
+
+def test_a_reading_of_the_meter_counts_once_and_at_its_own_time() -> None:
+    moments = [Moment(10.0, 50.0, power_at_s=9.8), Moment(10.5, 50.0, power_at_s=9.8), Moment(11.0), Moment(11.5, 60.0)]
+    assert power_points(moments) == [(9.8, 50.0), (11.5, 60.0)]
 
 
 def test_the_most_that_was_seen() -> None:
