@@ -16,8 +16,8 @@ from sparkd.bench.figures import (
     labels,
     load_figures,
     measured,
-    number,
     ordered,
+    spread_text,
     why_unmeasured,
 )
 from sparkd.bench.result import BenchResult, Cell, CellResult
@@ -124,11 +124,6 @@ def verdict(change: Change) -> str:
     return f"~ {word}".rstrip() if change.beyond_spread is False else word
 
 
-def value_text(metric: Metric, unit: str) -> str:
-    spread = f" ± {number(metric.std, 2)}" if metric.std is not None else ""
-    return f"{number(metric.mean, 4)}{spread} {unit}".rstrip()
-
-
 def relative_text(change: Change) -> str:
     return "-" if change.relative is None else f"{change.relative:+.1%}"
 
@@ -222,7 +217,7 @@ def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[Missing]:
 
 def _row(change: Change, changes: tuple[Change, ...], index: int) -> tuple[str, ...]:
     where = change.where if index == 0 or changes[index - 1].where != change.where else ""
-    a, b = value_text(change.a, change.unit), value_text(change.b, change.unit)
+    a, b = spread_text(change.a, change.unit), spread_text(change.b, change.unit)
     return where, change.figure, a, b, relative_text(change), verdict(change)
 
 

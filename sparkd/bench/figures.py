@@ -134,8 +134,20 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     if value == 0:
         return "0"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:,.{min(max(decimals, 0), 6)}f}"
+    return f"{value:,.{min(max(_decimals(value, digits), 0), 6)}f}"
+
+
+def spread_text(metric: Metric, unit: str = "") -> str:
+    """The mean and its standard deviation, both as exact as the two first digits of the deviation, or five of the mean."""
+    if not metric.std:
+        return f"{number(metric.mean, 4)} {unit}".rstrip()
+    decimals = min(max(min(_decimals(metric.std, 2), _decimals(metric.mean, 5) if metric.mean else 6), 0), 6)
+    return f"{metric.mean:,.{decimals}f} ± {metric.std:,.{decimals}f} {unit}".rstrip()
+
+
+def _decimals(value: float, digits: int) -> int:
+    """How many decimals show so many significant digits. Rounded first: 0.0999 has as many as 0.1."""
+    return digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
 def _of_row(key: str, row: Callable[[CellResult], dict[str, Any] | None] = answer_row) -> Callable[[CellResult], Metric | None]:

@@ -48,15 +48,18 @@ def markdown(result: BenchResult) -> str:
 
 def arena_table(result: BenchResult) -> str:
     """llama-benchy's own Markdown, without a line end."""
-    rows = list(test_rows(result))
-    if not rows:
-        return "No cell was measured."
+    head, rows = arena(result)
+    return _pipe(head, [[_plain(name), *rest] for name, *rest in rows]) if rows else "No cell was measured."
+
+
+def arena(result: BenchResult) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the arena's table; no rows where no cell was measured."""
     many = max_concurrency(result) > 1
     heads = ["t/s (total)" if many else "t/s", *_HEADS]
     kept = [index for index, head in enumerate(heads) if many or head not in _OF_REQUESTS]
-    name = _plain(arena_name(result.subject))
-    body = [[name, test, *(_spread(metrics[index]) for index in kept)] for test, metrics in rows]
-    return _pipe(["model", "test", *(heads[index] for index in kept)], body)
+    name = arena_name(result.subject)
+    rows = [[name, test, *(_spread(metrics[index]) for index in kept)] for test, metrics in rows_of_tests(result)]
+    return ["model", "test", *(heads[index] for index in kept)], rows
 
 
 def csv(result: BenchResult) -> str:
@@ -68,7 +71,7 @@ def csv(result: BenchResult) -> str:
     text = io.StringIO()
     writer = csv_format.writer(text)
     writer.writerow(["model", "test_name", *(f"{name}_{part}" for name in COLUMNS for part in ("mean", "std"))])
-    for test, metrics in test_rows(result):
+    for test, metrics in rows_of_tests(result):
         numbers = [part for each in metrics for part in ((None, None) if each is None else (each.mean, each.std))]
         writer.writerow([arena_name(result.subject), test, *numbers])
     return text.getvalue()
@@ -114,7 +117,7 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
     }
 
 
-def test_rows(result: BenchResult) -> Iterator[tuple[str, list[Metric | None]]]:
+def rows_of_tests(result: BenchResult) -> Iterator[tuple[str, list[Metric | None]]]:
     """The rows of the arena: the test's name, and its metrics in the order of COLUMNS."""
     many = max_concurrency(result) > 1
     for cell in measured(result):
@@ -231,13 +234,13 @@ def _streams(what: str) -> int:
 
 def _notes(result: BenchResult) -> Iterator[str]:
     if result.state != "done":
-        yield f"**The bench {_STATES[result.state]}.** {_plain(result.error or '')}".strip()
+        yield f"**The bench {STATES[result.state]}.** {_plain(result.error or '')}".strip()
     throttled = [cell.cell.name for cell in measured(result) if cell.machine.throttled]
     if throttled:
         yield f"⚠ The clock was held down in {', '.join(throttled)}: do not compare these cells."
 
 
-_STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
+STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
 
 
 def _latency_ms(rows: Sequence[dict[str, Any]]) -> float:

@@ -60,11 +60,11 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
 
 
-def test_rows_of_a_cell_that_failed_are_left_out() -> None:
+def rows_of_tests_of_a_cell_that_failed_are_left_out() -> None:
     cell = RESULTS["one"].cells[0].model_copy(update={"state": "failed", "error": "gone"})
     result = RESULTS["one"].model_copy(update={"cells": [cell]})
 
-    assert list(tables.test_rows(result)) == []
+    assert list(tables.rows_of_tests(result)) == []
     assert tables.benchy_json(result)["benchmarks"] == []
 
 
@@ -147,4 +147,4 @@ def test_figures_that_are_no_numbers_are_left_out() -> None:
     row = {"pp_throughput": {"mean": float("nan"), "std": 0, "values": []}, "tg_throughput": {"mean": "7"}, "peak_throughput": None}
     cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
 
-    assert list(tables.test_rows(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []
+    assert list(tables.rows_of_tests(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []
