@@ -17,6 +17,7 @@ from sparkd.bench.figures import (
     load_figures,
     measured,
     ordered,
+    shown,
     spread_text,
     why_unmeasured,
 )
@@ -27,7 +28,7 @@ _SUBJECT = ("model", "source", "checkpoint", "format", "vllm", "sparkd", "driver
 
 @dataclass(frozen=True)
 class Difference:
-    """What the two results did not have in common before anything was measured."""
+    """A property of the subject, the profile or the date that the two results do not share."""
 
     what: str
     a: str
@@ -192,13 +193,7 @@ def _differences(a: BenchResult, b: BenchResult) -> Iterator[Difference]:
     pairs += [("profile", a.profile, b.profile), ("tool", a.tool, b.tool), ("date", date(a.started_s), date(b.started_s))]
     for what, of_a, of_b in pairs:
         if of_a != of_b:
-            yield Difference(what, _shown(of_a), _shown(of_b))
-
-
-def _shown(value: object) -> str:
-    if value is None or value == "":
-        return "-"
-    return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
+            yield Difference(what, shown(of_a), shown(of_b))
 
 
 def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[Missing]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -143,6 +144,15 @@ def spread_text(metric: Metric, unit: str = "") -> str:
         return f"{number(metric.mean, 4)} {unit}".rstrip()
     decimals = min(max(min(_decimals(metric.std, 2), _decimals(metric.mean, 5) if metric.mean else 6), 0), 6)
     return f"{metric.mean:,.{decimals}f} ± {metric.std:,.{decimals}f} {unit}".rstrip()
+
+
+def shown(value: object) -> str:
+    """A key of an entry or a subject, as a person writes it."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ", ".join(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _decimals(value: float, digits: int) -> int:

@@ -22,6 +22,7 @@ from sparkd.bench.figures import (
     number,
     percentile,
     read,
+    shown,
     spread_text,
     unmeasured,
     why_unmeasured,
@@ -196,7 +197,7 @@ def _subjects(results: Sequence[BenchResult]) -> str:
         rows.append([what, *(getattr(result.subject, what) or "-" for result in results)])
     rows.append(["nodes", *(", ".join(result.subject.nodes) or "-" for result in results)])
     for key in dict.fromkeys(key for result in results for key in result.subject.entry):
-        rows.append([f"entry: {key}", *(str(result.subject.entry.get(key, "-")) for result in results)])
+        rows.append([f"entry: {key}", *(shown(result.subject.entry.get(key)) for result in results)])
     rows.append(["profile", *(result.profile for result in results)])
     rows.append(["tool", *(result.tool for result in results)])
     rows.append(["began", *(f"{date(result.started_s)} UTC" for result in results)])

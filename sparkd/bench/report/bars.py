@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparkd.bench.figures import QUALITY, finite, number
 from sparkd.bench.report.drawn import Drawn
-from sparkd.bench.report.svg import WIDTH, Canvas, Scale, linear_ticks, shortened, text_width, tick_text
+from sparkd.bench.report.svg import WIDTH, Canvas, Scale, linear_ticks, shortened, text_width, tick_text, wrap
 from sparkd.bench.result import QualityRow
 
 _ROW = 38.0
@@ -62,23 +62,26 @@ def quality(rows: Sequence[QualityRow], about: str) -> Drawn:
     columns = [column for column in QUALITY if any(finite(column[3](row)) is not None for row in rows)]
     left = min(max([text_width(row.format, 12) for row in rows], default=0) + 26, 150)
     wide = (WIDTH - left - 6) / max(len(columns), 1)
-    canvas = Canvas(WIDTH, 112 + 26 * len(rows), "Quality by format", about)
+    canvas = Canvas(WIDTH, 126 + 26 * len(rows), "Quality by format", about)
     for index, row in enumerate(rows):
-        canvas.text(14, 126 + 26 * index, shortened(row.format, left - 20, 12), "label")
+        canvas.text(14, 140 + 26 * index, shortened(row.format, left - 20, 12), "label")
     for number_of, (name, unit, better, read) in enumerate(columns):
         start = left + wide * number_of
         values = [finite(read(row)) for row in rows]
-        canvas.text(start, 66, name, "label")
-        for below, line in enumerate([unit, f"{better} is better"] if unit and unit != "%" else [f"{better} is better"]):
-            canvas.text(start, 81 + 15 * below, line, "soft")
+        heads = [(line, "label") for line in wrap(name, wide - 6, 12)]
+        heads += [(line, "soft") for line in (unit, f"{better} is better") if line not in ("", "%")]
+        for below, (line, style) in enumerate(heads):
+            canvas.text(start, 66 + 15 * below, line, style)
         known = [value for value in values if value is not None]
         dots = name == "perplexity"
+        shown = ["-" if value is None else f"{value:.1f}%" if unit == "%" else number(value, 4 if dots else 3) for value in values]
         span = (max(known) - min(known)) or abs(known[0]) or 1.0
-        scale = Scale(min(known) - span * 0.15 if dots else 0.0, 100.0 if unit == "%" else max(known) or 1.0, start, start + wide - 62)
+        low, high = (min(known) - span * 0.15, max(known) + span * 0.15) if dots else (0.0, 100.0 if unit == "%" else max(known) or 1.0)
+        scale = Scale(low, high, start, start + wide - max(text_width(text, 12) for text in shown) - 16)
         for index, value in enumerate(values):
-            y = 122 + 26 * index
+            y = 136 + 26 * index
             canvas.line([(start, y), (scale.end, y)], "grid")
-            text = "-" if value is None else f"{value:.1f}%" if unit == "%" else number(value, 4 if dots else 3)
+            text = shown[index]
             if value is not None and dots:
                 canvas.marker(scale.at(value), y, "circle", "k0", f"{rows[index].format}: {text}")
             elif value is not None:

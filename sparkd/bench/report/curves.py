@@ -67,7 +67,7 @@ def overlays(results: Sequence[BenchResult]) -> list[Drawn]:
 
 
 def subtitle(result: BenchResult, short: str = "") -> str:
-    """What a picture says of its origin, wherever it is copied to."""
+    """The origin of a picture, which it names wherever it is copied to."""
     subject = result.subject
     name = f"{subject.model} {subject.format}" if subject.format else subject.model
     gpu = (subject.gpu or "").removeprefix("NVIDIA ")
@@ -182,9 +182,8 @@ def _points(kind: Kind, over: str, cells: Sequence[CellResult]) -> tuple[Point |
         if reading is None or (kind.logarithmic and reading.value <= 0):
             points.append(None)
             continue
-        note = f"{short_name(cell)}: {reading.text}"
-        x = float(_place(cell, over)[0])
-        points.append(Point(x, reading.value, reading.low, reading.high, note, bool(cell.machine.throttled)))
+        x, hollow = float(_place(cell, over)[0]), bool(cell.machine.throttled)
+        points.append(Point(x, reading.value, reading.low, reading.high, reading.text, short_name(cell), hollow))
     return tuple(points)
 
 
@@ -269,11 +268,9 @@ def _drawn(plot: LinePlot, kind: Kind) -> Drawn:
     places = sorted({point.x for line in plot.lines for point in line.points if point is not None})
     rows = []
     for place in places:
-        notes = [next((point.note for point in line.points if point is not None and point.x == place), None) for line in plot.lines]
-        # A note begins with the cell's name, which the table's head and first column already say.
-        rows.append([f"{place:,.0f}", *("not measured" if note is None else note.partition(": ")[2] for note in notes)])
-    least = [line.points for line in plot.lines]
-    count = sum(point is not None for points in least for point in points)
+        found = [next((point.text for point in line.points if point is not None and point.x == place), "not measured") for line in plot.lines]
+        rows.append([f"{place:,.0f}", *found])
+    count = sum(point is not None for line in plot.lines for point in line.points)
     return Drawn(
         plot.title,
         f"{plot.subtitle}. {kind.title} ({kind.name}), {len(plot.lines)} lines, {count} points; the table below has the numbers.",

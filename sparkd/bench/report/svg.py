@@ -75,13 +75,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Point:
-    """low, high: the ends of its error bar. hollow: to be read with care."""
+    """low, high: the ends of its error bar. text: the value in words; where: its cell. hollow: to be read with care."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
-    note: str = ""
+    text: str = ""
+    where: str = ""
     hollow: bool = False
 
 
@@ -289,7 +290,7 @@ def _line(canvas: Canvas, line: Line, x: Scale, y: Scale, aside: float) -> None:
         for end in (min(max(end, y.low), y.high) for end in ends):
             canvas.line([(at, y.at(point.y)), (at, y.at(end))], f"{line.style} whisker")
             canvas.line([(at - 3.5, y.at(end)), (at + 3.5, y.at(end))], f"{line.style} whisker")
-        canvas.marker(at, y.at(point.y), line.marker, line.style, f"{line.name}, {point.note}" if point.note else line.name, point.hollow)
+        canvas.marker(at, y.at(point.y), line.marker, line.style, f"{line.name}, {point.where}: {point.text}", point.hollow)
 
 
 def _labels(canvas: Canvas, plot: LinePlot, x: Scale, y: Scale, room: tuple[float, float, float]) -> None:

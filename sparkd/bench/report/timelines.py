@@ -242,8 +242,9 @@ def _load_bar(canvas: Canvas, load: LoadRow, scaled: tuple[list[str], Scale], y:
     full = f"{WAYS[load.way]}: {number(load.seconds)} s{answer}"
     rates = _rates(load)
     room = scale.end - scale.start
-    both = f"{full}; {rates}" if rates and text_width(f"{full}; {rates}", 12) <= room else full
-    canvas.text(20, y + 14, shortened(both, room, 12), "label halo")
+    least = f"{WAYS[load.way]}: {number(load.seconds)} s"
+    fitting = (text for text in (f"{full}; {rates}".removesuffix("; "), full) if text_width(text, 12) <= room)
+    canvas.text(20, y + 14, shortened(next(fitting, least), room, 12), "label halo")
     start = 0.0
     for name, seconds in _parts(load):
         left, wide = scale.at(start), scale.at(start + seconds) - scale.at(start)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from sparkd.bench.compare import Change, Comparison, compare, text, verdict
+from sparkd.bench.figures import BY_KEY, WAYS
 from sparkd.bench.result import BenchResult, LoadRow, QualityRow
 from tests.support.bench_example import example, metric_of
 
@@ -80,7 +81,7 @@ def test_figures_measured_once_have_no_spread_and_count() -> None:
     worst = compare(BASE, after).worst(0.05)
 
     assert worst is not None
-    assert (worst.figure, worst.beyond_spread) == ("energy of an output token", None)
+    assert (worst.figure, worst.beyond_spread) == (BY_KEY["j_output"].name, None)
 
 
 def test_figures_without_a_direction_are_shown_and_never_judged() -> None:
@@ -127,8 +128,8 @@ def test_loads_are_compared_by_way_over_their_repetitions() -> None:
     comparison = compare(before, after)
 
     assert [(change.where, change.a.std, change.better) for change in comparison.changes] == [("first load", 1.0, False)]
-    assert [one.where for one in comparison.only_a] == ["swap from another model"]
-    assert [one.where for one in comparison.only_b] == ["load from the quantized cache"]
+    assert [one.where for one in comparison.only_a] == [WAYS["swap"]]
+    assert [one.where for one in comparison.only_b] == [WAYS["cached"]]
 
 
 def test_quality_is_compared_by_format() -> None:
