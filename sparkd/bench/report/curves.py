@@ -268,8 +268,8 @@ def _drawn(plot: LinePlot, kind: Kind) -> Drawn:
     places = sorted({point.x for line in plot.lines for point in line.points if point is not None})
     rows = []
     for place in places:
-        found = [next((point.text for point in line.points if point is not None and point.x == place), "not measured") for line in plot.lines]
-        rows.append([f"{place:,.0f}", *found])
+        by_line = [{point.x: point.text for point in line.points if point is not None} for line in plot.lines]
+        rows.append([f"{place:,.0f}", *(texts.get(place, "not measured") for texts in by_line)])
     count = sum(point is not None for line in plot.lines for point in line.points)
     return Drawn(
         plot.title,

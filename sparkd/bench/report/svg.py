@@ -130,7 +130,7 @@ def draw(plot: LinePlot) -> Canvas:
     width, height = plot.size[0], plot.size[1] + 14 * len(wrapped)
     canvas = Canvas(width, height, plot.title, plot.subtitle)
     label_width = max([text_width(line.name, 12) for line in plot.lines] + [text_width(plot.legend, 11)], default=0) + 30
-    lower = _SUBTITLE_LINE * max(len(subtitle_lines(plot.subtitle, width)) - 1, 0)
+    lower = lowered(plot.subtitle, width)
     top, bottom, right = 74.0 + lower, plot.size[1] - 48.0, width - label_width - 6
     y_scale, y_ticks = _y_scale(plot, points, bottom, top)
     left = max(text_width(tick_text(tick), 12) for tick in y_ticks) + 22
@@ -203,6 +203,11 @@ def subtitle_lines(subtitle: str, width: float) -> list[str]:
     """One line, or two where it is long."""
     lines = wrap(subtitle, width - 28, 11)
     return lines if len(lines) < 3 else [lines[0], shortened(f"{lines[1]} {lines[2]}", width - 28, 11)]
+
+
+def lowered(subtitle: str, width: float) -> float:
+    """By how many pixels a second line of the subtitle moves down what is below it."""
+    return _SUBTITLE_LINE * max(len(subtitle_lines(subtitle, width)) - 1, 0)
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

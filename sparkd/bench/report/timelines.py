@@ -13,6 +13,7 @@ from sparkd.bench.report.svg import (
     Canvas,
     Scale,
     linear_ticks,
+    lowered,
     named,
     runs,
     shortened,
@@ -125,7 +126,7 @@ def _range_text(samples: Sequence[Sample], read: Callable[[Sample], float | None
 
 
 def _timeline(result: BenchResult, about: str, panels: Sequence[_Panel], width: float) -> Canvas:
-    top, spans = 92.0, [(cell, span) for cell in ordered(result) if (span := _span(result, cell)) is not None]
+    top, spans = 92.0 + lowered(about, width), [(cell, span) for cell in ordered(result) if (span := _span(result, cell)) is not None]
     height = top + len(panels) * (_PANEL + _BETWEEN) + 14
     canvas = Canvas(width, height, f"{_title(panels)} over time", about)
     ends = [at_s for panel in panels for at_s, _ in panel.values] + [span[1] for _, span in spans]
@@ -217,13 +218,14 @@ def _rates(load: LoadRow) -> str:
 def _waterfall(loads: Sequence[LoadRow], about: str, width: float) -> Canvas:
     names = _phases(loads)
     legend = _legend_rows(names, width - 28)
-    top = 62.0 + 20 * len(legend)
+    first = 56 + lowered(about, width)
+    top = first + 6 + 20 * len(legend)
     bottom = top + _BAR_ROW * len(loads)
     canvas = Canvas(width, bottom + 44, "Loads by phase", about)
     for row, line in enumerate(legend):
         for x, name in line:
-            canvas.box(x, 56 + 20 * row, 12, 12, f"{_style(name, names)} bar")
-            canvas.text(x + 17, 66 + 20 * row, name, "label")
+            canvas.box(x, first + 20 * row, 12, 12, f"{_style(name, names)} bar")
+            canvas.text(x + 17, first + 10 + 20 * row, name, "label")
     longest = max(sum(seconds for _, seconds in _parts(load)) for load in loads)
     ticks = linear_ticks(0, longest, 6 if width < WIDE else 11)
     scale = Scale(0, ticks[-1], 16, width - 22)
