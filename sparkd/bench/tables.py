@@ -1,0 +1,298 @@
+"""Owns a result as text: the arena's tables as llama-benchy writes them, and ours below them. Never measures and never draws."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sparkd.bench.figures import (
+    GIB,
+    WAYS,
+    Metric,
+    arena_name,
+    max_concurrency,
+    measured,
+    metric,
+    number,
+    read,
+    unmeasured,
+    why_unmeasured,
+)
+from sparkd.bench.result import BenchResult, CellResult, Energy, Published
+
+_VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
+# The names of llama-benchy's CSV, and the keys of its JSON that they hold, in its order (llama_benchy/results.py, save_report).
+COLUMNS = ("t_s", "t_s_req", "peak_ts", "peak_ts_req", "ttfr", "est_ppt", "e2e_ttft")
+_PROMPT = ("pp_throughput", "pp_req_throughput", None, None, "ttfr", "est_ppt", "e2e_ttft")
+_OUTPUT = ("tg_throughput", "tg_req_throughput", "peak_throughput", "peak_req_throughput", None, None, None)
+_HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)", "e2e_ttft (ms)")
+# Those that llama-benchy leaves out where no cell has more than one request at once.
+_OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
+# The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
+_HEAD_PADDING = 2
+
+
+def markdown(result: BenchResult) -> str:
+    """The arena's table as llama-benchy writes it, then tables of what it does not measure."""
+    parts = [arena_table(result), *_notes(result)]
+    for title, head, rows in tables(result):
+        parts.append(f"## {title}\n\n{_pipe([_plain(cell) for cell in head], [[_plain(cell) for cell in row] for row in rows])}")
+    return "\n\n".join(parts) + "\n"
+
+
+def arena_table(result: BenchResult) -> str:
+    """llama-benchy's own Markdown, without a line end."""
+    head, rows = arena(result)
+    return _pipe(head, [[_plain(name), *rest] for name, *rest in rows]) if rows else "No cell was measured."
+
+
+def arena(result: BenchResult) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the arena's table; no rows where no cell was measured."""
+    many = max_concurrency(result) > 1
+    heads = ["t/s (total)" if many else "t/s", *_HEADS]
+    kept = [index for index, head in enumerate(heads) if many or head not in _OF_REQUESTS]
+    name = arena_name(result.subject)
+    rows = [[name, test, *(_spread(metrics[index]) for index in kept)] for test, metrics in rows_of_tests(result)]
+    return ["model", "test", *(heads[index] for index in kept)], rows
+
+
+def csv(result: BenchResult) -> str:
+    """llama-benchy's CSV to the byte, without columns of ours.
+
+    Its rows are a test each, two to four a cell, and ours would repeat the energy of a cell in each: a sum would count it several times. A
+    reader by position would also take them for the next test's. `figures_csv` has ours.
+    """
+    text = io.StringIO()
+    writer = csv_format.writer(text)
+    writer.writerow(["model", "test_name", *(f"{name}_{part}" for name in COLUMNS for part in ("mean", "std"))])
+    for test, metrics in rows_of_tests(result):
+        numbers = [part for each in metrics for part in ((None, None) if each is None else (each.mean, each.std))]
+        writer.writerow([arena_name(result.subject), test, *numbers])
+    return text.getvalue()
+
+
+def figures_csv(result: BenchResult) -> str:
+    """A line a cell, the unmeasured ones too, with the figures that llama-benchy does not have. Shares are 0 to 1."""
+    text = io.StringIO()
+    writer = csv_format.writer(text)
+    energy_names, engine_names = list(Energy.model_fields), ["kv_use_peak", "prefix_hit_share", "preemptions", "drafted_tokens"]
+    head = ["model", "depth", "concurrency", "prompt_tokens", "output_tokens", "state", "seconds", *energy_names, *engine_names]
+    writer.writerow([*head, "accepted_share_by_position", "celsius_peak", "throttled", "memory_peak_bytes", "predicted_bytes"])
+    for each in [*measured(result), *unmeasured(result)]:
+        cell, engine, machine = each.cell, each.engine, each.machine
+        energy = [None] * len(energy_names) if each.energy is None else [getattr(each.energy, name) for name in energy_names]
+        accepted = " ".join(f"{share:.4f}" for share in engine.accepted_share_by_position or [])
+        line = [arena_name(result.subject), cell.depth, cell.concurrency, cell.prompt_tokens, cell.output_tokens, each.state, each.seconds]
+        line += [*energy, *(getattr(engine, name) for name in engine_names), accepted]
+        writer.writerow([*line, machine.celsius_peak, " ".join(machine.throttled), machine.memory_peak_bytes, result.predicted_bytes])
+    return text.getvalue()
+
+
+def benchy_json(result: BenchResult) -> dict[str, Any]:
+    """The document that llama-benchy would have written for all measured cells in one run.
+
+    latency_ms: the median over the cells of what llama-benchy subtracted from the first response, since each cell was a run of its own.
+    latency_mode: `none` where it subtracted nothing; else a result does not say which of the others it was, so `unknown`.
+    prefix_caching_enabled: whether a cell has a row of its context, which llama-benchy writes with prefix caching alone.
+    """
+    rows = [row for cell in measured(result) for row in cell.rows]
+    latency_ms = _latency_ms(rows)
+    version = _VERSION.search(result.tool)
+    ended_s = result.started_s if result.ended_s is None else result.ended_s
+    return {
+        "version": version[0] if version else result.tool,
+        "timestamp": datetime.fromtimestamp(ended_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
+        "latency_mode": "unknown" if latency_ms else "none",
+        "latency_ms": latency_ms,
+        "model": arena_name(result.subject),
+        "prefix_caching_enabled": any(row.get("is_context_prefill_phase") for row in rows),
+        "max_concurrency": max_concurrency(result),
+        "benchmarks": rows,
+    }
+
+
+def rows_of_tests(result: BenchResult) -> Iterator[tuple[str, list[Metric | None]]]:
+    """The rows of the arena: the test's name, and its metrics in the order of COLUMNS."""
+    many = max_concurrency(result) > 1
+    for cell in measured(result):
+        for row in cell.rows:
+            at_once = f" (c{row.get('concurrency', cell.cell.concurrency)})" if many else ""
+            depth = row.get("context_size", cell.cell.depth)
+            deep = f" @ d{depth}" if depth else ""
+            if row.get("is_context_prefill_phase"):
+                prompt, output = f"ctx_pp @ d{depth}", f"ctx_tg @ d{depth}"
+            else:
+                prompt = f"pp{row.get('prompt_size', cell.cell.prompt_tokens)}{deep}"
+                output = f"tg{row.get('response_size', cell.cell.output_tokens)}{deep}"
+            if metric(row, "pp_throughput"):
+                yield prompt + at_once, [metric(row, key) if key else None for key in _PROMPT]
+            if metric(row, "tg_throughput") or metric(row, "peak_throughput"):
+                yield output + at_once, [metric(row, key) if key else None for key in _OUTPUT]
+
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def tables(result: BenchResult) -> Iterator[Table]:
+    """Title, head and rows of each table of ours that the result has figures for."""
+    if cells := measured(result):
+        yield _figures_table(result, cells)
+    if missing := unmeasured(result):
+        yield "Cells without figures", ["cell", "why"], [[each.cell.name, why_unmeasured(each)] for each in missing]
+    if result.loads:
+        yield _loads_table(result)
+    if result.quality:
+        rows = [[row.format, number(row.perplexity, 4), number(row.kl), _share(row.agreement)] for row in result.quality]
+        yield "Quality against the model as stored", ["format", "perplexity", "KL (nats a token)", "equal greedy tokens"], rows
+    if result.published:
+        rows = [[one.what, f"{number(one.value)} {one.unit}", *beside(one, result), one.source] for one in result.published]
+        yield "Published figures", ["figure", "published", "ours", "our cell", "source"], rows
+
+
+def _figures_table(result: BenchResult, cells: Sequence[CellResult]) -> Table:
+    idle = "" if result.idle_w is None else f"; {number(result.idle_w)} W idle are subtracted from J"
+    head = ["cell", "W mean", "W peak", "W idle", "J/prompt token", "J/output token", "KV peak", "prefix hits", "preemptions"]
+    head += ["accepted by position", "°C peak", "memory GiB", "predicted GiB", "throttled"]
+    return f"Energy, engine and machine{idle}", head, [_figures_row(result, cell) for cell in cells]
+
+
+def _figures_row(result: BenchResult, cell: CellResult) -> list[str]:
+    energy, engine, machine = cell.energy, cell.engine, cell.machine
+    accepted = " ".join(_share(share) for share in engine.accepted_share_by_position or []) or "-"
+    watts = ["-"] * 5
+    if energy is not None:
+        watts = [number(energy.mean_w), number(energy.peak_w), number(energy.idle_w)]
+        watts += [number(energy.joules_per_prompt_token), number(energy.joules_per_output_token)]
+    return [
+        cell.cell.name,
+        *watts,
+        _share(engine.kv_use_peak),
+        _share(engine.prefix_hit_share),
+        "-" if engine.preemptions is None else f"{engine.preemptions:,}",
+        accepted,
+        number(machine.celsius_peak),
+        _gib(machine.memory_peak_bytes),
+        _against(result.predicted_bytes, machine.memory_peak_bytes),
+        f"⚠ {', '.join(machine.throttled)}" if machine.throttled else "no",
+    ]
+
+
+def _loads_table(result: BenchResult) -> Table:
+    rows = []
+    for load in result.loads:
+        phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases) or "-"
+        share = f" ({load.bytes_per_s / load.disk_bytes_per_s:.0%})" if load.bytes_per_s and load.disk_bytes_per_s else ""
+        rates = [_rate(load.bytes_per_s) + share, _rate(load.disk_bytes_per_s)]
+        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), phases, *rates])
+    return "Loads", ["way", "s", "first answer s", "phases", "read GB/s (of the disk's)", "disk GB/s"], rows
+
+
+def beside(published: Published, result: BenchResult) -> tuple[str, str]:
+    """Our figure for a published one and the cell that it is from; dashes where no cell can stand beside it.
+
+    A published figure is named as a recipe's (`total_decode_tokens_per_s`, `8 streams`) or as a test of the arena (`tg128 @ d4096 (c2)`).
+    Without a depth in its name it stands beside our smallest depth.
+    """
+    what = published.what.lower()
+    key = _key_of(what)
+    if key is None or not published.unit.startswith(("t/s", "tok")):
+        return "-", "-"
+    depth = int(found[1]) if (found := re.search(r"@ ?d(\d+)", what)) else min((each.cell.depth for each in result.cells), default=0)
+    streams = _streams(what)
+    for each in measured(result):
+        ours = read(key, each)
+        if ours is not None and (each.cell.depth, each.cell.concurrency) == (depth, streams):
+            return f"{_spread(ours)} t/s", each.cell.name
+    return "not measured", f"d{depth} (c{streams})"
+
+
+def _key_of(what: str) -> str | None:
+    if re.search(r"\bpp\d|prefill|prompt_tokens", what):
+        return "pp"
+    if re.search(r"\btg\d|total_decode|total_output", what):
+        return "tg"
+    return "tg_req" if re.search(r"decode|output_tokens|generation", what) else None
+
+
+_NUMBERS = {"one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "ten": 10, "sixteen": 16}
+
+
+def _streams(what: str) -> int:
+    """Requests at once that the name speaks of; one where it says nothing."""
+    found = re.search(r"\(c(\d+)\)|\b(\w+) (?:streams?|requests?|users?)\b", what)
+    if found is None:
+        return 1
+    word = found[1] or found[2]
+    return int(word) if word.isdecimal() else _NUMBERS.get(word, 1)
+
+
+def _notes(result: BenchResult) -> Iterator[str]:
+    if result.state != "done":
+        yield f"**The bench {STATES[result.state]}.** {_plain(result.error or '')}".strip()
+    throttled = [cell.cell.name for cell in measured(result) if cell.machine.throttled]
+    if throttled:
+        yield f"⚠ The clock was held down in {', '.join(throttled)}: do not compare these cells."
+
+
+STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
+
+
+def _latency_ms(rows: Sequence[dict[str, Any]]) -> float:
+    """llama-benchy stores est_ppt as ttfr less its latency, and never below 0."""
+    found = []
+    for row in rows:
+        response, processing = metric(row, "ttfr"), metric(row, "est_ppt")
+        if response and processing and len(response.values) == len(processing.values):
+            pairs = zip(response.values, processing.values, strict=True)
+            found += [first - rest for first, rest in pairs if rest > 0]
+    # Milliseconds to the nanosecond: what is below is the rounding of the subtraction.
+    return round(statistics.median(found), 6) if found else 0.0
+
+
+def _spread(each: Metric | None) -> str:
+    """As llama-benchy writes a metric."""
+    return "" if each is None else f"{each.mean:.2f} ± {each.std if each.std is not None else math.nan:.2f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _gib(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else f"{size_bytes / GIB:.2f}"
+
+
+def _against(predicted_bytes: int | None, peak_bytes: int | None) -> str:
+    """The prediction, and by how much the peak is above or below it."""
+    if not predicted_bytes or peak_bytes is None:
+        return _gib(predicted_bytes)
+    return f"{_gib(predicted_bytes)} ({peak_bytes / predicted_bytes - 1:+.1%})"
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}"
+
+
+def _plain(text: str) -> str:
+    """Text that stays in its cell of a Markdown table, and that a page which shows the table does not take for HTML."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _pipe(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """tabulate's layout `pipe`, the first column to the left and the others to the right."""
+    widths = [max(len(name) + _HEAD_PADDING, *(len(row[index]) for row in rows)) for index, name in enumerate(head)]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(aligned)} |"
+
+    rules = [f":{'-' * (width + 1)}" if index == 0 else f"{'-' * (width + 1)}:" for index, width in enumerate(widths)]
+    return "\n".join([line(head), f"|{'|'.join(rules)}|", *(line(row) for row in rows)])

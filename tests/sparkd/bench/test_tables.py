@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from sparkd.bench import figures, tables
+from sparkd.bench.result import BenchResult, Cell, CellResult, Published
+from tests.support.bench_example import example
+
+# Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/bench"
+RESULTS = {
+    "many": example(depths=(0, 4096), concurrencies=(1, 10), failed=()),
+    "one": example(depths=(0, 4096), concurrencies=(1,), failed=()),
+}
+
+
+def written(name: str, ending: str) -> str:
+    return (FIXTURES / f"llama-benchy-0.4.0-{name}.{ending}").read_bytes().decode()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_arena_table_is_what_llama_benchy_writes(name: str) -> None:
+    assert tables.arena_table(RESULTS[name]) == written(name, "md")
+    assert tables.markdown(RESULTS[name]).startswith(written(name, "md") + "\n\n")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_csv_is_what_llama_benchy_writes(name: str) -> None:
+    assert tables.csv(RESULTS[name]) == written(name, "csv")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_json_is_what_llama_benchy_writes(name: str) -> None:
+    """But for the mode, which a result does not hold, and the date, which is this one's."""
+    ours, theirs = tables.benchy_json(RESULTS[name]), json.loads(written(name, "json"))
+
+    assert list(ours) == list(theirs)
+    assert {key for key in ours if ours[key] != theirs[key]} == {"latency_mode", "timestamp"}
+    assert ours["timestamp"].endswith("Z")
+
+
+def test_cells_stand_in_the_order_of_llama_benchy() -> None:
+    result = RESULTS["many"]
+    turned = result.model_copy(update={"cells": result.cells[::-1]})
+
+    assert tables.csv(turned) == tables.csv(result)
+
+
+def test_a_failed_cell_is_named_and_has_no_row() -> None:
+    result = example(depths=(0,), concurrencies=(1, 2), failed=((0, 2),))
+    lines = tables.markdown(result).splitlines()
+
+    assert not [line for line in lines if "tg128 (c2)" in line]
+    assert [line for line in lines if "pp2048 tg128 @ d0 (c2)" in line and "killed" in line]
+    assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
+
+
+def rows_of_tests_of_a_cell_that_failed_are_left_out() -> None:
+    cell = RESULTS["one"].cells[0].model_copy(update={"state": "failed", "error": "gone"})
+    result = RESULTS["one"].model_copy(update={"cells": [cell]})
+
+    assert list(tables.rows_of_tests(result)) == []
+    assert tables.benchy_json(result)["benchmarks"] == []
+
+
+def test_a_result_without_cells() -> None:
+    result = RESULTS["one"].model_copy(update={"cells": []})
+
+    assert "## Loads" in tables.markdown(result)
+    assert len(tables.csv(result).splitlines()) == 1
+
+
+def test_latency_is_what_the_tool_subtracted() -> None:
+    row = {"ttfr": {"mean": 5, "std": 0, "values": [5.0, 6.0]}, "est_ppt": {"mean": 0, "std": 0, "values": [0.0, 4.5]}}
+    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
+    result = RESULTS["one"].model_copy(update={"cells": [cell]})
+
+    assert tables.benchy_json(result)["latency_ms"] == 1.5
+
+
+def test_figures_of_ours_have_a_line_for_each_cell() -> None:
+    result = example(depths=(0, 100000), concurrencies=(1, 10))
+    rows = list(csv.DictReader(io.StringIO(tables.figures_csv(result))))
+
+    assert [(row["depth"], row["concurrency"], row["state"]) for row in rows] == [
+        ("0", "1", "done"),
+        ("0", "10", "done"),
+        ("100000", "1", "done"),
+        ("100000", "10", "failed"),
+    ]
+    assert rows[3]["joules"] == ""
+    energy = result.cells[0].energy
+    assert energy is not None
+    assert float(rows[0]["joules_per_output_token"]) == energy.joules_per_output_token
+
+
+def table_of(result: BenchResult, title: str) -> list[dict[str, str]]:
+    return next([dict(zip(head, row, strict=True)) for row in rows] for name, head, rows in tables.tables(result) if name.startswith(title))
+
+
+def test_the_second_table_marks_throttling_and_shows_the_prediction() -> None:
+    rows = table_of(example(depths=(32768,)), "Energy")
+
+    assert [row["throttled"] for row in rows] == ["no", "no", "no", "⚠ sw_power_cap"]
+    assert rows[0]["W idle"] == "31.4"
+    assert rows[0]["predicted GiB"].startswith("40.10 (-4.")
+
+
+@pytest.mark.parametrize(
+    ("what", "unit", "cell"),
+    [
+        ("decode_tokens_per_s, one stream", "t/s", "d0 (c1)"),
+        ("total_decode_tokens_per_s, one node, 10 streams", "tokens/s", "d0 (c10)"),
+        ("tg128 @ d4096 (c10)", "t/s", "d4096 (c10)"),
+        ("total_decode_tokens_per_s, 16 streams", "t/s", "d0 (c16)"),
+        ("first token", "ms", "-"),
+    ],
+)
+def test_a_published_figure_stands_beside_the_cell_that_it_speaks_of(what: str, unit: str, cell: str) -> None:
+    ours, where = tables.beside(Published(what=what, value=1, unit=unit, source="x"), RESULTS["many"])
+
+    assert where.endswith(cell)
+    assert (ours == "not measured") is ("16" in cell)
+
+
+def test_the_prefill_of_a_published_figure_is_our_prompt_figure() -> None:
+    ours, _ = tables.beside(Published(what="prefill_tokens_per_s", value=1, unit="t/s", source="x"), RESULTS["many"])
+    metric = figures.read("pp", RESULTS["many"].cells[0])
+
+    assert metric is not None
+    assert ours.startswith(f"{metric.mean:.2f}")
+
+
+def test_text_of_a_result_stays_in_its_cell() -> None:
+    subject = RESULTS["one"].subject.model_copy(update={"source": "/x|y\n<b>", "model": "a|b\n<i>"})
+    line = tables.arena_table(RESULTS["one"].model_copy(update={"subject": subject})).splitlines()[2]
+
+    assert line.startswith("| a\\|b &lt;i> |")
+
+
+def test_figures_that_are_no_numbers_are_left_out() -> None:
+    row = {"pp_throughput": {"mean": float("nan"), "std": 0, "values": []}, "tg_throughput": {"mean": "7"}, "peak_throughput": None}
+    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
+
+    assert list(tables.rows_of_tests(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []
