@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 ALONE = (
-    "e2e/test_metrics_page.py",
     "e2e/test_quantize.py",
     "e2e/test_serving.py",
-    "e2e/test_serving_page.py",
-    "e2e/test_tools.py",
-    "e2e/test_traces.py",
     "e2e/test_worst_load.py",
     "sparkd/gateway/test_limits.py",
     "workers/guard/test_guard.py",
@@ -51,10 +47,15 @@ ENGINES = (
     "sparkd/cluster/test_launcher_vllm.py",
     "e2e/test_upgrade.py",
     "sparkd/cluster/test_two_nodes.py",
+    "e2e/test_serving_page.py",
+    "e2e/test_tools.py",
     "sparkd/cli/test_with_daemon.py",
     "security/test_engine_door.py",
     *MODELS,
     "sparkd/inquiry/test_known_formats.py",
+    "e2e/test_metrics_page.py",
+    "e2e/test_traces.py",
+    "sparkd/daemon/test_benches.py",
     "sparkd/daemon/test_restart.py",
     "sparkd/daemon/test_faulty_daemon.py",
     "sparkd/gateway/test_memory.py",

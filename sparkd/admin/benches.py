@@ -169,6 +169,7 @@ class Benches:
             subject=self._subject(view),
             profile=profile.name,
             tool=tool,
+            latency_mode=profile.args.latency_mode,
             started_s=now_s,
             predicted_bytes=predicted,
             cells=cells,

@@ -161,6 +161,7 @@ class BenchResult(Value):
     tool: str
     started_s: float
     ended_s: float | None = None
+    latency_mode: str | None = Field(default=None, description="llama-benchy's way to measure the latency that it subtracts")
     idle_w: float | None = None
     predicted_bytes: int | None = None
     published: list[Published] = []

@@ -98,7 +98,7 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
     """The document that llama-benchy would have written for all measured cells in one run.
 
     latency_ms: the median over the cells of what llama-benchy subtracted from the first response, since each cell was a run of its own.
-    latency_mode: `none` where it subtracted nothing; else a result does not say which of the others it was, so `unknown`.
+    latency_mode: of a result that does not say, `none` where nothing was subtracted, else `unknown`.
     prefix_caching_enabled: whether a cell has a row of its context, which llama-benchy writes with prefix caching alone.
     """
     rows = [row for cell in measured(result) for row in cell.rows]
@@ -108,7 +108,7 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
     return {
         "version": version[0] if version else result.tool,
         "timestamp": datetime.fromtimestamp(ended_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
-        "latency_mode": "unknown" if latency_ms else "none",
+        "latency_mode": result.latency_mode or ("unknown" if latency_ms else "none"),
         "latency_ms": latency_ms,
         "model": arena_name(result.subject),
         "prefix_caching_enabled": any(row.get("is_context_prefill_phase") for row in rows),

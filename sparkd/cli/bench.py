@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -10,6 +13,7 @@ from urllib.parse import quote
 import typer
 from typer.core import TyperGroup
 
+from sparkd.bench.result import BenchResult
 from sparkd.cli.models import POLL_S, NoWait, Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError
@@ -43,6 +47,8 @@ def register(app: typer.Typer) -> None:
     bench.command(RUN)(verb(run))
     bench.command("ls")(verb(ls))
     bench.command("show")(verb(show_one))
+    bench.command("compare")(verb(compare))
+    bench.command("export")(verb(export))
     bench.command("rm")(verb(rm))
     bench.command("profiles")(verb(profiles))
     app.add_typer(bench)
@@ -96,6 +102,68 @@ def show_one(session: Session, bench_id: Annotated[str, BENCH]) -> None:
     _show(session, bench_id)
 
 
+def compare(
+    session: Session,
+    first: Annotated[str, argument(metavar="A", help="Id of a bench.")],
+    second: Annotated[str, argument(metavar="B", help="Id of the bench to judge by it.")],
+    fail_over: Annotated[str | None, option("--fail-over", metavar="SHARE", help="Fail where B is worse by more, such as 5%.")] = None,
+) -> None:
+    """Compare two results, figure by figure.
+
+    A change within the spread of both is no change. With --fail-over the exit code is 4 where B is worse by more than that, or has a cell
+    that failed.
+    """
+    from sparkd.bench import compare as comparing
+
+    share = None if fail_over is None else _share(fail_over)
+    comparison = comparing.compare(_result(session, first), _result(session, second))
+    worst = None if share is None else comparison.worst(share)
+    lost = () if share is None else comparison.lost
+    if session.json:
+        show.say_json(asdict(comparison))
+    else:
+        session.out.print(comparing.text(comparison), markup=False, highlight=False, soft_wrap=True)
+    if worst is not None:
+        raise RankError(f"{second} is worse than {first} by more than {fail_over}: {worst.figure} of {worst.where}.")
+    if lost:
+        raise RankError(f"{second} has no figures of {lost[0].where}, which {first} has: resume it with --resume {second}.")
+
+
+def export(
+    session: Session,
+    bench_ids: Annotated[list[str], argument(metavar="BENCH...", help="Ids of benches; several for html.")],
+    form: Annotated[str, option("--format", metavar="FORM", help="md, csv, figures, json or html.")] = "md",
+    out: Annotated[Path | None, option("--out", "-o", metavar="FILE", help="A file instead of the terminal.")] = None,
+) -> None:
+    """Write results in another form.
+
+    md: the arena's table and ours; csv: llama-benchy's; figures: ours as CSV; json: llama-benchy's; html: a report with plots in one file.
+    """
+    from sparkd.bench import tables
+    from sparkd.bench.report import html
+
+    forms: dict[str, Callable[[BenchResult], str]] = {
+        "md": tables.markdown,
+        "csv": tables.csv,
+        "figures": tables.figures_csv,
+        "json": lambda result: json.dumps(tables.benchy_json(result), indent=2) + "\n",
+    }
+    if form not in (*forms, "html"):
+        raise ConfigError(f"--format {form}: one of {', '.join(forms)} and html is expected.")
+    if form != "html" and len(bench_ids) > 1:
+        raise ConfigError(f"--format {form} takes one bench: give one id, or --format html.")
+    results = [_result(session, bench_id) for bench_id in bench_ids]
+    text = html(results) if form == "html" else forms[form](results[0])
+    if out is None:
+        session.out.file.write(text)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}. Choose another file.") from None
+    session.out.print(f"{out} is written.", markup=False)
+
+
 def rm(session: Session, bench_id: Annotated[str, BENCH]) -> None:
     """Remove a result."""
     row = session.client.delete(f"/bench/{quote(bench_id, safe='')}")
@@ -113,6 +181,20 @@ def profiles(session: Session) -> None:
         return
     for profile in answer["profiles"]:
         session.out.print(f"{profile['name']}: {profile['description']}. {len(profile['cells'])} cells.", markup=False)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 10:
+        raise ConfigError(f"--fail-over {text}: a share is expected, such as 5% or 0.05.")
+    return share
+
+
+def _result(session: Session, bench_id: str) -> BenchResult:
+    return BenchResult.model_validate(session.client.get(f"/bench/{quote(bench_id, safe='')}"))
 
 
 def _text(path: Path) -> str:

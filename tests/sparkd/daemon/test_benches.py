@@ -149,6 +149,31 @@ def test_what_cannot_be_measured_is_refused(running: DaemonProcess, capsys: pyte
     assert json.loads(capsys.readouterr().out)["benches"]
 
 
+def test_results_are_compared_and_exported(running: DaemonProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    to = ["--url", running.url, "--key-file", str(key)]
+    rows = running.get("/admin/v1/bench")["benches"]
+    whole = next(row["id"] for row in rows if row["done"] == row["cells"] == 4)
+    half = next(row["id"] for row in rows if row["done"] < row["cells"])
+    assert exit_code(["bench", "compare", whole, whole, "--fail-over", "5%", *to]) == 0
+    assert capsys.readouterr().out
+    assert exit_code(["bench", "compare", whole, whole, "--json", *to]) == 0
+    assert {change["relative"] for change in json.loads(capsys.readouterr().out)["changes"]} == {0.0}
+    assert exit_code(["bench", "compare", whole, "20200101-000000-x", *to]) == 5
+    assert exit_code(["bench", "compare", whole, half, "--fail-over", "much", *to]) == 2
+    capsys.readouterr()
+    for form, start in (("md", "| model"), ("csv", "model,test_name"), ("figures", ""), ("json", "{")):
+        assert exit_code(["bench", "export", whole, "--format", form, *to]) == 0
+        assert capsys.readouterr().out.startswith(start)
+    report = tmp_path / "report.html"
+    assert exit_code(["bench", "export", whole, half, "--format", "html", "-o", str(report), *to]) == 0
+    assert "<svg" in report.read_text() and "canary" not in report.read_text()
+    assert exit_code(["bench", "export", whole, half, "--format", "md", *to]) == 2
+    assert exit_code(["bench", "export", whole, "--format", "pdf", *to]) == 2
+    assert exit_code(["bench", "export", whole, "-o", "/no/such/folder/x", *to]) == 2
+
+
 def test_a_result_is_removed(running: DaemonProcess) -> None:
     bench_id = running.get("/admin/v1/bench")["benches"][-1]["id"]
     assert running.client.delete(f"/admin/v1/bench/{bench_id}").status_code == 200
