@@ -46,13 +46,15 @@ Counting = Callable[[str], Awaitable[Counters | None]]
 
 @dataclass(frozen=True, slots=True)
 class BenchedModel:
-    """source: folder or hub id; folder: its files here; checkpoint: their identity; entry: as configured, secrets masked; vllm: version."""
+    """source: folder or hub id; folder: its files here; checkpoint: their identity; entry: as configured, secrets masked; vllm, driver:
+    versions."""
 
     source: str
     folder: str | None = None
     checkpoint: str | None = None
     entry: Mapping[str, Any] = field(default_factory=dict)
     vllm: str | None = None
+    driver: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Benches:
         self._refuse_beside_others(view, views.values(), force=force)
         version = benchy.installed()
         if version is None:
-            raise BadRequest(f"llama-benchy is not installed: run `{sys.executable} -m pip install 'sparkd[bench]'`.")
+            raise BadRequest(f"llama-benchy is not installed: run `{sys.executable} -m pip install 'llama-benchy>=0.4,<0.5'`.")
         result = await self._begun(view, profile, resume, f"llama-benchy {version}")
         if self._running is not None:
             raise Conflict(f"Another bench is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
@@ -188,6 +190,7 @@ class Benches:
             entry=dict(model.entry),
             format=str(quantize.get("format")) if isinstance(quantize, Mapping) else quantize,
             vllm=model.vllm,
+            driver=model.driver,
             sparkd=__version__,
             gpu=", ".join(gpus) or None,
             nodes=sorted(nodes),

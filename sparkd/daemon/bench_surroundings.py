@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from sparkd.admin.benches import BenchedModel
@@ -16,6 +18,9 @@ from sparkd.engine.upstream import Upstream
 from sparkd.models.source import folder_of
 from sparkd.vllm.installed import full_version_in
 from workers.kv.profiles import checkpoint_of
+
+DRIVER = Path("/proc/driver/nvidia/version")
+_RELEASE = re.compile(r"\s([0-9]{3,}\.[0-9.]+)\s")
 
 Targets = Callable[[], Iterable[tuple[str, str, Upstream]]]
 
@@ -36,4 +41,13 @@ def benched_model(registry: Roster, name: str) -> BenchedModel:
     folder = folder_of(spec.model, spec.revision, {**os.environ, **spec.environment(engine)})
     entry: dict[str, Any] = dict(spec.given)
     version = full_version_in(spec.runtime_of(engine))
-    return BenchedModel(spec.model, folder, folder and checkpoint_of(folder), entry, version)
+    return BenchedModel(spec.model, folder, folder and checkpoint_of(folder), entry, version, driver_of(DRIVER))
+
+
+def driver_of(path: Path) -> str | None:
+    """The release of NVIDIA's driver on this node; None without one."""
+    try:
+        release = _RELEASE.search(path.read_text(encoding="ascii", errors="replace"))
+    except OSError:
+        return None
+    return release[1] if release is not None else None
