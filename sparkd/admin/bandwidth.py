@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd import metrics
+from sparkd.admin.chosen_nodes import chosen_nodes
 from sparkd.config.config import Config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
@@ -34,7 +35,6 @@ from sparkd.state.snapshot import Snapshot
 log = logging.getLogger("sparkd.measures")
 
 KIND = "measure"
-ALL = "all"
 # The most that a measurement may cost: bytes of both nodes together, seconds for each pair.
 MOST_BYTES = 512 << 20
 LIMIT_S = 60.0
@@ -130,9 +130,7 @@ class Measures:
 
     def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
         there = self._nodes.in_sight()
-        chosen = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
-        if unknown := [node for node in chosen if node not in there]:
-            raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
+        chosen = chosen_nodes(nodes, there)
         if len(chosen) < 2:
             raise BadRequest(f"A rate is measured between two nodes: name two or more of {', '.join(there)}, or `all`.")
         return chosen

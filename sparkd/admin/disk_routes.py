@@ -111,8 +111,10 @@ class Disk:
     async def _verified(self, operation_id: str, kind: str | None, name: str | None) -> tuple[OperationState, str]:
         entries = (await self.listing())["entries"]
         chosen = [entry for entry in entries if kind in (None, entry["kind"]) and name in (None, entry["id"])]
+        if not chosen and name is None:
+            return OperationState.SUCCEEDED, "Nothing is kept, so nothing was verified."
         if not chosen:
-            raise StateError(f"There is no {kind}/{name} on any node; GET /admin/v1/disk lists what there is.")
+            raise StateError(f"There is no {'/'.join(filter(None, (kind, name)))} on any node; GET /admin/v1/disk lists what there is.")
         faults = []
         for number, entry in enumerate(chosen):
             progress = Progress(phase="verifying", fraction=number / len(chosen))

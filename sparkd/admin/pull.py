@@ -15,10 +15,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from sparkd.admin.chosen_nodes import ALL, chosen_nodes
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Ledger
 from sparkd.entry.trusted_commits import at_trusted_commit, moved
-from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, UnknownModel
+from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
@@ -30,7 +31,6 @@ from workers.transfer.manifest import is_loaded, refuse_without_room
 log = logging.getLogger("sparkd.pulls")
 
 KIND = "pull"
-ALL = "all"
 CONNECTIONS = 8
 MAIN = "main"
 POLL_S = 0.4
@@ -90,7 +90,7 @@ class Pulls:
         else:
             raise UnknownModel(name, list(self._known()))
         called = spec.name if spec is not None else name
-        chosen = self._chosen(nodes)
+        chosen = chosen_nodes(nodes, self._nodes.in_sight())
         for operation_id, (other, its, under) in self._asked.items():
             if other == called:
                 if not set(chosen) <= set(its) or under != revision:
@@ -146,15 +146,6 @@ class Pulls:
 
     def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:
         return lambda message, progress: self._ledger.operations.tell(operation_id, message, progress)
-
-    def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
-        there = self._nodes.in_sight()
-        if nodes == ALL:
-            return there
-        chosen = [nodes] if isinstance(nodes, str) else list(nodes)
-        if unknown := [node for node in chosen if node not in there]:
-            raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
-        return list(dict.fromkeys(chosen))
 
 
 class _Unasked(RankError):

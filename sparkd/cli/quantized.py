@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import CheckpointError, ConfigError, Conflict
+from sparkd.models.folder import refuse_unusable
 from sparkd.models.source import name_of, snapshot_of, source_of
 from sparkd.schema.quantize import AUTO
 from workers.stream.cache import store
@@ -103,6 +104,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
         if snapshot is None:
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
         source = str(snapshot)
+    refuse_unusable(source, vllm=True)
     own = configured.quantize if configured is not None and configured.quantize != AUTO else None
     value = _value(quantize) if quantize is not None else own
     recipe = QuantizationRecipe.parse(value, env)

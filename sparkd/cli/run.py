@@ -12,7 +12,8 @@ from sparkd.admin.client import Client, model_path
 from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
-from sparkd.models.source import check_there, name_of, source_of
+from sparkd.models.folder import refuse_unusable
+from sparkd.models.source import name_of, source_of
 from sparkd.nearest import nearest
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args
@@ -114,7 +115,8 @@ def _is_recipe(client: Client, source: str) -> bool:
 def _bring_in(client: Client, model: str, name: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     source = source_of(model)
     if client.is_here:
-        check_there(source, model)
+        # The engine of the daemon may be another module than vLLM, and need no checkpoint.
+        refuse_unusable(source, vllm=False)
     spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **settings}
     return client.post("/models", {"name": name or name_of(source), "spec": spec})
 

@@ -14,7 +14,8 @@ import typer
 from sparkd import __version__
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.models.source import CONFIG_PATH, check_there, name_of, source_of
+from sparkd.models.folder import refuse_unusable
+from sparkd.models.source import CONFIG_PATH, name_of, source_of
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
 
@@ -68,7 +69,7 @@ def serve(
 
             refuse_as_model(model)
         source = source_of(model)
-        check_there(source, f"--model {model}")
+        refuse_unusable(source, vllm=False)
         entry = name or name_of(source)
         keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
         # An -o for the entry must find the entry there, so `models` comes before its dotted keys.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 
-from sparkd.errors import ModelUnusable
+from sparkd.errors import ConfigError, ModelUnusable
 from workers.host.hub_cache import hub_cache
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
@@ -37,6 +37,12 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
     cure = f"{_CURE}, and let the user that sparkd runs as read it."
     message = f"There is no model at {folder} that sparkd can read: {cure}"
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
+
+
+def refuse_unusable(folder: str, *, vllm: bool) -> None:
+    """Raises ConfigError with the message of `unusable`, for a caller who may know which paths exist. Blocks."""
+    if fault := unusable(folder, vllm=vllm):
+        raise ConfigError(fault.message)
 
 
 def _fault(folder: str, *, vllm: bool) -> tuple[str, str] | None:

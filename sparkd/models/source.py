@@ -7,10 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkd.errors import ConfigError
 from workers.host.hub_cache import cache_places, hub_cache, snapshot_of
 
-__all__ = ["CONFIG_PATH", "FOLDER_SIGNS", "check_there", "folder_of", "hub_cache", "name_of", "snapshot_of", "source_of"]
+__all__ = ["CONFIG_PATH", "FOLDER_SIGNS", "folder_of", "hub_cache", "name_of", "snapshot_of", "source_of"]
 
 CONFIG_PATH = Path("/etc/sparkd/sparkd.yaml")
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
@@ -25,12 +24,6 @@ def source_of(text: str) -> str:
     if text.startswith(FOLDER_SIGNS) or text in (".", "..") or (text and os.path.isdir(folder)):
         return os.path.abspath(folder)
     return text
-
-
-def check_there(source: str, given: str) -> None:
-    """Raises ConfigError for a folder of this machine that is not there. source: source_of what was `given`."""
-    if source.startswith("/") and not Path(source).is_dir():
-        raise ConfigError(f"{given}: there is no such folder. Check the path, or give a hub id (owner/name).")
 
 
 def folder_of(source: str, revision: str | None, environ: Mapping[str, str]) -> str | None:

@@ -28,6 +28,7 @@ class Nodes:
     def __init__(self, admin: Admin) -> None:
         self.asked: list[Any] = []
         self.fault: str | None = None
+        self.entries = [HUB, CACHED]
         admin.scene.cluster.everywhere = self.everywhere  # type: ignore[attr-defined,method-assign]
         admin.scene.cluster.ask = self.ask  # type: ignore[attr-defined]
         admin.scene.cluster.node_ip = "n"  # type: ignore[attr-defined]
@@ -36,7 +37,7 @@ class Nodes:
         assert method == "stored"
         assert set(folders) == {"quantized", "profile"}
         folder = {"kind": "quantized", "path": "/q", "size_bytes": 3, "free_bytes": 9}
-        return {"n": {"entries": [HUB, CACHED], "folders": [folder]}, "o": {"entries": [HUB], "folders": []}, "silent": None}
+        return {"n": {"entries": self.entries, "folders": [folder]}, "o": {"entries": self.entries[:1], "folders": []}, "silent": None}
 
     async def ask(self, node: str, method: str, kind: str, name: str, *where: Any, timeout_s: float) -> Any:
         self.asked.append((node, method, kind, name))
@@ -87,6 +88,14 @@ async def test_verifying_what_is_not_there_fails(tmp_path: Path) -> None:
         Nodes(admin)
         accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub", "id": "x"})
         assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "FAILED"
+
+
+async def test_a_disk_with_nothing_on_it_is_in_order(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        nodes.entries = []
+        accepted = await admin.ask("POST", "/disk/verify", 202, json={})
+        assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "SUCCEEDED"
 
 
 async def test_what_the_node_does_not_list_is_not_removed(tmp_path: Path) -> None:

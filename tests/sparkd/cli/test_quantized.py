@@ -320,7 +320,9 @@ def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFi
         (["plain", "out"], ["plain", "`quantize`", "--quantize nvfp4"]),
         (["plain", "out", "--quantize", "nf4"], ["nf4"]),
         (["plain", "out", "--quantize", "{"], ["--quantize"]),
-        (["plain", "out", "--quantize", "nvfp4"], ["/none", "not there"]),
+        (["gone", "out"], ["The folder ", "/none is not on this node: check the path"]),
+        (["file", "out", "--quantize", "nvfp4"], ["The folder ", "/sparkd.yaml is a file: check the path"]),
+        (["plain", "out", "--quantize", "nvfp4"], ["shapeless", "safetensors"]),
         (["bare", "out", "--quantize", "nvfp4"], ["/none/python", "No such file or directory", "engine.runtime"]),
         (["empty", "out", "--quantize", "nvfp4"], ["/python", "torch", "No module named 'torch'", "engine.runtime"]),
     ],
@@ -329,10 +331,14 @@ def test_what_cannot_be_exported(
     here: Path, argv: list[str], message: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = {
-        "plain": {"model": f"{here}/none"},
-        "bare": {"model": f"{here}/none", "runtime": "/none/python"},
-        "empty": {"model": f"{here}/none", "runtime": str(here / "python")},
+        "gone": {"model": f"{here}/none"},
+        "file": {"model": f"{here}/sparkd.yaml"},
+        "plain": {"model": f"{here}/shapeless"},
+        "bare": {"model": f"{here}/shapeless", "runtime": "/none/python"},
+        "empty": {"model": f"{here}/shapeless", "runtime": str(here / "python")},
     }
+    (here / "shapeless").mkdir()
+    (here / "shapeless" / "config.json").write_text("{}")
     (here / "python").write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     (here / "python").chmod(0o755)
     configure(here, monkeypatch, models=models)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.__main__ import exit_code
 from sparkd.capacity.plan_for_node import checkpoint_here
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.folder import unusable
@@ -44,6 +45,16 @@ def test_one_wording_for_each_cause(place: Path, name: str, cause: str) -> None:
         checkpoint_here(folder, None)
     assert (read.value.message, planned.value.message) == (fault.message, fault.message)
     assert read.value.param == planned.value.param == "model"
+
+
+@pytest.mark.parametrize("verb", ["serve", "export"])
+@pytest.mark.parametrize("name", ["gone", "file"])
+def test_a_verb_has_the_same_wording(place: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(place / name)
+    fault = unusable(folder, vllm=True)
+    argv = ["serve", "--state-dir", str(place), "--model", folder] if verb == "serve" else ["export", folder, str(place / "out")]
+    assert exit_code(argv) == 2
+    assert fault is not None and " ".join(capsys.readouterr().err.split()) == f"error: {fault.message}"
 
 
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:
