@@ -93,6 +93,12 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
     assert (found.waits["c"].reason, found.waits["c"].lack) == (LEAVE, Lack(10))
 
 
+@pytest.mark.parametrize(("in_flight", "requests"), [(0, "for it."), (1, "1 request may finish first"), (2, "2 requests may finish first")])
+def test_one_request_is_no_requests(in_flight: int, requests: str) -> None:
+    found = decided(waits("c"), there("a", in_flight=in_flight), a=16)
+    assert requests in found.waits["c"].message
+
+
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, 42)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
