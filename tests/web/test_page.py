@@ -295,7 +295,7 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
     expect(finished.locator("tbody tr").first).to_contain_text("request_cancelled")
     whole, failed = csv_of(page, ""), csv_of(page, "failed")
     expect(finished).to_contain_text("request_cancelled")
-    answered = csv_of(page, "ok")
+    answered = csv_of(page, "answered")
     expect(finished).not_to_contain_text("request_cancelled")
     page.get_by_label("Outcome").select_option("")
     assert "capital of France" not in "".join(whole)
