@@ -15,6 +15,7 @@ from playwright.sync_api import BrowserContext, Locator, Page, expect
 from sparkd.__main__ import exit_code
 from tests.support.daemon_process import DaemonProcess, until
 from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
+from sparkd.models.source import name_of
 from tests.web.conftest import ADMIN, INFERENCE, settings
 
 # Of the files and of the admin API's answers that the first page needs.
@@ -161,6 +162,9 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
         expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
     assert exit_code(["plan", wrong]) == 2
     assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
+        # The entry is about the model that was asked about last.
+        expect(page.get_by_label("Name", exact=True)).to_have_value(name_of(wrong))
+        expect(page.get_by_label("Value", exact=True).first).to_have_value(wrong)
     tab.picture("models-add-refused")
     # sparkd refuses it too, also where it is not to be loaded yet.
     page.get_by_role("checkbox", name="Load it now").uncheck()
