@@ -326,6 +326,114 @@ def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:
 def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
     tab.open("models", "quick", "settings")
     table = tab.page.get_by_role("table", name="Settings")
+def test_what_cannot_be_pulled_is_refused_where_it_was_asked_for(tab: Tab) -> None:
+    page = tab.page
+    tab.open("disk")
+    source, pull = page.get_by_label("Pull a model"), page.get_by_role("button", name="Pull", exact=True)
+    source.fill("/no/such/folder")
+    pull.click()
+    expect(at_field(page, "Pull a model")).to_contain_text("/no/such/folder is a folder")
+    source.fill("qwne")
+    pull.click()
+    dialog = page.get_by_role("dialog")
+    with page.expect_response("**/pull") as answered:
+        dialog.get_by_role("button", name="Pull", exact=True).click()
+    expect(dialog.get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
+    expect(at_field(page, "Revision")).to_have_count(0)
+    dialog.get_by_role("button", name="Close").click()
+    expect(at_field(page, "Pull a model")).to_have_count(0)
+
+
+def test_a_measurement_of_one_node_says_why_there_is_none(tab: Tab) -> None:
+    tab.open("fabric")
+    expect(tab.page.get_by_role("button", name="Measure")).to_be_disabled()
+    expect(tab.page.get_by_text("A rate is measured between two nodes")).to_be_visible()
+
+
+def document(served: DaemonProcess) -> dict[str, Any]:
+    """The live document as it is now."""
+    with served.client.stream("GET", "/admin/v1/live") as stream:
+        return dict(json.loads(next(line for line in stream.iter_lines() if line.startswith("data:")).removeprefix("data:")))
+
+
+# Bytes and bytes per second. The guard takes the steeper of two slopes for its time, and a card shows the one that it took.
+@pytest.mark.parametrize(
+    ("slope", "floor_in_s", "shown"),
+    [
+        (-0.25 * GIB, 32.0, ["\N{MINUS SIGN}256.0 MiB/s", "32s"]),
+        (-0.25 * GIB, 8.0, ["\N{MINUS SIGN}1.00 GiB/s", "8s"]),
+        (0.5 * GIB, 8.0, ["\N{MINUS SIGN}1.00 GiB/s", "8s"]),
+        (0.5 * GIB, None, ["+512.0 MiB/s", "-"]),
+        (-0.5 * GIB, 0.0, ["\N{MINUS SIGN}512.0 MiB/s", "0s"]),
+    ],
+)
+def test_a_card_tells_the_slope_that_its_time_to_the_floor_is_of(
+    slope: float, floor_in_s: float | None, shown: list[str], context: BrowserContext, served: DaemonProcess
+) -> None:
+    now = document(served)
+    (node,) = now["nodes"].values()
+    node["limits"]["floor"] = 2 * GIB
+    node["reading"] |= {"mem_available_bytes": 10 * GIB, "slope_bytes_per_s": slope, "floor_in_s": floor_in_s}
+    tab = Tab(context, served.url, ADMIN)
+    body = f"id: 1-1\nevent: snapshot\ndata: {json.dumps(now)}\n\n"
+    tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    tab.open()
+    figures = tab.page.get_by_role("article").locator("dl > div")
+    expect(figures.filter(has_text=re.compile("^slope|^to the floor")).locator("dd")).to_have_text(shown)
+    tab.page.close()
+
+
+# The legend of a chart, and whether a colour of its series is on the canvas.
+DRAWN = """([title, colour]) => {
+  const figure = [...document.querySelectorAll("figure")].find((one) => one.querySelector("figcaption").textContent === title);
+  const canvas = figure?.querySelector("canvas");
+  if (!canvas?.width) return false;
+  const dot = document.createElement("canvas").getContext("2d");
+  dot.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(colour).trim();
+  dot.fillRect(0, 0, 1, 1);
+  const [red, green, blue] = dot.getImageData(0, 0, 1, 1).data;
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  for (let at = 0; at < pixels.length; at += 4) if (pixels[at] === red && pixels[at + 1] === green && pixels[at + 2] === blue) return true;
+  return false;
+}"""
+
+
+def test_a_models_memory_is_drawn_on_what_is_reserved_for_it(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    tab.open("models", "quick", "live")
+    chart = page.get_by_role("figure").filter(has_text=re.compile("^Memory"))
+    legend = chart.get_by_role("listitem")
+    expect(legend.filter(has_text="reserved")).to_contain_text("2.0 GiB")
+    used = document(served)["nodes"]["127.0.0.1"]["engines"]
+    (bytes_,) = [engine["host_bytes"] + engine["device_bytes"] for engine in used if engine["model"] == "quick"]
+    assert bytes_ > 0
+    expect(legend.filter(has_text="in use")).to_contain_text(f"{bytes_ / GIB:.1f} GiB")
+    for colour in ("--series-4", "--series-1"):
+        until(lambda colour=colour: page.evaluate(DRAWN, ["Memory", colour]), 20, f"{colour} is drawn")
+
+
+def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:
+    page = tab.page
+    charts = page.get_by_role("figure")
+    power = "node.127.0.0.1.gpu_power_w"
+
+    def answer(route: Route) -> None:
+        route.fulfill(json={"step_s": 1.0, "end_s": time.time(), "series": {power: [41.0] * 60}})
+
+    tab.open("models", "quick", "live")
+    expect(charts.filter(has_text="KV cache use").locator("canvas")).to_be_visible()
+    expect(charts.filter(has_text="GPU")).to_have_count(0)
+    page.route(f"**/admin/v1/history?series={power}*", answer)
+    try:
+        tab.open("models", "quick", "load")
+        with page.expect_response(f"**/admin/v1/history?series={power}*"):
+            tab.open("models", "quick", "live")
+        expect(charts.filter(has_text="GPU")).to_have_count(1)
+        expect(charts.filter(has_text="GPU power").locator("canvas")).to_be_visible()
+    finally:
+        page.unroute(f"**/admin/v1/history?series={power}*")
+
+
     expect(table.locator("tbody tr").first).to_be_visible()
     settings = served.client.get("/admin/v1/models/quick/settings").json()
     chosen = [key for key, value in settings["resolved"].items() if value == "auto"]
@@ -398,16 +506,34 @@ def test_a_stalled_stream_is_told_after_five_seconds(marked: Page, tab: Tab, ser
     assert marked.evaluate(COLOUR) == fresh
 
 
-def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, served: DaemonProcess) -> None:
+def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, tab: Tab, served: DaemonProcess) -> None:
     before = served.status()["version"]
     served.kill()
     expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
     served.start()
+    tab.open("playground")
+    marked.get_by_label("Model", exact=True).select_option("endless")
+    ask(marked, "Do not stop.", Most_tokens="100000")
+    expect(marked.get_by_role("article", name="assistant")).to_contain_text("Paris", timeout=PATIENCE_MS)
+    tab.open("models", "quick", "live")
+    charts = marked.get_by_role("figure")
+    expect(charts.locator("canvas")).to_have_count(7)
+    navigation = marked.get_by_role("navigation", name="Pages")
+    place = navigation.bounding_box()
     expect(badge(marked)).to_have_text("live", timeout=2 * PATIENCE_MS)
     assert served.status()["version"] == before
+    expect(badge(marked)).to_contain_text("sparkd does not answer.")
+    # What was drawn stays, and nothing moves.
+    expect(charts.locator("canvas")).to_have_count(7)
+    expect(charts).to_have_count(7)
+    assert navigation.bounding_box() == place
+    tab.picture("model-live-killed")
+    tab.open("playground")
+    expect(marked.get_by_role("alert").filter(has_text="the connection to sparkd was lost")).to_be_visible()
     expect(marked.get_by_role("article")).to_have_count(1)
     expect(marked.get_by_role("region", name="Resident models")).to_contain_text("quick")
 
+    tab.open()
 
 def test_without_keys_it_opens_at_once(context: BrowserContext, served: DaemonProcess) -> None:
     configured: dict[str, Any] = settings(served.folder)
