@@ -247,6 +247,7 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     expect(page.get_by_role("heading", name="Waiting")).to_have_count(0)
 
 
+    expect(page.get_by_role("link", name="All known models (4)")).to_be_visible()
 def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
     page = tab.page
     tab.open("playground")
