@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
+from sparkd.models.source import name_of
 from tests.support.daemon_process import DaemonProcess, until
 from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
-from sparkd.models.source import name_of
-from tests.web.conftest import ADMIN, INFERENCE, settings
+from tests.web.conftest import ADMIN, GIB, INFERENCE, settings
 
 # Of the files and of the admin API's answers that the first page needs.
 MOST_TRANSFERRED_BYTES = 120_000
@@ -160,11 +162,11 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
             page.get_by_role("button", name="Check whether it fits").click()
         sentence = answered.value.json()["error"]["message"]
         expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
-    assert exit_code(["plan", wrong]) == 2
-    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
         # The entry is about the model that was asked about last.
         expect(page.get_by_label("Name", exact=True)).to_have_value(name_of(wrong))
         expect(page.get_by_label("Value", exact=True).first).to_have_value(wrong)
+    assert exit_code(["plan", wrong]) == 2
+    assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
     tab.picture("models-add-refused")
     # sparkd refuses it too, also where it is not to be loaded yet.
     page.get_by_role("checkbox", name="Load it now").uncheck()
@@ -245,9 +247,9 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     tab.open()
     expect(page.get_by_role("region", name="Resident models")).to_contain_text("crash")
     expect(page.get_by_role("heading", name="Waiting")).to_have_count(0)
-
-
     expect(page.get_by_role("link", name="All known models (4)")).to_be_visible()
+
+
 def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
     page = tab.page
     tab.open("playground")
@@ -324,9 +326,6 @@ def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:
     expect(tab.page.locator(".finding button")).to_have_count(sum(bool(one["cure"] and one.get("command")) for one in findings))
 
 
-def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
-    tab.open("models", "quick", "settings")
-    table = tab.page.get_by_role("table", name="Settings")
 def test_what_cannot_be_pulled_is_refused_where_it_was_asked_for(tab: Tab) -> None:
     page = tab.page
     tab.open("disk")
@@ -435,6 +434,9 @@ def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:
         page.unroute(f"**/admin/v1/history?series={power}*")
 
 
+def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
+    tab.open("models", "quick", "settings")
+    table = tab.page.get_by_role("table", name="Settings")
     expect(table.locator("tbody tr").first).to_be_visible()
     settings = served.client.get("/admin/v1/models/quick/settings").json()
     chosen = [key for key, value in settings["resolved"].items() if value == "auto"]
@@ -509,9 +511,6 @@ def test_a_stalled_stream_is_told_after_five_seconds(marked: Page, tab: Tab, ser
 
 def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, tab: Tab, served: DaemonProcess) -> None:
     before = served.status()["version"]
-    served.kill()
-    expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
-    served.start()
     tab.open("playground")
     marked.get_by_label("Model", exact=True).select_option("endless")
     ask(marked, "Do not stop.", Most_tokens="100000")
@@ -521,8 +520,8 @@ def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(mark
     expect(charts.locator("canvas")).to_have_count(7)
     navigation = marked.get_by_role("navigation", name="Pages")
     place = navigation.bounding_box()
-    expect(badge(marked)).to_have_text("live", timeout=2 * PATIENCE_MS)
-    assert served.status()["version"] == before
+    served.kill()
+    expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
     expect(badge(marked)).to_contain_text("sparkd does not answer.")
     # What was drawn stays, and nothing moves.
     expect(charts.locator("canvas")).to_have_count(7)
@@ -531,10 +530,13 @@ def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(mark
     tab.picture("model-live-killed")
     tab.open("playground")
     expect(marked.get_by_role("alert").filter(has_text="the connection to sparkd was lost")).to_be_visible()
+    served.start()
+    expect(badge(marked)).to_have_text("live", timeout=2 * PATIENCE_MS)
+    assert served.status()["version"] == before
+    tab.open()
     expect(marked.get_by_role("article")).to_have_count(1)
     expect(marked.get_by_role("region", name="Resident models")).to_contain_text("quick")
 
-    tab.open()
 
 def test_without_keys_it_opens_at_once(context: BrowserContext, served: DaemonProcess) -> None:
     configured: dict[str, Any] = settings(served.folder)
