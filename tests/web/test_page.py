@@ -199,6 +199,7 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
     expect(page.get_by_role("heading", name="Models")).to_be_visible()
     expect(row(page, "Known models", "quick")).to_be_visible()
     expect(row(page, "Known models", "added")).to_have_count(0)
+    expect(page.locator(".toast").filter(has_text="added was removed.")).to_be_visible()
     assert len(tab.refused) == 6
 
 

@@ -136,7 +136,7 @@ export function MoreActions({ name }) {
   };
   const forget = async () => {
     const yes = await confirmed(`Remove ${name}?`, "sparkd unloads it and forgets its entry. Its files stay on the disk.", "Remove");
-    if (yes && (await act(() => remove(modelPath(name)))) && route.peek()[1] === name) go("models");
+    if (yes && (await act(() => remove(modelPath(name)).then(() => true), `${name} was removed.`)) && route.peek()[1] === name) go("models");
   };
   return html`<span class="row-actions more">
     <button type="button" aria-label="Pull ${name}" onClick=${() => setPulling(true)}>Pull</button>
