@@ -278,6 +278,21 @@ def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
     page.get_by_role("button", name="Clear").click()
 
 
+def test_a_question_that_was_refused_is_not_asked_again(tab: Tab) -> None:
+    page = tab.page
+    chats = "**/v1/chat/completions"
+    tab.open("playground")
+    page.route(chats, lambda route: route.fulfill(status=400, json={"error": {"message": "No such picture."}}), times=1)
+    page.get_by_label("Model", exact=True).select_option("quick")
+    ask(page, "What is in this picture?")
+    expect(page.get_by_role("alert").filter(has_text="No such picture.")).to_be_visible()
+    with page.expect_request(chats) as asked:
+        ask(page, "What is the capital of France?")
+    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["What is the capital of France?"]
+    expect(page.locator(".speed .word")).to_have_text("done", timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Clear").click()
+
+
 def csv_of(page: Page, outcome: str) -> list[str]:
     """The lines of the file that is saved for an outcome."""
     page.get_by_label("Outcome").select_option(outcome)
