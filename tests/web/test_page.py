@@ -450,6 +450,43 @@ def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:
         page.unroute(f"**/admin/v1/history?series={power}*")
 
 
+# Keeps what is written on canvases, with its alignment.
+WRITTEN = """() => {
+  const fill = CanvasRenderingContext2D.prototype.fillText;
+  window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    window.written.push(`${text} ${this.textAlign}`);
+    return fill.call(this, text, ...place);
+  };
+}"""
+
+
+def test_the_curve_of_an_incident_ends_with_its_kill(tab: Tab) -> None:
+    """Readings have the time of a clock that begins with the machine."""
+    page = tab.page
+    at_s, columns = 1_700_000_000.0, ["at_s", "available", "free", "cached", "unaccounted"]
+    readings = [[5000.0 + number, (20 - number) * GIB, 10 * GIB, 3 * GIB, GIB] for number in range(10)]
+    incident = {"id": "made-up", "at_s": at_s, "node": "127.0.0.1", "model": "quick", "why": "it was short", "level": "critical"}
+    limits = {"soft_bytes": 6 * GIB, "hard_bytes": 4 * GIB, "floor_bytes": 2 * GIB}
+    answer = incident | {"columns": columns, "readings": readings, "limits": limits, "freed_bytes": GIB}
+    tab.open("doctor")
+    page.evaluate(WRITTEN)
+    page.route("**/admin/v1/incidents/made-up", lambda route: route.fulfill(json=answer))
+    tab.open("doctor", "made-up")
+    chart = page.get_by_role("figure")
+    shown = time.strftime("%H:%M:%S", time.localtime(at_s))
+    expect(chart.get_by_role("listitem").last).to_have_text(shown)
+    expect(chart.get_by_role("listitem").filter(has_text="available")).to_contain_text("11.0 GiB")
+    heights = [label.bounding_box() for label in chart.locator(".legend-label").all()]
+    assert len({box["height"] for box in heights if box}) == 1, "no label is broken into two lines"
+    written = set(page.evaluate("window.written"))
+    assert {"soft left", "hard left", "floor left"} <= written, "each limit's name begins at its line"
+    assert f"{shown} center" in written, "ticks within a minute have seconds"
+    tab.picture("incident")
+    assert tab.serious() == []
+    page.unroute("**/admin/v1/incidents/made-up")
+
+
 def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
     tab.open("models", "quick", "settings")
     table = tab.page.get_by_role("table", name="Settings")
