@@ -191,7 +191,7 @@ def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[l
         leaving = [facts.name for facts in victims if _leaves(facts)]
         return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
     busy = sum(facts.in_flight for facts in victims)
-    requests = f", {busy} requests may finish first" if busy else ""
+    requests = f", {busy} request{'' if busy == 1 else 's'} may finish first" if busy else ""
     return list(models), Wait(LEAVE, f"{names} is unloaded for it{requests}", models)
 
 

@@ -80,7 +80,8 @@ class Swap:
     def leave(self, record: Record, to: str) -> None:
         """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
         record.yields_to = to
-        requests = f"; its {record.queue.in_flight} requests may finish first" if record.queue.in_flight else ""
+        running = record.queue.in_flight
+        requests = f"; its {running} request{'' if running == 1 else 's'} may finish first" if running else ""
         record.evicted = Evicted(to, record.desired.by)
         self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
+from sparkd.models.source import name_of
 from tests.support.daemon_process import DaemonProcess, until
 from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
-from tests.web.conftest import ADMIN, INFERENCE, settings
+from tests.web.conftest import ADMIN, GIB, INFERENCE, settings
 
 # Of the files and of the admin API's answers that the first page needs.
 MOST_TRANSFERRED_BYTES = 120_000
@@ -28,7 +31,7 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "model-live": (("models", "quick", "live"), "figcaption:has-text('KV cache use')"),
     "model-load": (("models", "quick", "load"), ".waterfall rect"),
     "model-settings": (("models", "quick", "settings"), "role=table[name='Settings'] >> tbody tr"),
-    "model-layers": (("models", "quick", "layers"), "role=table[name='Layers'] >> tbody tr"),
+    "model-layers": (("models", "quick", "layers"), "text=One GPU then holds"),
     "model-log": (("models", "quick", "log"), ".log div"),
     "model-failed": (("models", "crash", "load"), ".error"),
     "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),
@@ -159,6 +162,9 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
             page.get_by_role("button", name="Check whether it fits").click()
         sentence = answered.value.json()["error"]["message"]
         expect(at_field(page, "Hub id, folder or recipe")).to_have_text(sentence)
+        # The entry is about the model that was asked about last.
+        expect(page.get_by_label("Name", exact=True)).to_have_value(name_of(wrong))
+        expect(page.get_by_label("Value", exact=True).first).to_have_value(wrong)
     assert exit_code(["plan", wrong]) == 2
     assert " ".join("".join(capsys.readouterr()).split()) == f"error: {sentence}"
     tab.picture("models-add-refused")
@@ -193,6 +199,7 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
     expect(page.get_by_role("heading", name="Models")).to_be_visible()
     expect(row(page, "Known models", "quick")).to_be_visible()
     expect(row(page, "Known models", "added")).to_have_count(0)
+    expect(page.locator(".toast").filter(has_text="added was removed.")).to_be_visible()
     assert len(tab.refused) == 6
 
 
@@ -241,6 +248,7 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     tab.open()
     expect(page.get_by_role("region", name="Resident models")).to_contain_text("crash")
     expect(page.get_by_role("heading", name="Waiting")).to_have_count(0)
+    expect(page.get_by_role("link", name="All known models (4)")).to_be_visible()
 
 
 def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
@@ -270,6 +278,21 @@ def test_a_chat_streams_while_its_model_is_loaded_for_it(tab: Tab) -> None:
     page.get_by_role("button", name="Clear").click()
 
 
+def test_a_question_that_was_refused_is_not_asked_again(tab: Tab) -> None:
+    page = tab.page
+    chats = "**/v1/chat/completions"
+    tab.open("playground")
+    page.route(chats, lambda route: route.fulfill(status=400, json={"error": {"message": "No such picture."}}), times=1)
+    page.get_by_label("Model", exact=True).select_option("quick")
+    ask(page, "What is in this picture?")
+    expect(page.get_by_role("alert").filter(has_text="No such picture.")).to_be_visible()
+    with page.expect_request(chats) as asked:
+        ask(page, "What is the capital of France?")
+    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["What is the capital of France?"]
+    expect(page.locator(".speed .word")).to_have_text("done", timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Clear").click()
+
+
 def csv_of(page: Page, outcome: str) -> list[str]:
     """The lines of the file that is saved for an outcome."""
     page.get_by_label("Outcome").select_option(outcome)
@@ -295,7 +318,7 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
     expect(finished.locator("tbody tr").first).to_contain_text("request_cancelled")
     whole, failed = csv_of(page, ""), csv_of(page, "failed")
     expect(finished).to_contain_text("request_cancelled")
-    answered = csv_of(page, "ok")
+    answered = csv_of(page, "answered")
     expect(finished).not_to_contain_text("request_cancelled")
     page.get_by_label("Outcome").select_option("")
     assert "capital of France" not in "".join(whole)
@@ -317,6 +340,151 @@ def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:
     findings = answered.value.json()["findings"]
     expect(tab.page.locator(".finding")).to_have_count(len(findings))
     expect(tab.page.locator(".finding button")).to_have_count(sum(bool(one["cure"] and one.get("command")) for one in findings))
+
+
+def test_what_cannot_be_pulled_is_refused_where_it_was_asked_for(tab: Tab) -> None:
+    page = tab.page
+    tab.open("disk")
+    source, pull = page.get_by_label("Pull a model"), page.get_by_role("button", name="Pull", exact=True)
+    source.fill("/no/such/folder")
+    pull.click()
+    expect(at_field(page, "Pull a model")).to_contain_text("/no/such/folder is a folder")
+    source.fill("qwne")
+    pull.click()
+    dialog = page.get_by_role("dialog")
+    with page.expect_response("**/pull") as answered:
+        dialog.get_by_role("button", name="Pull", exact=True).click()
+    expect(dialog.get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
+    expect(at_field(page, "Revision")).to_have_count(0)
+    dialog.get_by_role("button", name="Close").click()
+    expect(at_field(page, "Pull a model")).to_have_count(0)
+
+
+def test_a_measurement_of_one_node_says_why_there_is_none(tab: Tab) -> None:
+    tab.open("fabric")
+    expect(tab.page.get_by_role("button", name="Measure")).to_be_disabled()
+    expect(tab.page.get_by_role("main").get_by_role("status")).to_contain_text("two nodes")
+
+
+def document(served: DaemonProcess) -> dict[str, Any]:
+    """The live document as it is now."""
+    with served.client.stream("GET", "/admin/v1/live") as stream:
+        return dict(json.loads(next(line for line in stream.iter_lines() if line.startswith("data:")).removeprefix("data:")))
+
+
+# Bytes and bytes per second. The guard takes the steeper of two slopes for its time, and a card shows the one that it took.
+@pytest.mark.parametrize(
+    ("slope", "floor_in_s", "shown"),
+    [
+        (-0.25 * GIB, 32.0, ["\N{MINUS SIGN}256.0 MiB/s", "32s"]),
+        (-0.25 * GIB, 8.0, ["\N{MINUS SIGN}1.00 GiB/s", "8s"]),
+        (0.5 * GIB, 8.0, ["\N{MINUS SIGN}1.00 GiB/s", "8s"]),
+        (0.5 * GIB, None, ["+512.0 MiB/s", "-"]),
+        (-0.5 * GIB, 0.0, ["\N{MINUS SIGN}512.0 MiB/s", "0s"]),
+    ],
+)
+def test_a_card_tells_the_slope_that_its_time_to_the_floor_is_of(
+    slope: float, floor_in_s: float | None, shown: list[str], context: BrowserContext, served: DaemonProcess
+) -> None:
+    now = document(served)
+    (node,) = now["nodes"].values()
+    node["limits"]["floor"] = 2 * GIB
+    node["reading"] |= {"mem_available_bytes": 10 * GIB, "slope_bytes_per_s": slope, "floor_in_s": floor_in_s}
+    tab = Tab(context, served.url, ADMIN)
+    body = f"id: 1-1\nevent: snapshot\ndata: {json.dumps(now)}\n\n"
+    tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    tab.open()
+    figures = tab.page.get_by_role("article").locator("dl > div")
+    expect(figures.filter(has_text=re.compile("^slope|^to the floor")).locator("dd")).to_have_text(shown)
+    tab.page.close()
+
+
+# The legend of a chart, and whether a colour of its series is on the canvas.
+DRAWN = """([title, colour]) => {
+  const figure = [...document.querySelectorAll("figure")].find((one) => one.querySelector("figcaption").textContent === title);
+  const canvas = figure?.querySelector("canvas");
+  if (!canvas?.width) return false;
+  const dot = document.createElement("canvas").getContext("2d");
+  dot.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(colour).trim();
+  dot.fillRect(0, 0, 1, 1);
+  const [red, green, blue] = dot.getImageData(0, 0, 1, 1).data;
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  for (let at = 0; at < pixels.length; at += 4) if (pixels[at] === red && pixels[at + 1] === green && pixels[at + 2] === blue) return true;
+  return false;
+}"""
+
+
+def test_a_models_memory_is_drawn_on_what_is_reserved_for_it(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    tab.open("models", "quick", "live")
+    chart = page.get_by_role("figure").filter(has_text=re.compile("^Memory"))
+    legend = chart.get_by_role("listitem")
+    expect(legend.filter(has_text="reserved")).to_contain_text("2.0 GiB")
+    used = document(served)["nodes"]["127.0.0.1"]["engines"]
+    (bytes_,) = [engine["host_bytes"] + engine["device_bytes"] for engine in used if engine["model"] == "quick"]
+    assert bytes_ > 0
+    expect(legend.filter(has_text="in use")).to_contain_text(f"{bytes_ / GIB:.1f} GiB")
+    for colour in ("--series-4", "--series-1"):
+        until(lambda colour=colour: page.evaluate(DRAWN, ["Memory", colour]), 20, f"{colour} is drawn")
+
+
+def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:
+    page = tab.page
+    charts = page.get_by_role("figure")
+    power = "node.127.0.0.1.gpu_power_w"
+
+    def answer(route: Route) -> None:
+        route.fulfill(json={"step_s": 1.0, "end_s": time.time(), "series": {power: [41.0] * 60}})
+
+    tab.open("models", "quick", "live")
+    expect(charts.filter(has_text="KV cache use").locator("canvas")).to_be_visible()
+    expect(charts.filter(has_text="GPU")).to_have_count(0)
+    page.route(f"**/admin/v1/history?series={power}*", answer)
+    try:
+        tab.open("models", "quick", "load")
+        with page.expect_response(f"**/admin/v1/history?series={power}*"):
+            tab.open("models", "quick", "live")
+        expect(charts.filter(has_text="GPU")).to_have_count(1)
+        expect(charts.filter(has_text="GPU power").locator("canvas")).to_be_visible()
+    finally:
+        page.unroute(f"**/admin/v1/history?series={power}*")
+
+
+# Keeps what is written on canvases, with its alignment.
+WRITTEN = """() => {
+  const fill = CanvasRenderingContext2D.prototype.fillText;
+  window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    window.written.push(`${text} ${this.textAlign}`);
+    return fill.call(this, text, ...place);
+  };
+}"""
+
+
+def test_the_curve_of_an_incident_ends_with_its_kill(tab: Tab) -> None:
+    """Readings have the time of a clock that begins with the machine."""
+    page = tab.page
+    at_s, columns = 1_700_000_000.0, ["at_s", "available", "free", "cached", "unaccounted"]
+    readings = [[5000.0 + number, (20 - number) * GIB, 10 * GIB, 3 * GIB, GIB] for number in range(10)]
+    incident = {"id": "made-up", "at_s": at_s, "node": "127.0.0.1", "model": "quick", "why": "it was short", "level": "critical"}
+    limits = {"soft_bytes": 6 * GIB, "hard_bytes": 4 * GIB, "floor_bytes": 2 * GIB}
+    answer = incident | {"columns": columns, "readings": readings, "limits": limits, "freed_bytes": GIB}
+    tab.open("doctor")
+    page.evaluate(WRITTEN)
+    page.route("**/admin/v1/incidents/made-up", lambda route: route.fulfill(json=answer))
+    tab.open("doctor", "made-up")
+    chart = page.get_by_role("figure")
+    shown = time.strftime("%H:%M:%S", time.localtime(at_s))
+    expect(chart.get_by_role("listitem").last).to_have_text(shown)
+    expect(chart.get_by_role("listitem").filter(has_text="available")).to_contain_text("11.0 GiB")
+    heights = [label.bounding_box() for label in chart.locator(".legend-label").all()]
+    assert len({box["height"] for box in heights if box}) == 1, "no label is broken into two lines"
+    written = set(page.evaluate("window.written"))
+    assert {"soft left", "hard left", "floor left"} <= written, "each limit's name begins at its line"
+    assert f"{shown} center" in written, "ticks within a minute have seconds"
+    tab.picture("incident")
+    assert tab.serious() == []
+    page.unroute("**/admin/v1/incidents/made-up")
 
 
 def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonProcess) -> None:
@@ -394,13 +562,31 @@ def test_a_stalled_stream_is_told_after_five_seconds(marked: Page, tab: Tab, ser
     assert marked.evaluate(COLOUR) == fresh
 
 
-def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, served: DaemonProcess) -> None:
+def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(marked: Page, tab: Tab, served: DaemonProcess) -> None:
     before = served.status()["version"]
+    tab.open("playground")
+    marked.get_by_label("Model", exact=True).select_option("endless")
+    ask(marked, "Do not stop.", Most_tokens="100000")
+    expect(marked.get_by_role("article", name="assistant")).to_contain_text("Paris", timeout=PATIENCE_MS)
+    tab.open("models", "quick", "live")
+    charts = marked.get_by_role("figure")
+    expect(charts.locator("canvas")).to_have_count(7)
+    navigation = marked.get_by_role("navigation", name="Pages")
+    place = navigation.bounding_box()
     served.kill()
     expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
+    expect(badge(marked)).to_contain_text("sparkd does not answer.")
+    # What was drawn stays, and nothing moves.
+    expect(charts.locator("canvas")).to_have_count(7)
+    expect(charts).to_have_count(7)
+    assert navigation.bounding_box() == place
+    tab.picture("model-live-killed")
+    tab.open("playground")
+    expect(marked.get_by_role("alert").filter(has_text="the connection to sparkd was lost")).to_be_visible()
     served.start()
     expect(badge(marked)).to_have_text("live", timeout=2 * PATIENCE_MS)
     assert served.status()["version"] == before
+    tab.open()
     expect(marked.get_by_role("article")).to_have_count(1)
     expect(marked.get_by_role("region", name="Resident models")).to_contain_text("quick")
 

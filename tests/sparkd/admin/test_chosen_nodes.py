@@ -6,6 +6,7 @@ import pytest
 
 from sparkd.admin.chosen_nodes import ALL, chosen_nodes
 from sparkd.errors import BadRequest
+from tests.support.facts import lacking
 
 THERE = ["10.0.0.1", "10.0.0.2"]
 
@@ -24,5 +25,6 @@ def test_nodes_that_are_there(nodes: list[str] | str, chosen: list[str]) -> None
 
 @pytest.mark.parametrize("nodes", ["10.0.0.3", ["10.0.0.1", "10.0.0.3"]])
 def test_a_node_that_is_not_there_is_named(nodes: list[str] | str) -> None:
-    with pytest.raises(BadRequest, match=r"10\.0\.0\.3 is not in this cluster, whose nodes are 10\.0\.0\.1, 10\.0\.0\.2"):
+    with pytest.raises(BadRequest) as refused:
         chosen_nodes(nodes, THERE)
+    assert lacking(refused.value.message, "10.0.0.3", ", ".join(THERE)) == []

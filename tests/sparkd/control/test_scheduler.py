@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,12 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
     found = decided(waits("c"), *others, **held)
     assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
     assert (found.waits["c"].reason, found.waits["c"].lack) == (LEAVE, Lack(10))
+
+
+@pytest.mark.parametrize(("in_flight", "requests"), [(0, []), (1, ["1 request"]), (2, ["2 requests"])])
+def test_one_request_is_no_requests(in_flight: int, requests: list[str]) -> None:
+    found = decided(waits("c"), there("a", in_flight=in_flight), a=16)
+    assert re.findall(r"\d+ requests?\b", found.waits["c"].message) == requests
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:

@@ -19,7 +19,7 @@ const OF_READING = {
 };
 
 /**
- * Columns for a chart: times, then each series by its name. refused: the daemon's sentence where it has no history.
+ * Columns for a chart: times, then each series by its name. refused: why there are none; figures that are there stay while sparkd does not answer.
  * @param {string[]} names @param {number} spanS
  * @returns {{data: Signal<(number | null)[][]>, refused: Signal<string>}}
  */
@@ -37,7 +37,7 @@ export function useHistory(names, spanS) {
         made.data.value = columnsOf(answer, names);
         made.refused.value = "";
       } catch (error) {
-        if (!abort.signal.aborted) made.refused.value = error instanceof Error ? error.message : String(error);
+        if (!abort.signal.aborted && !made.data.peek()[0]?.length) made.refused.value = error instanceof Error ? error.message : String(error);
       }
       whole = true;
     };

@@ -51,7 +51,9 @@ export class Run {
       this.#end("done");
     } catch (error) {
       if (this.abort.signal.aborted) return this.#end("stopped");
-      this.problem.value = error instanceof Refused ? error.message : `The answer broke off: ${error}`;
+      // A stream whose connection is lost ends with a TypeError.
+      const why = error instanceof TypeError ? "the connection to sparkd was lost." : error;
+      this.problem.value = error instanceof Refused ? error.message : `The answer broke off: ${why}`;
       this.#end("failed");
     }
   }

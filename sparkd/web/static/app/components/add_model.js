@@ -11,13 +11,19 @@ import { Fit } from "./fit.js";
 import { Check, Field } from "./form.js";
 import { act, sentence } from "./toast.js";
 
-/** The name of a model that comes from a hub id or a folder. @param {string} source */
-const nameOf = (source) => (source.replace(/\/+$/, "").split("/").pop() ?? "").toLowerCase();
+/** The name of a model that comes from a hub id or a folder, as sparkd/models/source.py makes it. @param {string} source */
+function nameOf(source) {
+  const last = source.replace(/\/+$/, "").split("/").pop() ?? "";
+  const safe = last.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/^[-._]+|[-._]+$/g, "");
+  return safe.slice(0, 128) || "model";
+}
 
 /** @param {{onClose: () => void}} props */
 export function AddModel({ onClose }) {
   const [source, setSource] = useState("");
   const [name, setName] = useState("");
+  // The name that the last check gave: another check replaces it, but not what was typed.
+  const [given, setGiven] = useState("");
   const [rows, setRows] = useState(/** @type {import("./entry_keys.js").Row[] | null} */ (null));
   const [load, setLoad] = useState(true);
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
@@ -40,14 +46,18 @@ export function AddModel({ onClose }) {
     try {
       const question = recipe ? { model: recipe.model, ...(typeof recipe.quantize === "string" ? { quantize: recipe.quantize } : {}) } : { model: asked };
       if (recipe) setRows(rowsOf({ recipe: asked }));
-      if (!name) setName(nameOf(asked.split("@")[0] ?? asked));
+      if (!name || name === given) {
+        const next = nameOf(asked.split("@")[0] ?? asked);
+        setName(next);
+        setGiven(next);
+      }
       const plan = await post(`${ADMIN}/plan`, question);
       setAnswer(plan);
       if (!recipe) setRows(rowsOf(plan.choice?.config ?? { model: asked }));
     } catch (error) {
       setPlanRefusal(error);
       // A model whose headers cannot be read may be added all the same: the daemon decides.
-      if (!recipe && !rows) setRows(rowsOf({ model: asked }));
+      if (!recipe && specOf(rows ?? []).model !== asked) setRows(rowsOf({ model: asked }));
     }
     setBusy("");
   };

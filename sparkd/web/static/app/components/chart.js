@@ -47,7 +47,7 @@ export function Chart({ title, series, data, text, most, marks = [], height = HE
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
         scales: { y: { range: (_plot, low, high) => scaleOf(low, high, most, marks) } },
         axes: [
-          { ...axis, values: (_plot, ticks) => ticks.map((atS) => clock(atS).slice(0, 5)), space: 70 },
+          { ...axis, values: (_plot, ticks) => ticks.map((atS) => clock(atS).slice(0, withSeconds(ticks) ? 8 : 5)), space: 70 },
           { ...axis, size: 78, ...(STEPS.has(text) ? { incrs: STEPS.get(text) } : {}), values: (_plot, ticks) => ticks.map((value) => text(value)) },
         ],
         series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), ...(one.filled ? { fill: `${colour(one.colour)}66` } : {}), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: false }, spanGaps: false }))],
@@ -97,12 +97,18 @@ function scaleOf(low, high, most, marks) {
   return [Math.min(0, low ?? 0), top > 0 ? top : 1];
 }
 
+/** Whether ticks of a time axis would read alike in minutes. @param {number[]} ticks */
+const withSeconds = ([first, second]) => first !== undefined && second !== undefined && second - first < 60;
+
 /** @param {any} plot @param {{label: string, value: number}[]} marks */
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
   ctx.save();
   ctx.strokeStyle = ctx.fillStyle = colour("--bad");
   ctx.font = `${11 * devicePixelRatio}px system-ui`;
+  // As the axes leave them, the labels would end at the left edge.
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
   ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
   for (const [place, mark] of marks.entries()) {
     const y = plot.valToPos(mark.value, "y", true);

@@ -9,7 +9,7 @@ export function OneChart({ title, names, labels, text, most, span, optional = fa
   const { data, refused } = useHistory(names, span);
   const empty = useComputed(() => data.value.slice(1).every((column) => column.every((value) => value === null)));
   const series = labels.map((label, place) => ({ label, colour: `--series-${(place % 4) + 1}`, dash: place >= 4 }));
-  if (refused.value) return html`<figure class="chart"><figcaption>${title}</figcaption><p class="error">${refused.value}</p></figure>`;
+  if (refused.value && !optional) return html`<figure class="chart"><figcaption>${title}</figcaption><p class="error">${refused.value}</p></figure>`;
   if (optional && empty.value) return null;
   return html`<${Chart} title=${title} series=${series} data=${data} text=${text} most=${most} />`;
 }

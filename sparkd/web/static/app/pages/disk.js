@@ -21,11 +21,20 @@ export function Disk() {
   const [source, setSource] = useState("");
   const [pulling, setPulling] = useState("");
   const columns = useMemo(() => columnsFor(again), [again]);
+  const [wrong, setWrong] = useState("");
+  const pull = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    const name = source.trim();
+    // The path of a folder cannot stand in the address of a request, where a model's name does.
+    const isFolder = /^(\/|~|\.\.?(\/|$))/.test(name);
+    setWrong(isFolder ? `${name} is a folder, and a hub id (owner/name) or a model's name is expected here.` : "");
+    if (!isFolder) setPulling(name);
+  };
   const verify = () => act(() => post(`${ADMIN}/disk/verify`, {}));
   return html`<section class="page">
     <div class="page-head"><h1>Disk</h1><button type="button" onClick=${again} disabled=${busy}>Look again</button><button type="button" onClick=${verify}>Verify all</button></div>
-    <form class="pull-form" onSubmit=${(/** @type {Event} */ event) => (event.preventDefault(), setPulling(source.trim()))}>
-      <${Field} label="Pull a model" value=${source} onInput=${setSource} required mono placeholder="hub id" /><button>Pull</button>
+    <form class="pull-form" onSubmit=${pull}>
+      <${Field} label="Pull a model" value=${source} onInput=${setSource} error=${wrong} required mono placeholder="hub id" /><button>Pull</button>
     </form>
     ${pulling && html`<${Pull} name=${pulling} onClose=${() => setPulling("")} />`}
     <${Pulls} />

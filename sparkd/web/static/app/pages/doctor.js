@@ -95,7 +95,9 @@ function curvesOf(answer) {
   const time = names.findIndex((/** @type {string} */ name) => name === "at_s" || name === "t" || name === "time_s");
   const found = CURVES.map(([name, label]) => ({ label, place: names.indexOf(name) })).filter((curve) => curve.place >= 0);
   if (!rows.length || !found.length || time < 0) return null;
-  const times = rows.map((/** @type {any} */ row) => row[time]);
+  // The guard's clock counts from a start of its own; its last reading is the one at which it killed.
+  const aheadS = (answer.at_s ?? 0) - rows[rows.length - 1][time];
+  const times = rows.map((/** @type {any} */ row) => row[time] + aheadS);
   return {
     series: found.map((curve, place) => ({ label: curve.label, colour: `--series-${(place % 4) + 1}` })),
     data: signal([times, ...found.map((curve) => rows.map((/** @type {any} */ row) => row[curve.place] ?? null))]),

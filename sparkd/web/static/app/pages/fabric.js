@@ -64,7 +64,7 @@ export function Fabric() {
       </section>
       <section><h2>Rates</h2>
         <div class="actions"><button type="button" class="main" disabled=${!!running || nodes.keys.value.length < 2} onClick=${measure}>Measure</button>
-          <${Check} label="Although a model uses the nodes" checked=${force} onChange=${setForce} /><span role="status">${running ? running.message || "Measuring…" : ""}</span></div>
+          <${Check} label="Although a model uses the nodes" checked=${force} onChange=${setForce} /><span role="status">${running ? running.message || "Measuring…" : nodes.keys.value.length < 2 ? "A rate is measured between two nodes; this cluster has one." : ""}</span></div>
         <${Table} label="Rates" rows=${answer.rates} columns=${RATES} rowKey=${(/** @type {any} */ one) => `${one.a} ${one.b} ${one.network}`} empty="Nothing was measured yet." />
         <p>${answer.tensor_parallel.all ? "All nodes may share a model." : `Not all nodes may share a model: ${answer.tensor_parallel.reason}`}</p>
       </section>

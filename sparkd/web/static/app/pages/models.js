@@ -1,6 +1,6 @@
 // Owns the table of all known models.
 
-import { get, modelPath, post, put, remove } from "../api.js";
+import { get, modelPath, paramOf, post, put, remove } from "../api.js";
 import { AddModel } from "../components/add_model.js";
 import { confirmed, Dialog } from "../components/dialog.js";
 import { Check, Field } from "../components/form.js";
@@ -136,7 +136,7 @@ export function MoreActions({ name }) {
   };
   const forget = async () => {
     const yes = await confirmed(`Remove ${name}?`, "sparkd unloads it and forgets its entry. Its files stay on the disk.", "Remove");
-    if (yes && (await act(() => remove(modelPath(name)))) && route.peek()[1] === name) go("models");
+    if (yes && (await act(() => remove(modelPath(name)).then(() => true), `${name} was removed.`)) && route.peek()[1] === name) go("models");
   };
   return html`<span class="row-actions more">
     <button type="button" aria-label="Pull ${name}" onClick=${() => setPulling(true)}>Pull</button>
@@ -150,20 +150,23 @@ export function MoreActions({ name }) {
 export function Pull({ name, onClose }) {
   const [revision, setRevision] = useState("");
   const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
-  const [problem, setProblem] = useState("");
+  const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
+  const atRevision = paramOf(refusal) === "revision";
   const submit = async (/** @type {Event} */ event) => {
     event.preventDefault();
+    setRefusal(null);
     try {
       const operation = await post(modelPath(name, "/pull"), { nodes: chosen.length ? chosen : "all", revision: revision || null });
       act(async () => operation);
       onClose();
     } catch (error) {
-      setProblem(sentence(error));
+      setRefusal(error);
     }
   };
   return html`<${Dialog} title="Pull ${name}" onClose=${onClose}>
     <form onSubmit=${submit}>
-      <${Field} label="Revision" value=${revision} onInput=${setRevision} error=${problem} hint="A branch, a tag or a commit of the hub; empty for the model's own." />
+      ${!!refusal && !atRevision && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
+      <${Field} label="Revision" value=${revision} onInput=${setRevision} error=${atRevision ? sentence(refusal) : null} hint="A branch, a tag or a commit of the hub; empty for the model's own." />
       <fieldset><legend>Nodes</legend>
         ${nodes.keys.value.map((address) => html`<${Check} key=${address} label=${nodes.of(address).value?.host ?? address} checked=${chosen.includes(address)}
           onChange=${(/** @type {boolean} */ checked) => setChosen(checked ? [...chosen, address] : chosen.filter((one) => one !== address))} />`)}

@@ -156,7 +156,7 @@ function Resident() {
     <${Table} label="Resident models" rows=${names} columns=${COLUMNS} rowKey=${(/** @type {string} */ name) => name} matches=${isResident}
       search=${names.length > 20 ? "Search models" : undefined}
       empty=${html`No model is known. <a href=${to("models")}>Add one</a>.`} />
-    <p><a href=${to("models")}>All ${names.length} known models</a></p>
+    <p><a href=${to("models")}>All known models (${names.length})</a></p>
   </section>`;
 }
 

@@ -83,6 +83,9 @@ function ownMessage() {
   return { role: "user", content: [{ type: "text", text: text.value }, ...images.value.map((image) => ({ type: "image_url", image_url: { url: image.url } }))] };
 }
 
+/** A conversation without a last question that got no answer: what was refused would be refused again, and some models take no two in a row. @param {any[]} messages */
+const answered = (messages) => (messages[messages.length - 1]?.role === "user" ? messages.slice(0, -1) : messages);
+
 /** @param {any[] | null} more messages for one side, such as results of tools; null for what stands in the form @param {number[]} [only] */
 function send(more, only) {
   const read = fields();
@@ -91,7 +94,7 @@ function send(more, only) {
     const talk = talks[side];
     const running = runs[side];
     if (!talk || !running) continue;
-    if (mode.value === "chat") talk.value = [...talk.value, ...(more ?? [ownMessage()])];
+    if (mode.value === "chat") talk.value = more ? [...talk.value, ...more] : [...answered(talk.value), ownMessage()];
     const body = bodyOf(side, read.body, talk.value);
     running.value = Array.from({ length: mode.value === "chat" || mode.value === "completion" ? read.streams : 1 }, () => new Run(mode.value, body));
     const [first] = running.value;
