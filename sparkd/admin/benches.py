@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sparkd import __version__
@@ -275,7 +276,9 @@ class Benches:
         span = requests.span() or (began_s, self._wall())
         moments = watch.between(*span)
         figures = engine_figures(before, after, moments)
-        tokens = computed_prompt_tokens(requests.prompt_tokens, figures), requests.output_tokens
+        # llama-benchy counts the tokens of the pieces that it sees, which may be 1 % fewer than the engine made.
+        output_tokens = requests.output_tokens if figures.output_tokens is None else figures.output_tokens
+        tokens = computed_prompt_tokens(requests.prompt_tokens, figures), output_tokens
         done = CellResult(
             cell=cell,
             state="done",
@@ -362,13 +365,13 @@ class _Watch:
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def idle(self) -> float | None:
-        """The mean power in watts over IDLE_S; None where no node tells."""
+        """The median power in watts over IDLE_S, as the first seconds may still be those of a request; None where no node tells."""
         if self._look().power_w is None:
             return None
         began_s = self._wall()
         await asyncio.sleep(IDLE_S)
         watts = [moment.power_w for moment in self.between(began_s, self._wall()) if moment.power_w is not None]
-        return sum(watts) / len(watts) if watts else None
+        return median(watts) if watts else None
 
     def between(self, begin_s: float, end_s: float) -> list[Moment]:
         return [moment for moment in self.moments if begin_s <= moment.at_s <= end_s]

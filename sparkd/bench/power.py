@@ -35,15 +35,16 @@ def energy(
 ) -> Energy | None:
     """The energy of a cell. prompts: while a request had no token yet; outputs: while each request that ran had one; tokens: of the prompts
     that were computed and of the answers, in those spans. None without samples of the power over the whole cell."""
-    inside = [watts for at, watts in points if cell[0] <= at <= cell[1]]
     whole = joules(points, [cell])
-    if whole is None or not inside:
+    if whole is None:
         return None
+    mean_w = whole / (cell[1] - cell[0])
+    inside = [watts for at, watts in points if cell[0] <= at <= cell[1]]
     prompt, output = (joules(points, spans, idle_w or 0.0) if _long(spans) and idle_w is not None else None for spans in (prompts, outputs))
     return Energy(
         idle_w=idle_w,
-        mean_w=whole / (cell[1] - cell[0]),
-        peak_w=max(inside),
+        mean_w=mean_w,
+        peak_w=max(inside, default=mean_w),
         joules=whole,
         prompt_joules=prompt,
         output_joules=output,

@@ -41,7 +41,7 @@ class Cell(Value):
 class Energy(Value):
     """The energy of all GPUs of the model's nodes. Joules a token are of the power above idle; null: too short a phase to tell."""
 
-    idle_w: float | None = Field(description="Mean before the first cell, the model loaded and no request running")
+    idle_w: float | None = Field(description="Median before the first cell, the model loaded and no request running")
     mean_w: float
     peak_w: float
     joules: float = Field(description="Integral over the cell, idle power included")
@@ -80,8 +80,8 @@ class CellResult(Value):
     started_s: float | None = None
     seconds: float | None = None
     rows: list[dict[str, Any]] = []
-    prompt_tokens: int | None = Field(default=None, description="Of the measured requests, by their usage; cached ones included")
-    output_tokens: int | None = Field(default=None, description="Of the measured requests, by their usage")
+    prompt_tokens: int | None = Field(default=None, description="Of the measured requests, as the tool counts them; cached ones included")
+    output_tokens: int | None = Field(default=None, description="Of the measured requests, as the tool counts them")
     energy: Energy | None = None
     engine: EngineFigures = EngineFigures()
     machine: MachineFigures = MachineFigures()
