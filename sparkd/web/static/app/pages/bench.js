@@ -64,7 +64,8 @@ function LiveCells({ id }) {
 function StartForm({ onStarted }) {
   const { answer, problem } = useAnswer(`${ADMIN}/bench/profiles`);
   const names = models.keys.value;
-  const [model, setModel] = useState("");
+  // At first one that is ready, which costs no load.
+  const [model, setModel] = useState(() => models.keys.peek().find((name) => models.of(name).peek()?.state === "READY") ?? "");
   const [profile, setProfile] = useState(FIRST_PROFILE);
   const [force, setForce] = useState(false);
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
@@ -96,7 +97,7 @@ function StartForm({ onStarted }) {
       <${Field} label="Model" value=${subject} onInput=${setModel} options=${names} error=${errorAt("model")} />
       <${Field} label="Profile" value=${profile} onInput=${setProfile} options=${profiles.map((one) => [one.name, `${one.name} (${plural(one.cells.length, "cell")})`])} error=${errorAt("profile")} />
     </div>
-    ${about && html`<p class="hint">${[about.description, `${plural(about.cells.length, "cell")}.`].filter(Boolean).join(" ")}</p>`}
+    ${about && html`<p class="hint">${[plural(about.cells.length, "cell"), about.description].filter(Boolean).join(". ")}</p>`}
     <div class="actions"><button class="main" disabled=${busy || !about}>Start</button><${Check} label=${USED} checked=${force} onChange=${setForce} /></div>
   </form>`;
 }

@@ -18,14 +18,20 @@ const short = (value) => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleSt
 const withSpread = (metric, unit) => `${short(metric.mean)}${metric.std ? ` ± ${Number(metric.std.toPrecision(2)).toLocaleString("en-US")}` : ""} ${unit}`.trim();
 
 /** +12.3% @param {number | null} relative */
-const change = (relative) => (relative == null ? UNKNOWN : `${relative > 0 ? "+" : relative < 0 ? "−" : ""}${Math.abs(relative * 100).toFixed(1)}%`);
+const percentOf = (relative) => (relative == null ? UNKNOWN : `${relative > 0 ? "+" : relative < 0 ? "−" : ""}${Math.abs(relative * 100).toFixed(1)}%`);
 
 /** A word and its colour. @param {any} one @returns {[string, string]} */
 function verdictOf(one) {
   if (!one.comparable) return ["throttled", "idle"];
   if (one.better == null) return ["", ""];
-  if (one.beyond_spread === false) return ["within the spread", "idle"];
+  if (one.beyond_spread === false) return ["within spread", "idle"];
   return one.better ? ["better", "good"] : ["worse", "bad"];
+}
+
+/** @param {{change: any}} props */
+function Verdict({ change }) {
+  const [word, tone] = verdictOf(change);
+  return word ? html`<${Word} word=${word} tone=${tone} />` : null;
 }
 
 /** @type {import("../components/table.js").Column<any>[]} */
@@ -36,12 +42,10 @@ const DIFFERENCES = [
 ];
 /** @type {import("../components/table.js").Column<any>[]} */
 const CHANGES = [
-  { head: "Cell", name: true, value: (one) => one.where, cell: (one) => html`<span class="nowrap">${one.where}</span>` },
-  { head: "Figure", value: (one) => one.figure, cell: (one) => one.figure },
+  { head: "Figure", name: true, value: (one) => `${one.where} ${one.figure} ${verdictOf(one)[0]}`, cell: (one) => html`${one.figure}<br /><span class="quiet-text nowrap">${one.where}</span>` },
+  { head: "Change", end: true, value: (one) => one.relative, hint: "of B against A", cell: (one) => html`${percentOf(one.relative)}<br /><${Verdict} change=${one} />` },
   { head: "A", end: true, cell: (one) => withSpread(one.a, one.unit) },
   { head: "B", end: true, cell: (one) => withSpread(one.b, one.unit) },
-  { head: "Change", end: true, value: (one) => one.relative, cell: (one) => change(one.relative) },
-  { head: "B is", value: (one) => verdictOf(one)[0], cell: (one) => { const [word, tone] = verdictOf(one); return word && html`<${Word} word=${word} tone=${tone} />`; } },
 ];
 
 /** @param {{a: string, b: string}} props */
@@ -57,7 +61,7 @@ export function Compared({ a, b }) {
     ${answer && html`
       ${answer.differences.length > 0 && html`<section><h2>What differs besides the figures</h2><${Table} label="Differences" rows=${answer.differences} columns=${DIFFERENCES} rowKey=${(/** @type {any} */ one) => one.what} /></section>`}
       <section><h2>Figures</h2>
-        <p class="quiet-text">“Within the spread” is no more than both standard deviations together. “Throttled”: the clock was held down in one of the cells.</p>
+        <p class="quiet-text">B against A. “Within spread” is no more than both standard deviations together. “Throttled”: the clock was held down in one of the cells.</p>
         <${Table} label="Changes" rows=${answer.changes} columns=${CHANGES} rowKey=${(/** @type {any} */ one) => `${one.where} ${one.figure}`} search="Search figures" empty="The two have no figure in common." />
       </section>
       <${Only} name="A" some=${answer.only_a} /><${Only} name="B" some=${answer.only_b} />`}

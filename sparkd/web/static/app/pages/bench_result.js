@@ -1,9 +1,10 @@
 // Owns the page of one bench: what was measured, its cells, its curves, going on with it and removing it.
 
+import { ADMIN } from "../api.js";
 import { removed, resumed, useBench, USED } from "../components/bench_actions.js";
 import { BenchState, Cells, Curves, LoadsAndFormats } from "../components/bench_figures.js";
 import { Check } from "../components/form.js";
-import { Waiting } from "../components/loaded.js";
+import { useAnswer, Waiting } from "../components/loaded.js";
 import { html, useState } from "../lib.js";
 import { go, to } from "../router.js";
 import { decimal, gib, moment, UNKNOWN } from "../units.js";
@@ -20,7 +21,7 @@ export function Result({ id }) {
       ${!running && html`<${Actions} result=${answer} />`}
       <${About} result=${answer} />
       ${answer.cells.length > 0 && html`<section><h2>Cells</h2><${Cells} result=${answer} /></section>
-        <section><h2>Curves</h2><${Curves} result=${answer} /></section>`}
+        ${!running && html`<${Curves} result=${answer} />`}`}
       <${LoadsAndFormats} result=${answer} />
       ${answer.published.length > 0 && html`<${Published} result=${answer} />`}`}
   </section>`;
@@ -29,17 +30,22 @@ export function Result({ id }) {
 /** @param {{result: any}} props */
 function Actions({ result }) {
   const [force, setForce] = useState(false);
+  const { answer } = useAnswer(`${ADMIN}/bench/profiles`);
+  const shipped = answer?.profiles.some((/** @type {any} */ one) => one.name === result.profile);
   const complete = result.cells.every((/** @type {any} */ one) => one.state === "done");
   const forget = async () => (await removed(result.id, result.subject.model)) && go("bench");
   return html`<div class="actions">
-    ${!complete && html`<button type="button" class="main" onClick=${() => resumed(result, force)}>Resume</button><${Check} label=${USED} checked=${force} onChange=${setForce} />`}
+    ${!complete && shipped && html`<button type="button" class="main" onClick=${() => resumed(result, force)}>Resume</button><${Check} label=${USED} checked=${force} onChange=${setForce} />`}
     <button type="button" onClick=${forget}>Remove</button>
+    ${!complete && shipped === false && html`<p>Its profile is a file of yours. To go on: <code>sparkd bench ${result.subject.model} --profile FILE --resume ${result.id}</code></p>`}
   </div>`;
 }
 
 /** @param {{result: any}} props */
 function About({ result }) {
   const { subject } = result;
+  /** @type {number[]} */
+  const peaks = result.cells.map((/** @type {any} */ one) => one.machine.memory_peak_bytes).filter((/** @type {any} */ bytes) => bytes != null);
   /** @type {[string, any][]} */
   const facts = [
     ["Model", subject.model],
@@ -51,6 +57,7 @@ function About({ result }) {
     ["Driver", subject.driver ?? UNKNOWN],
     ["Nodes", subject.nodes.join(", ") || UNKNOWN],
     ["Idle power", result.idle_w == null ? UNKNOWN : `${decimal(result.idle_w)} W`],
+    ["Memory peak", peaks.length ? gib(Math.max(...peaks)) : UNKNOWN],
     ["Predicted memory", gib(result.predicted_bytes)],
     ["Began", moment(result.started_s)],
     ["Ended", moment(result.ended_s)],
