@@ -424,6 +424,13 @@ def test_a_bench_is_refused_beside_others_and_else_followed_and_cancelled(tab: T
     expect(running).to_have_count(0)
     ended = page.get_by_role("table", name="Earlier benches").get_by_role("row").filter(has_text="cancelled")
     expect(ended).to_contain_text("0 of 4", timeout=PATIENCE_MS)
+    ended.get_by_role("link").click()
+    page.get_by_role("checkbox", name="Measure although others use a model").check()
+    page.get_by_role("button", name="Resume").click()
+    running.get_by_role("button", name="Cancel bench quick").click()
+    expect(running).to_have_count(0)
+    # It is the same bench.
+    expect(ended).to_have_count(1, timeout=PATIENCE_MS)
     tab.open("playground")
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("button", name="Clear").click()

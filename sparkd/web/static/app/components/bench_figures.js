@@ -55,8 +55,8 @@ const small = (value) => (value == null ? UNKNOWN : fixed(value, 3));
 
 /** @type {import("./table.js").Column<any>[]} */
 const CELLS = [
-  { head: "Cell", name: true, hint: "pp: tokens of the prompt; tg: of the answer; d: of context before it; c: requests at once", cell: (one) => nameOf(one.cell) },
-  { head: "State", cell: (one) => html`<${BenchState} state=${one.state} />${one.machine.throttled.length > 0 && html` <${Word} word="throttled" tone="busy" />`}` },
+  { head: "Cell", name: true, hint: "pp: tokens of the prompt; tg: of the answer; d: of context before it; c: requests at once", cell: (one) => html`<span class="cell-name">${nameOf(one.cell)}</span>` },
+  { head: "State", cell: (one) => html`<${BenchState} state=${one.state} />${one.machine.throttled.length > 0 && html`<br /><${Word} word="throttled" tone="busy" />`}` },
   { head: "Prompt tokens/s", end: true, value: (one) => mean(one, "pp_throughput"), cell: (one) => rates(one, "pp_throughput") },
   { head: "Tokens/s", end: true, hint: "of all requests of the cell", value: (one) => mean(one, "tg_throughput"), cell: (one) => rates(one, "tg_throughput") },
   { head: "First token", end: true, value: (one) => mean(one, "e2e_ttft"), cell: (one) => times(one, "e2e_ttft") },

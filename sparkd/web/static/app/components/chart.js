@@ -85,7 +85,7 @@ function Figures({ series, data, text, place, placeText }) {
   return html`<ul class="legend">
     ${series.map(
       (one, number) => html`<li key=${one.label}>
-        <svg class="swatch" viewBox="0 0 10 10" aria-hidden="true"><rect class="key-${one.colour.slice(2)}" y="3" width="10" height="4" /></svg>
+        <svg class="swatch" viewBox="0 0 10 10" aria-hidden="true"><path class="key-${one.colour.slice(2)}" d=${one.dash ? "M0 3h3.5v4h-3.5zM6.5 3h3.5v4h-3.5z" : "M0 3h10v4h-10z"} /></svg>
         <span class="legend-label">${one.label}</span> <span class="figure fixed">${text(columns[number + 1]?.[at])}</span>
       </li>`,
     )}
