@@ -1,4 +1,4 @@
-"""The admin API's routes of benches: start, list, one, remove, and the profiles. Never waits for one."""
+"""The admin API's routes of benches: start, list, one, compare, remove, and the profiles. Never waits for one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
+from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.profile import DEFAULT, Profile, named, parsed, shipped
 from sparkd.bench.result import BenchResult, BenchState, Kind
 from sparkd.errors import UnknownRoute
@@ -84,6 +85,10 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
     @api.get("/bench/profiles", **answers(BenchProfiles), summary="The profiles that come with sparkd")
     async def bench_profiles() -> dict[str, Any]:
         return {"profiles": [_profile(named(name)) for name in shipped()]}
+
+    @api.get("/bench/compare", **answers(Comparison), summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
+    async def compare_benches(a: str, b: str) -> dict[str, Any]:
+        return asdict(compare(await measuring().find(a), await measuring().find(b)))
 
     @api.get("/bench/{bench_id}", **answers(BenchResult), summary="The result of a bench; of the one that runs, so far")
     async def find_bench(bench_id: str) -> dict[str, Any]:

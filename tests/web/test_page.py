@@ -17,13 +17,14 @@ from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 from sparkd.__main__ import exit_code
 from sparkd.models.source import name_of
 from tests.support.daemon_process import DaemonProcess, until
+from tests.web.benches import BENCHES, write_benches
 from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
 from tests.web.conftest import ADMIN, GIB, INFERENCE, settings
 
 # Of the files and of the admin API's answers that the first page needs.
 MOST_TRANSFERRED_BYTES = 120_000
 PATIENCE_MS = 20_000
-PAGES = ("Overview", "Models", "Requests", "Playground", "Plan", "Disk", "Fabric", "Doctor", "Events")
+PAGES = ("Overview", "Models", "Requests", "Playground", "Plan", "Bench", "Disk", "Fabric", "Doctor", "Events")
 # name of the picture: address, and what stands there once the page has its content.
 WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "overview": ((), "text=Findings and incidents"),
@@ -37,6 +38,9 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),
     "playground": (("playground",), "role=button[name='Send']"),
     "plan": (("plan",), "role=button[name='Plan']"),
+    "bench": (("bench",), "role=table[name='Earlier benches'] >> tbody tr"),
+    "bench-one": (("bench", BENCHES[0]), ".charts figure >> nth=1"),
+    "bench-two": (("bench", *BENCHES[:2]), "role=table[name='Changes'] >> tbody tr"),
     "disk": (("disk",), "role=table[name='On the disk']"),
     "fabric": (("fabric",), "role=heading[name='Rates']"),
     "doctor": (("doctor",), "text=swappiness"),
@@ -46,6 +50,11 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
 PROGRESS = "document.querySelector('progress')?.value"
 # The bar of the running phase is measured in a picture 1,000 wide.
 RUNNING_WIDTH = "document.querySelector('.waterfall .running')?.getAttribute('width')"
+# The cell of a bench that has the most requests and the most context.
+LARGEST = r"pp2048 tg128 @ d4096 \(c4"
+# Pixels of the curves that are not empty.
+INKED = """[...document.querySelectorAll(".charts canvas")].map((one) => one.getContext("2d").getImageData(0, 0, one.width, one.height).data
+  .filter((value, place) => place % 4 === 3 && value > 0).length).reduce((a, b) => Math.min(a, b))"""
 COLOUR = "getComputedStyle(document.querySelector('dd.figure')).color"
 
 
@@ -332,6 +341,100 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
     tab.open("playground")
     expect(page.get_by_role("alert").filter(has_text="cancelled")).to_be_visible()
     page.get_by_role("button", name="Clear").click()
+
+
+def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    tab.open("bench")
+    expect(page.get_by_text("Nothing was measured yet.")).to_be_visible()
+    expect(page.get_by_label("Profile", exact=True)).to_have_value("quick")
+    write_benches(served.state_dir / "bench")
+    page.get_by_role("button", name="Look again").click()
+    slower, faster, broken = BENCHES
+    expect(row(page, "Earlier benches", slower)).to_contain_text("6 of 6")
+    expect(row(page, "Earlier benches", broken)).to_contain_text("5 of 6")
+
+    page.get_by_role("link", name=slower).click()
+    cells = page.get_by_role("table", name="Cells")
+    expect(cells.locator("tbody tr")).to_have_count(6)
+    expect(row(page, "Cells", LARGEST)).to_contain_text("72.0 ± 1.0")
+    curves = page.locator(".charts figure")
+    expect(curves).to_have_count(2)
+    lines: list[str | re.Pattern[str]] = [re.compile(r"depth 0\s+80\.0"), re.compile(r"depth 4,096\s+72\.0"), "4 requests"]
+    expect(curves.nth(0).locator(".legend li")).to_have_text(lines)
+    expect(curves.nth(1).locator(".legend li").last).to_have_text("depth 4,096")
+    assert page.evaluate(INKED) > 1000
+    page.get_by_label("Figure of the curves").select_option("First token")
+    expect(curves.nth(0).locator(".legend li").first).to_have_text(re.compile(r"depth 0\s+2\.30 s"))
+    page.get_by_role("link", name="All benches").click()
+
+    compare = page.get_by_role("button", name="Compare", exact=True)
+    expect(compare).to_be_disabled()
+    for bench in (faster, slower):
+        page.get_by_role("checkbox", name=f"Compare {bench}").check()
+    compare.click()
+    changes = page.get_by_role("table", name="Changes")
+    rates = changes.get_by_role("row").filter(has=page.get_by_role("rowheader", name=re.compile("^output pp")))
+    expect(rates.first).to_contain_text(re.compile(r"\+10\.0%\s*within spread"))
+    expect(rates.last).to_contain_text(re.compile(r"\+10\.0%\s*better"))
+    expect(changes.get_by_role("row").filter(has_text="peak power").first).to_contain_text(re.compile(r"\+20\.0%\s*worse"))
+    page.get_by_role("link", name="Swap A and B").click()
+    expect(rates.last).to_contain_text(re.compile(r"\b9\.1%\s*worse"))
+
+    tab.open("bench", broken)
+    failed = row(page, "Cells", LARGEST)
+    expect(failed).to_contain_text("failed")
+    expect(failed).to_contain_text("The engine of quick ended meanwhile")
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    tab.picture("bench-failed-cell")
+    page.get_by_role("button", name="Remove", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
+    expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
+    expect(row(page, "Earlier benches", slower)).to_be_visible()
+    expect(row(page, "Earlier benches", broken)).to_have_count(0)
+    assert not (served.state_dir / "bench" / f"{broken}.json").exists()
+    assert tab.refused == []
+
+
+def test_a_bench_is_refused_beside_others_and_else_followed_and_cancelled(tab: Tab) -> None:
+    page = tab.page
+    tab.open("playground")
+    page.get_by_label("Model", exact=True).select_option("endless")
+    ask(page, "Do not stop.", Most_tokens="100000")
+    expect(page.get_by_role("article", name="assistant")).to_contain_text("Paris", timeout=PATIENCE_MS)
+    tab.open("bench")
+    page.get_by_label("Model", exact=True).select_option("quick")
+    start = page.get_by_role("button", name="Start", exact=True)
+    with page.expect_response(lambda response: response.request.method == "POST") as answered:
+        start.click()
+    sentence = answered.value.json()["error"]["message"]
+    assert "endless" in sentence
+    expect(page.get_by_role("form", name="Start a bench").get_by_role("alert")).to_have_text(sentence)
+    tab.picture("bench-refused")
+    assert tab.serious() == []
+
+    page.get_by_role("checkbox", name="Measure although others use a model").check()
+    start.click()
+    running = page.get_by_role("region", name="Under way")
+    expect(running.get_by_role("table", name="Cells").locator("tbody tr")).to_have_count(4)
+    expect(running.get_by_role("progressbar", name="Progress of bench quick")).to_be_visible()
+    expect(running).to_contain_text("waiting")
+    tab.picture("bench-running")
+    running.get_by_role("button", name="Cancel bench quick").click()
+    expect(running).to_have_count(0)
+    ended = page.get_by_role("table", name="Earlier benches").get_by_role("row").filter(has_text="cancelled")
+    expect(ended).to_contain_text("0 of 4", timeout=PATIENCE_MS)
+    ended.get_by_role("link").click()
+    page.get_by_role("checkbox", name="Measure although others use a model").check()
+    page.get_by_role("button", name="Resume").click()
+    running.get_by_role("button", name="Cancel bench quick").click()
+    expect(running).to_have_count(0)
+    # It is the same bench.
+    expect(ended).to_have_count(1, timeout=PATIENCE_MS)
+    tab.open("playground")
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Clear").click()
+    assert len(tab.refused) == 1
 
 
 def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:

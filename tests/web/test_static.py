@@ -10,7 +10,7 @@ from sparkd.web.files import STATIC, PageFiles
 
 MODULES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js"))
 OWN = [name for name in MODULES if name.startswith("app/")]
-MOST_TRANSFERRED_BYTES = 120_000
+MOST_TRANSFERRED_BYTES = 130_000
 MOST_LINES = 600
 # In a minified module, too; import("..") comes later.
 _IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*["']([^"']+)["']""")

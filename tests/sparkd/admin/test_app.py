@@ -1003,7 +1003,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
             ("/requests", "get"), ("/requests/{request_id}", "delete"),
-            ("/bench", "get"), ("/bench", "post"), ("/bench/profiles", "get"),
+            ("/bench", "get"), ("/bench", "post"), ("/bench/profiles", "get"), ("/bench/compare", "get"),
             ("/bench/{bench_id}", "get"), ("/bench/{bench_id}", "delete"),
             ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
             ("/models/{name}/start", "get"), ("/models/{name}/settings", "get"), ("/models/{name}/layers", "get"),

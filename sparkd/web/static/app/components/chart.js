@@ -1,4 +1,4 @@
-// Owns charts over time: uPlot on a canvas, with the figures as text below.
+// Owns charts over time, or over another figure: uPlot on a canvas, with the figures as text below.
 
 import { html, signal, useEffect, useMemo, useRef } from "../lib.js";
 import { clock, count, gib, GIB } from "../units.js";
@@ -25,11 +25,13 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  */
 
 /**
- * data: seconds since 1970, then a column for each series, null where nothing is known.
- * @param {{title: string, series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, most?: number, marks?: {label: string, value: number}[], height?: number}} props
- * most: the upper end of the scale; else the greatest value. marks: lines across.
+ * data: seconds since 1970, or the figures that `across` tells of, in order; then a column for each series, null where nothing is known.
+ * @param {{title: string, series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, most?: number, marks?: {label: string, value: number}[], height?: number,
+ *   across?: {tick: (value: number) => string, text: (value: number | null | undefined) => string}}} props
+ * most: the upper end of the scale; else the greatest value. marks: lines across. across: how a figure that is no time reads below the axis and
+ * in the legend; each of its points is drawn, and a line is broken where one is not known.
  */
-export function Chart({ title, series, data, text, most, marks = [], height = HEIGHT }) {
+export function Chart({ title, series, data, text, most, marks = [], height = HEIGHT, across }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   // The place under the pointer; null shows the latest figures.
   const place = useMemo(() => signal(/** @type {number | null} */ (null)), []);
@@ -45,12 +47,12 @@ export function Chart({ title, series, data, text, most, marks = [], height = HE
         height,
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-        scales: { y: { range: (_plot, low, high) => scaleOf(low, high, most, marks) } },
+        scales: { ...(across ? { x: { time: false } } : {}), y: { range: (_plot, low, high) => scaleOf(low, high, most, marks) } },
         axes: [
-          { ...axis, values: (_plot, ticks) => ticks.map((atS) => clock(atS).slice(0, withSeconds(ticks) ? 8 : 5)), space: 70 },
+          { ...axis, values: (_plot, ticks) => (across ? ticks.map(across.tick) : timesOf(ticks)), space: 70 },
           { ...axis, size: 78, ...(STEPS.has(text) ? { incrs: STEPS.get(text) } : {}), values: (_plot, ticks) => ticks.map((value) => text(value)) },
         ],
-        series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), ...(one.filled ? { fill: `${colour(one.colour)}66` } : {}), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: false }, spanGaps: false }))],
+        series: [{}, ...series.map((one) => ({ label: one.label, stroke: colour(one.colour), ...(one.filled ? { fill: `${colour(one.colour)}66` } : {}), width: 1.5, dash: one.dash ? [4, 3] : [], points: { show: !!across, size: 6 }, spanGaps: false }))],
         hooks: {
           setCursor: [(one) => (place.value = one.cursor.left != null && one.cursor.left >= 0 ? one.cursor.idx ?? null : null)],
           draw: [(one) => drawMarks(one, marks)],
@@ -71,23 +73,23 @@ export function Chart({ title, series, data, text, most, marks = [], height = HE
   return html`<figure class="chart">
     <figcaption>${title}</figcaption>
     <div class="plot" ref=${box} aria-hidden="true"></div>
-    <${Figures} series=${series} data=${data} text=${text} place=${place} />
+    <${Figures} series=${series} data=${data} text=${text} place=${place} placeText=${across?.text ?? clock} />
   </figure>`;
 }
 
-/** @param {{series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, place: Signal<number | null>}} props */
-function Figures({ series, data, text, place }) {
+/** @param {{series: Series[], data: Signal<(number | null)[][]>, text: (value: number | null | undefined) => string, place: Signal<number | null>, placeText: (value: number | null | undefined) => string}} props */
+function Figures({ series, data, text, place, placeText }) {
   const columns = data.value;
   const times = columns[0] ?? [];
   const at = place.value ?? times.length - 1;
   return html`<ul class="legend">
     ${series.map(
       (one, number) => html`<li key=${one.label}>
-        <svg class="swatch" viewBox="0 0 10 10" aria-hidden="true"><rect class="key-${one.colour.slice(2)}" y="3" width="10" height="4" /></svg>
+        <svg class="swatch" viewBox="0 0 10 10" aria-hidden="true"><path class="key-${one.colour.slice(2)}" d=${one.dash ? "M0 3h3.5v4h-3.5zM6.5 3h3.5v4h-3.5z" : "M0 3h10v4h-10z"} /></svg>
         <span class="legend-label">${one.label}</span> <span class="figure fixed">${text(columns[number + 1]?.[at])}</span>
       </li>`,
     )}
-    <li class="figure at">${clock(times[at])}</li>
+    <li class="figure at">${placeText(times[at])}</li>
   </ul>`;
 }
 
@@ -97,8 +99,12 @@ function scaleOf(low, high, most, marks) {
   return [Math.min(0, low ?? 0), top > 0 ? top : 1];
 }
 
-/** Whether ticks of a time axis would read alike in minutes. @param {number[]} ticks */
-const withSeconds = ([first, second]) => first !== undefined && second !== undefined && second - first < 60;
+/** The ticks of a time axis, with seconds where they would read alike in minutes. @param {number[]} ticks */
+function timesOf(ticks) {
+  const [first, second] = ticks;
+  const withSeconds = first !== undefined && second !== undefined && second - first < 60;
+  return ticks.map((atS) => clock(atS).slice(0, withSeconds ? 8 : 5));
+}
 
 /** @param {any} plot @param {{label: string, value: number}[]} marks */
 function drawMarks(plot, marks) {

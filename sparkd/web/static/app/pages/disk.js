@@ -71,7 +71,7 @@ function columnsFor(again) {
 }
 
 function Pulls() {
-  const some = operations.all().filter((operation) => operation.state === "RUNNING" && !["load", "unload"].includes(operation.kind));
+  const some = operations.all().filter((operation) => operation.state === "RUNNING" && !["load", "unload", "bench"].includes(operation.kind));
   if (!some.length) return null;
   return html`<section><h2>Under way</h2>
     <ul class="notes">${some.map((operation) => html`<li key=${operation.id}>
