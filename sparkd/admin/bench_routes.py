@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
 from sparkd.bench.compare import Comparison, compare
-from sparkd.bench.profile import DEFAULT, Profile, named, parsed, shipped
+from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
 from sparkd.bench.result import BenchResult, BenchState, Kind
 from sparkd.errors import UnknownRoute
 
@@ -117,5 +117,5 @@ def row_of(result: BenchResult) -> BenchRow:
     )
 
 
-def _profile(profile: Profile) -> dict[str, Any]:
+def _profile(profile: BenchProfile) -> dict[str, Any]:
     return {"name": profile.name, "description": profile.description, "cells": [cell.name for cell in profile.cells]}

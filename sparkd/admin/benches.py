@@ -16,8 +16,8 @@ from sparkd import __version__
 from sparkd.bench import benchy
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
 from sparkd.bench.power import energy
-from sparkd.bench.profile import Profile
-from sparkd.bench.result import BenchResult, BenchStore, Cell, CellResult, Sample, Subject
+from sparkd.bench.profile import BenchProfile
+from sparkd.bench.result import BenchResult, BenchSample, BenchStore, BenchSubject, Cell, CellResult
 from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, SparkdError, UnknownModel
@@ -104,7 +104,7 @@ class Benches:
             return self._result
         return self._now(await asyncio.to_thread(self.store.read, bench_id))
 
-    async def start(self, model: str, profile: Profile, *, resume: str | None = None, force: bool = False) -> Started:
+    async def start(self, model: str, profile: BenchProfile, *, resume: str | None = None, force: bool = False) -> Started:
         """Measure a model's cells, or those that an earlier bench has not measured.
 
         Raises UnknownModel, BadRequest, and Conflict where another bench or a load is under way, or others use a model."""
@@ -154,7 +154,7 @@ class Benches:
         if not force and (used := [other.name for other in views if other.in_flight or other.queued]):
             raise Conflict(f"{', '.join(used)} has requests of others, which the bench would slow: wait, or measure anyway with --force.")
 
-    async def _begun(self, view: ModelView, profile: Profile, resume: str | None, tool: str) -> BenchResult:
+    async def _begun(self, view: ModelView, profile: BenchProfile, resume: str | None, tool: str) -> BenchResult:
         if resume is not None:
             earlier = await self.find(resume)
             cells = [cell if cell.state == "done" else CellResult(cell=cell.cell) for cell in earlier.cells]
@@ -178,13 +178,13 @@ class Benches:
             cells=cells,
         )
 
-    def _subject(self, view: ModelView) -> Subject:
+    def _subject(self, view: ModelView) -> BenchSubject:
         model = self._around.model(view.name)
         nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in self._around.snapshot().nodes}
         readings = [node.reading for node in self._around.snapshot().nodes if node.reading and node.node_id in nodes]
         gpus = sorted({reading.gpu_name for reading in readings if reading.gpu_name})
         quantize = view.quantize
-        return Subject(
+        return BenchSubject(
             model=view.name,
             source=model.source,
             checkpoint=model.checkpoint,
@@ -197,7 +197,7 @@ class Benches:
             nodes=sorted(nodes),
         )
 
-    async def _measure(self, operation_id: str, profile: Profile) -> None:
+    async def _measure(self, operation_id: str, profile: BenchProfile) -> None:
         state, messages = OperationState.FAILED, list[str]()
         end = "failed"
         try:
@@ -216,7 +216,7 @@ class Benches:
                 self._save()
         self._ledger.operations.close(operation_id, state, messages[0])
 
-    async def _each(self, operation_id: str, profile: Profile) -> str:
+    async def _each(self, operation_id: str, profile: BenchProfile) -> str:
         """Measure the cells that are not measured yet. Returns a line about the whole."""
         result = self._current()
         await self._ready(result.subject.model, operation_id)
@@ -243,10 +243,10 @@ class Benches:
         line = f"{result.id}: {result.done} of {len(result.cells)} cells were measured, with {text} as text."
         return f"{line} Failed: {', '.join(failed)}." if failed else line
 
-    async def _cell(self, operation_id: str, number: int, profile: Profile, book_url: str, watch: _Watch) -> None:
+    async def _cell(self, operation_id: str, number: int, profile: BenchProfile, book_url: str, watch: _Watch) -> None:
         result = self._current()
         cell, model = result.cells[number].cell, result.subject.model
-        requests, counting = benchy.Requests(), list[asyncio.Task[Counters | None]]()
+        requests, counting = benchy.MeasuredRequests(), list[asyncio.Task[Counters | None]]()
 
         def heard(event: Mapping[str, Any]) -> None:
             if requests.take(event):
@@ -293,9 +293,9 @@ class Benches:
         )
         self._put(number, done)
 
-    def _target(self, model: str) -> benchy.Target:
+    def _target(self, model: str) -> benchy.BenchTarget:
         around, files = self._around, self._around.model(model)
-        return benchy.Target(f"{around.base_url}/v1", model, files.folder or files.source, sys.executable, self._folder, around.key)
+        return benchy.BenchTarget(f"{around.base_url}/v1", model, files.folder or files.source, sys.executable, self._folder, around.key)
 
     async def _ready(self, model: str, operation_id: str) -> None:
         """Load the model where it is not. Raises RankError where it fails."""
@@ -315,7 +315,7 @@ class Benches:
             raise RankError(f"{model} is configured no more.")
         return view
 
-    def _tell(self, operation_id: str, number: int, cell: Cell, requests: benchy.Requests, runs: int) -> None:
+    def _tell(self, operation_id: str, number: int, cell: Cell, requests: benchy.MeasuredRequests, runs: int) -> None:
         cells = len(self._current().cells)
         share = min(requests.run / (runs + 1), 1.0)
         which = f"cell {number + 1} of {cells}: {cell.name}" + (f", run {requests.run} of {runs}" if requests.run else "")
@@ -376,12 +376,12 @@ class _Watch:
     def between(self, begin_s: float, end_s: float) -> list[Moment]:
         return [moment for moment in self.moments if begin_s <= moment.at_s <= end_s]
 
-    def samples(self, since_s: float) -> list[Sample]:
+    def samples(self, since_s: float) -> list[BenchSample]:
         """For a plot, one a second or fewer."""
         step = max(int(KEPT_EVERY_S / SAMPLE_EVERY_S), -(-len(self.moments) // MOST_SAMPLES))
         return [
-            Sample(at_s=round(moment.at_s - since_s, 1), power_w=moment.power_w, memory_bytes=moment.memory_bytes, celsius=moment.celsius)
-            for moment in self.moments[::step]
+            BenchSample(at_s=round(at.at_s - since_s, 1), power_w=at.power_w, memory_bytes=at.memory_bytes, celsius=at.celsius)
+            for at in self.moments[::step]
         ]
 
     def _look(self) -> Moment:

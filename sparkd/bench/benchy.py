@@ -34,7 +34,7 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprst" for vowel in "a
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """Where requests go. base_url: ends in /v1; tokenizer: a folder, or a hub id; interpreter: a Python that has llama-benchy; home: a
     folder for its text."""
 
@@ -47,7 +47,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Requests:
+class MeasuredRequests:
     """The requests of a cell that count, out of its progress events. Times are wall-clock seconds."""
 
     began: dict[int, float] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def made_up() -> str:
     return " ".join(words)
 
 
-def command(target: Target, cell: Cell, args: Arguments, book_url: str, result: Path) -> list[str]:
+def command(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, result: Path) -> list[str]:
     flags: list[str | int] = ["--base-url", target.base_url, "--model", target.model, "--tokenizer", target.tokenizer]
     flags += ["--pp", cell.prompt_tokens, "--tg", cell.output_tokens, "--depth", cell.depth, "--concurrency", cell.concurrency]
     flags += ["--runs", args.runs, "--latency-mode", args.latency_mode, "--book-url", book_url]
@@ -140,7 +140,7 @@ def command(target: Target, cell: Cell, args: Arguments, book_url: str, result: 
     return [target.interpreter, "-I", benchy_program.__file__, *map(str, flags)]
 
 
-async def measure(target: Target, cell: Cell, args: Arguments, book_url: str, heard: Callable[[Mapping[str, Any]], None]) -> Measured:
+async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Callable[[Mapping[str, Any]], None]) -> Measured:
     """One cell. heard: gets every progress event. Cancelled, it ends llama-benchy. Raises RankError with the reason."""
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
         result = Path(folder, "result.json")

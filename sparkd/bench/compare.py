@@ -36,7 +36,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     """A figure of both.
 
     relative: (b - a) / a; None where a is 0.
@@ -57,7 +57,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingFigures:
     """A cell, load or format that one result has figures for and the other has not. attempted: the other tried it and failed."""
 
     where: str
@@ -71,11 +71,11 @@ class Comparison:
 
     of: tuple[str, str]
     differences: tuple[Difference, ...]
-    changes: tuple[Change, ...]
-    only_a: tuple[Missing, ...]
-    only_b: tuple[Missing, ...]
+    changes: tuple[FigureChange, ...]
+    only_a: tuple[MissingFigures, ...]
+    only_b: tuple[MissingFigures, ...]
 
-    def worst(self, fail_over: float) -> Change | None:
+    def worst(self, fail_over: float) -> FigureChange | None:
         """The figure that became worse by the largest share above `fail_over` (0.05: 5 %), or None.
 
         A change within the spread of the repetitions does not count, nor one of a cell in which the clock was held down.
@@ -84,7 +84,7 @@ class Comparison:
         return max(worse, key=lambda change: abs(change.relative or 0), default=None)
 
     @property
-    def lost(self) -> tuple[Missing, ...]:
+    def lost(self) -> tuple[MissingFigures, ...]:
         """Those that failed in b and have figures in a: a check for CI should not pass over them."""
         return tuple(missing for missing in self.only_a if missing.attempted)
 
@@ -117,7 +117,7 @@ def text(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verdict(change: Change) -> str:
+def verdict(change: FigureChange) -> str:
     """One word: better, worse, or empty; `~` before it where the change is no more than the spread."""
     word = {True: "better", False: "worse", None: ""}[change.better]
     if not change.comparable:
@@ -125,11 +125,11 @@ def verdict(change: Change) -> str:
     return f"~ {word}".rstrip() if change.beyond_spread is False else word
 
 
-def relative_text(change: Change) -> str:
+def relative_text(change: FigureChange) -> str:
     return "-" if change.relative is None else f"{change.relative:+.1%}"
 
 
-def _is_worse(change: Change, fail_over: float) -> bool:
+def _is_worse(change: FigureChange, fail_over: float) -> bool:
     if change.better is not False or not change.comparable or change.beyond_spread is False or change.relative is None:
         return False
     return abs(change.relative) > fail_over
@@ -139,7 +139,7 @@ def _by_cell(result: BenchResult) -> dict[Cell, CellResult]:
     return {each.cell: each for each in measured(result)}
 
 
-def _of_cells(a: CellResult, b: CellResult) -> Iterator[Change]:
+def _of_cells(a: CellResult, b: CellResult) -> Iterator[FigureChange]:
     comparable = not a.machine.throttled and not b.machine.throttled
     for figure in FIGURES:
         of_a, of_b = figure.read(a), figure.read(b)
@@ -156,11 +156,11 @@ class _Named:
     metric: Metric
 
 
-def _change(where: tuple[str, str], a: _Named, b: _Named, comparable: bool = True) -> Change:
+def _change(where: tuple[str, str], a: _Named, b: _Named, comparable: bool = True) -> FigureChange:
     step = b.metric.mean - a.metric.mean
     stds = [std for std in (a.metric.std, b.metric.std) if std is not None]
     better = None if step == 0 or a.better is None else (step > 0) == (a.better == "more")
-    return Change(
+    return FigureChange(
         where=where[0],
         figure=a.figure,
         unit=a.unit,
@@ -196,21 +196,21 @@ def _differences(a: BenchResult, b: BenchResult) -> Iterator[Difference]:
             yield Difference(what, shown(of_a), shown(of_b))
 
 
-def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[Missing]:
+def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[MissingFigures]:
     tried = {each.cell: each for each in ordered(lacking)}
     has = _by_cell(lacking)
     for cell in (cell for cell in _by_cell(having) if cell not in has):
         other = tried.get(cell)
         why = "the other's profile does not have it" if other is None else f"in the other: {why_unmeasured(other)}"
-        yield Missing(cell.name, why, other is not None and other.state == "failed")
+        yield MissingFigures(cell.name, why, other is not None and other.state == "failed")
     rows_of_having: tuple[Mapping[tuple[str, str], _Named], ...] = (_loads(having), _quality(having))
     for rows, others in zip(rows_of_having, (_loads(lacking), _quality(lacking)), strict=True):
         for where in dict.fromkeys(where for where, _ in rows):
             if where not in {other for other, _ in others}:
-                yield Missing(where, "the other did not measure it", False)
+                yield MissingFigures(where, "the other did not measure it", False)
 
 
-def _row(change: Change, changes: tuple[Change, ...], index: int) -> tuple[str, ...]:
+def _row(change: FigureChange, changes: tuple[FigureChange, ...], index: int) -> tuple[str, ...]:
     where = change.where if index == 0 or changes[index - 1].where != change.where else ""
     a, b = spread_text(change.a, change.unit), spread_text(change.b, change.unit)
     return where, change.figure, a, b, relative_text(change), verdict(change)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sparkd.bench.result import BenchResult, CellResult, LoadRow, QualityRow, Subject
+from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, QualityRow
 
 GIB = 1 << 30
 WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model"}
@@ -27,7 +27,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureKind:
     """better: `more`, `less`, or None where neither is."""
 
     key: str
@@ -100,7 +100,7 @@ def max_concurrency(result: BenchResult) -> int:
     return max((cell.cell.concurrency for cell in result.cells), default=1)
 
 
-def arena_name(subject: Subject) -> str:
+def arena_name(subject: BenchSubject) -> str:
     """The model's name in the arena's tables: that of the Hub, or the configured one for a local folder."""
     return subject.source if _HUB_NAME.fullmatch(subject.source) else subject.model
 
@@ -172,23 +172,23 @@ def _once(read: Callable[[CellResult], float | None]) -> Callable[[CellResult], 
     return metric_of
 
 
-FIGURES: tuple[Figure, ...] = (
-    Figure("pp", "prompt", "t/s", "more", _of_row("pp_throughput")),
-    Figure("tg", "output", "t/s", "more", _of_row("tg_throughput")),
-    Figure("tg_req", "output of a request", "t/s", "more", _of_row("tg_req_throughput")),
-    Figure("ctx_pp", "context", "t/s", "more", _of_row("pp_throughput", context_row)),
-    Figure("ttfr", "first response", "ms", "less", _of_row("ttfr")),
-    Figure("ttft", "first token", "ms", "less", _of_row("e2e_ttft")),
-    Figure("j_prompt", "energy of a prompt token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_prompt_token"))),
-    Figure("j_output", "energy of an output token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_output_token"))),
-    Figure("mean_w", "mean power", "W", "less", _once(lambda cell: _energy(cell, "mean_w"))),
-    Figure("peak_w", "peak power", "W", "less", _once(lambda cell: _energy(cell, "peak_w"))),
-    Figure("kv", "KV cache in use", "%", None, _once(lambda cell: _percent(cell.engine.kv_use_peak))),
-    Figure("prefix", "prefix hits", "%", None, _once(lambda cell: _percent(cell.engine.prefix_hit_share))),
-    Figure("preemptions", "preemptions", "", None, _once(lambda cell: cell.engine.preemptions)),
-    Figure("accepted", "accepted tokens of a draft", "", None, _once(lambda cell: _sum(cell.engine.accepted_share_by_position))),
-    Figure("celsius", "temperature", "°C", None, _once(lambda cell: cell.machine.celsius_peak)),
-    Figure("memory", "memory peak", "GiB", None, _once(lambda cell: _gib(cell.machine.memory_peak_bytes))),
+FIGURES: tuple[FigureKind, ...] = (
+    FigureKind("pp", "prompt", "t/s", "more", _of_row("pp_throughput")),
+    FigureKind("tg", "output", "t/s", "more", _of_row("tg_throughput")),
+    FigureKind("tg_req", "output of a request", "t/s", "more", _of_row("tg_req_throughput")),
+    FigureKind("ctx_pp", "context", "t/s", "more", _of_row("pp_throughput", context_row)),
+    FigureKind("ttfr", "first response", "ms", "less", _of_row("ttfr")),
+    FigureKind("ttft", "first token", "ms", "less", _of_row("e2e_ttft")),
+    FigureKind("j_prompt", "energy of a prompt token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_prompt_token"))),
+    FigureKind("j_output", "energy of an output token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_output_token"))),
+    FigureKind("mean_w", "mean power", "W", "less", _once(lambda cell: _energy(cell, "mean_w"))),
+    FigureKind("peak_w", "peak power", "W", "less", _once(lambda cell: _energy(cell, "peak_w"))),
+    FigureKind("kv", "KV cache in use", "%", None, _once(lambda cell: _percent(cell.engine.kv_use_peak))),
+    FigureKind("prefix", "prefix hits", "%", None, _once(lambda cell: _percent(cell.engine.prefix_hit_share))),
+    FigureKind("preemptions", "preemptions", "", None, _once(lambda cell: cell.engine.preemptions)),
+    FigureKind("accepted", "accepted tokens of a draft", "", None, _once(lambda cell: _sum(cell.engine.accepted_share_by_position))),
+    FigureKind("celsius", "temperature", "°C", None, _once(lambda cell: cell.machine.celsius_peak)),
+    FigureKind("memory", "memory peak", "GiB", None, _once(lambda cell: _gib(cell.machine.memory_peak_bytes))),
 )
 BY_KEY = {figure.key: figure for figure in FIGURES}
 

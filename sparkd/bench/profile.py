@@ -68,7 +68,7 @@ class _File(_Strict):
     schedule: list[_Entry] | None = None
 
 
-class Profile(BaseModel):
+class BenchProfile(BaseModel):
     """cells: in the order in which they are measured; each with every prompt and output length of `args`."""
 
     model_config = ConfigDict(frozen=True)
@@ -85,14 +85,14 @@ def shipped() -> list[str]:
     return sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
 
 
-def named(name: str) -> Profile:
+def named(name: str) -> BenchProfile:
     """Raises ConfigError for a name that no shipped profile has."""
     if name not in shipped():
         raise ConfigError(f"No profile is called {name[:80]}: there are {', '.join(shipped())}, or give a file of sparkrun's form.")
     return parsed(name, files("sparkd.bench").joinpath("profiles", f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def parsed(name: str, text: str) -> Profile:
+def parsed(name: str, text: str) -> BenchProfile:
     """Raises ConfigError, which names the key and the fault."""
     try:
         content = yaml.safe_load(text)
@@ -111,7 +111,7 @@ def parsed(name: str, text: str) -> Profile:
     cells = _cells(file)
     if len(cells) > MOST_CELLS:
         raise ConfigError(f"The profile {name} has {len(cells):,} cells, more than {MOST_CELLS:,}: shorten its lists.")
-    return Profile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
+    return BenchProfile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
 
 
 def _cells(file: _File) -> tuple[Cell, ...]:

@@ -96,7 +96,7 @@ class Published(Value):
     source: str
 
 
-class Subject(Value):
+class BenchSubject(Value):
     """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
 
     model: str
@@ -111,7 +111,7 @@ class Subject(Value):
     nodes: list[str] = []
 
 
-class Sample(Value):
+class BenchSample(Value):
     """at_s: since the bench began."""
 
     at_s: float
@@ -156,7 +156,7 @@ class BenchResult(Value):
     kind: Kind = "speed"
     state: BenchState
     error: str | None = None
-    subject: Subject
+    subject: BenchSubject
     profile: str
     tool: str
     started_s: float
@@ -168,7 +168,7 @@ class BenchResult(Value):
     cells: list[CellResult] = []
     loads: list[LoadRow] = []
     quality: list[QualityRow] = []
-    samples: list[Sample] = []
+    samples: list[BenchSample] = []
 
     @property
     def done(self) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 
 from sparkd.bench.result import (
     BenchResult,
+    BenchSample,
+    BenchSubject,
     Cell,
     CellResult,
     Energy,
@@ -19,8 +21,6 @@ from sparkd.bench.result import (
     Phase,
     Published,
     QualityRow,
-    Sample,
-    Subject,
 )
 
 STARTED_S = 1_795_000_000.0
@@ -139,7 +139,7 @@ def example(
     return BenchResult(
         id=f"20261118-101500-qwen3.5-35b-a3b-{name}",
         state="done",
-        subject=Subject(
+        subject=BenchSubject(
             model="qwen3.5-35b-a3b",
             source="Qwen/Qwen3.5-35B-A3B",
             checkpoint="sha256:9d1c66e4a0b2",
@@ -193,17 +193,17 @@ def _quality() -> list[QualityRow]:
     return [QualityRow(format=name, perplexity=perplexity, kl=kl, agreement=agreement) for name, perplexity, kl, agreement in figures]
 
 
-def _samples(cells: Sequence[CellResult], ended_s: float) -> list[Sample]:
+def _samples(cells: Sequence[CellResult], ended_s: float) -> list[BenchSample]:
     noise, samples = random.Random(3), []
     for at_s in range(0, int(ended_s - STARTED_S), 2):
         if 300 <= at_s < 312:  # the node did not answer
-            samples.append(Sample(at_s=at_s))
+            samples.append(BenchSample(at_s=at_s))
             continue
         now = next((cell for cell in cells if cell.started_s and 0 <= STARTED_S + at_s - cell.started_s < (cell.seconds or 0)), None)
         watts = now.energy.mean_w if now is not None and now.energy is not None else _IDLE_W
         size = now.machine.memory_peak_bytes if now is not None else None
         samples.append(
-            Sample(
+            BenchSample(
                 at_s=at_s,
                 power_w=watts + noise.gauss(0, 2.5),
                 memory_bytes=int((size or 37.9 * GIB) - abs(noise.gauss(0, 0.05)) * GIB),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparkd.bench.result import BenchResult, BenchStore, Cell, CellResult, Energy, Subject
+from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, Energy
 
 # The second is 10 % faster and takes 20 % more power. The last one's largest cell failed.
 BENCHES = ("20260301-070000-quick", "20260301-080000-quick", "20260301-090000-quick")
@@ -29,7 +29,7 @@ def _result(bench_id: str, began_s: float, faster: float, power: float, *, fails
     return BenchResult(
         id=bench_id,
         state="done",
-        subject=Subject(model="quick", source="folder", format="nvfp4", vllm="0.32.0", gpu="NVIDIA GB10", nodes=["spark-1"]),
+        subject=BenchSubject(model="quick", source="folder", format="nvfp4", vllm="0.32.0", gpu="NVIDIA GB10", nodes=["spark-1"]),
         profile="quick" if fails else "mine",
         tool="llama-benchy 0.4.0",
         started_s=began_s,

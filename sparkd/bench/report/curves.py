@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from sparkd.bench.figures import Metric, labels, measured, number, ordered, percentile, read, spread_text
 from sparkd.bench.report.bars import Bar, Bars, bars
 from sparkd.bench.report.drawn import Drawn
-from sparkd.bench.report.svg import MARKERS, Axis, Line, LinePlot, Point, draw, named, ramp
+from sparkd.bench.report.svg import MARKERS, Axis, LinePlot, PlotLine, Point, draw, named, ramp
 from sparkd.bench.result import BenchResult, CellResult
 
 CONCURRENCY, DEPTH = "concurrency", "depth"
@@ -18,7 +18,7 @@ _SECONDS_FROM_MS = 10_000
 
 
 @dataclass(frozen=True)
-class Reading:
+class PlotReading:
     """A figure of a cell and the ends of its error bar."""
 
     value: float
@@ -35,7 +35,7 @@ class Kind:
     title: str
     name: str
     over: tuple[str, ...]
-    read: Callable[[CellResult], Reading | None]
+    read: Callable[[CellResult], PlotReading | None]
     logarithmic: bool = False
 
 
@@ -115,21 +115,21 @@ def _first_token_unit(results: Sequence[BenchResult]) -> tuple[float, str]:
     return (1000.0, "s") if max(values, default=0) >= _SECONDS_FROM_MS else (1.0, "ms")
 
 
-def _with_std(metric: Metric | None, unit: str) -> Reading | None:
+def _with_std(metric: Metric | None, unit: str) -> PlotReading | None:
     if metric is None:
         return None
     if metric.std is None or len(metric.values) < 2:
-        return Reading(metric.mean, text=f"{number(metric.mean)} {unit}")
+        return PlotReading(metric.mean, text=f"{number(metric.mean)} {unit}")
     low, high = metric.mean - metric.std, metric.mean + metric.std
-    return Reading(metric.mean, max(low, 0.0), high, spread_text(metric, unit))
+    return PlotReading(metric.mean, max(low, 0.0), high, spread_text(metric, unit))
 
 
-def _first_token(metric: Metric | None, scale: float, unit: str) -> Reading | None:
+def _first_token(metric: Metric | None, scale: float, unit: str) -> PlotReading | None:
     values = [value / scale for value in metric.values if value > 0] if metric is not None else []
     if not values:
         return None
     half, most = percentile(values, 0.5), percentile(values, 0.95)
-    return Reading(half, None, most, f"{number(half)} to {number(most)} {unit} ({len(values)} requests)")
+    return PlotReading(half, None, most, f"{number(half)} to {number(most)} {unit} ({len(values)} requests)")
 
 
 Shape = tuple[int, int]
@@ -162,7 +162,7 @@ def _panel(kind: Kind, over: str, result: BenchResult, shape: Shape) -> LinePlot
     for index, name in enumerate(names):
         points = _points(kind, over, [cell for cell in cells if _place(cell, over)[1] == name])
         if any(points):
-            lines.append(Line(f"{letter}{name}", points, ramp(index, len(names)), MARKERS[index % len(MARKERS)]))
+            lines.append(PlotLine(f"{letter}{name}", points, ramp(index, len(names)), MARKERS[index % len(MARKERS)]))
     if len({point.x for line in lines for point in line.points if point is not None}) < 2:
         return None
     legend = "depth" if over == CONCURRENCY else "at once"
@@ -234,7 +234,7 @@ def _overlay(kind: Kind, at: tuple[str, int], results: Sequence[BenchResult], sh
         by_name[name] = of_line
         points = _points(kind, over, of_line)
         if any(points):
-            lines.append(Line(name, points, named(index), MARKERS[index % len(MARKERS)]))
+            lines.append(PlotLine(name, points, named(index), MARKERS[index % len(MARKERS)]))
     if len({point.x for line in lines for point in line.points if point is not None}) < 2 or len(lines) < 2:
         return None
     where = f"depth {fixed:,}" if over == CONCURRENCY else ("one request at a time" if fixed == 1 else f"{fixed} requests at once")

@@ -87,7 +87,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """points: None is a value that was not measured, and breaks the line. style: q0 to q7 or k0 to k7."""
 
     name: str
@@ -115,7 +115,7 @@ class LinePlot:
     subtitle: str
     x: Axis
     y: Axis
-    lines: tuple[Line, ...]
+    lines: tuple[PlotLine, ...]
     legend: str = ""
     notes: tuple[str, ...] = ()
     hollow: str = "hollow: the clock was held down"
@@ -281,7 +281,7 @@ def _frame(
     canvas.text((left + right) / 2, bottom + 36, plot.x.name, "soft12", "middle")
 
 
-def _line(canvas: Canvas, line: Line, x: Scale, y: Scale, aside: float) -> None:
+def _line(canvas: Canvas, line: PlotLine, x: Scale, y: Scale, aside: float) -> None:
     run: list[tuple[float, float]] = []
     for point in (*line.points, None):
         if point is None:

@@ -21,7 +21,7 @@ from sparkd.bench.report.svg import (
     thinned,
     tick_text,
 )
-from sparkd.bench.result import BenchResult, CellResult, LoadRow, Sample
+from sparkd.bench.result import BenchResult, BenchSample, CellResult, LoadRow
 
 WIDE = 980
 _PANEL, _BETWEEN, _BAR_ROW = 150.0, 40.0, 46.0
@@ -91,19 +91,19 @@ def _title(panels: Sequence[_Panel]) -> str:
     return (f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]).capitalize()
 
 
-def _curve(result: BenchResult, read: Callable[[Sample], float | None]) -> list[tuple[float, float | None]]:
+def _curve(result: BenchResult, read: Callable[[BenchSample], float | None]) -> list[tuple[float, float | None]]:
     return [(sample.at_s, read(sample)) for sample in sorted(result.samples, key=lambda sample: sample.at_s)]
 
 
-def _watts(sample: Sample) -> float | None:
+def _watts(sample: BenchSample) -> float | None:
     return sample.power_w
 
 
-def _memory_gib(sample: Sample) -> float | None:
+def _memory_gib(sample: BenchSample) -> float | None:
     return None if sample.memory_bytes is None else sample.memory_bytes / GIB
 
 
-def _celsius(sample: Sample) -> float | None:
+def _celsius(sample: BenchSample) -> float | None:
     return sample.celsius
 
 
@@ -115,12 +115,12 @@ def _span(result: BenchResult, cell: CellResult) -> tuple[float, float] | None:
     return start, start + cell.seconds
 
 
-def _inside(result: BenchResult, cell: CellResult) -> list[Sample]:
+def _inside(result: BenchResult, cell: CellResult) -> list[BenchSample]:
     span = _span(result, cell)
     return [] if span is None else [sample for sample in result.samples if span[0] <= sample.at_s <= span[1]]
 
 
-def _range_text(samples: Sequence[Sample], read: Callable[[Sample], float | None]) -> str:
+def _range_text(samples: Sequence[BenchSample], read: Callable[[BenchSample], float | None]) -> str:
     values = [value for sample in samples if (value := read(sample)) is not None]
     return f"{number(min(values))} to {number(max(values))}" if values else "-"
 

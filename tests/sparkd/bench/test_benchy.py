@@ -13,8 +13,8 @@ from sparkd.bench.result import Cell
 CELL = Cell(depth=16, concurrency=2, prompt_tokens=8, output_tokens=4)
 
 
-def target(tmp_path: Path) -> benchy.Target:
-    return benchy.Target("http://127.0.0.1:1/v1", "m", "/m", "/usr/bin/python3", tmp_path, key="sk-canary-0123456789")
+def target(tmp_path: Path) -> benchy.BenchTarget:
+    return benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", "/usr/bin/python3", tmp_path, key="sk-canary-0123456789")
 
 
 def test_the_command_has_the_cell_and_no_key(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def event(kind: str, number: int, at_s: float, **fields: object) -> dict[str, ob
 
 
 def test_phases_of_requests_that_overlap() -> None:
-    requests = benchy.Requests()
+    requests = benchy.MeasuredRequests()
     assert requests.take(event("request_start", 0, 10.0, run_index=1))
     assert not requests.take(event("request_start", 1, 10.5, run_index=1))
     for number, first_s, end_s in ((0, 12.0, 20.0), (1, 14.0, 18.0)):
@@ -40,7 +40,7 @@ def test_phases_of_requests_that_overlap() -> None:
 
 
 def test_a_prompt_in_the_midst_of_answers_cuts_them() -> None:
-    requests = benchy.Requests()
+    requests = benchy.MeasuredRequests()
     for number, begin_s, first_s, end_s in ((0, 0.0, 1.0, 10.0), (1, 4.0, 5.0, 8.0)):
         requests.take(event("request_start", number, begin_s))
         requests.take(event("request_first_token", number, first_s))
@@ -53,9 +53,9 @@ def test_a_prompt_in_the_midst_of_answers_cuts_them() -> None:
     "strange", [{}, {"type": "tokens"}, {"type": "request_end", "request_id": "x", "ts": 1.0}, {"type": "header", "ts": 1.0}]
 )
 def test_other_events_change_nothing(strange: dict[str, object]) -> None:
-    requests = benchy.Requests()
+    requests = benchy.MeasuredRequests()
     assert not requests.take(strange)
-    assert requests == benchy.Requests() and requests.span() is None
+    assert requests == benchy.MeasuredRequests() and requests.span() is None
 
 
 def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.bench.compare import Change, Comparison, compare, text, verdict
+from sparkd.bench.compare import Comparison, FigureChange, compare, text, verdict
 from sparkd.bench.figures import BY_KEY, WAYS
 from sparkd.bench.result import BenchResult, LoadRow, QualityRow
 from tests.support.bench_example import example, metric_of
@@ -20,7 +20,7 @@ def with_metric(key: str, values: list[float], result: BenchResult = BASE, index
     return result.model_copy(update={"cells": cells})
 
 
-def change_of(comparison: Comparison, figure: str, index: int = 0) -> Change:
+def change_of(comparison: Comparison, figure: str, index: int = 0) -> FigureChange:
     return [change for change in comparison.changes if change.figure == figure][index]
 
 

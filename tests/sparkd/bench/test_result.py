@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.bench.result import BenchResult, BenchStore, Cell, CellResult, Subject
+from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult
 from sparkd.errors import StateError, UnknownBench
 
 CELL = Cell(depth=0, concurrency=2, prompt_tokens=8, output_tokens=4)
 RATE = {"tg_throughput": {"mean": 1.0, "std": 0.0, "values": [1.0]}}
 RESULT = BenchResult(
-    id="20261101-120000-m", state="done", subject=Subject(model="m", source="/m"), profile="quick", tool="t", started_s=1.0,
+    id="20261101-120000-m", state="done", subject=BenchSubject(model="m", source="/m"), profile="quick", tool="t", started_s=1.0,
     cells=[CellResult(cell=CELL, state="done", rows=[RATE]), CellResult(cell=CELL)],
 )  # fmt: skip
 
