@@ -17,7 +17,7 @@ from sparkd.bench import benchy
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
 from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
-from sparkd.bench.result import BenchResult, BenchSample, BenchStore, BenchSubject, Cell, CellResult
+from sparkd.bench.result import BenchResult, BenchSample, BenchStore, BenchSubject, Cell, CellResult, Published
 from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, SparkdError, UnknownModel
@@ -48,7 +48,7 @@ Counting = Callable[[str], Awaitable[Counters | None]]
 @dataclass(frozen=True, slots=True)
 class BenchedModel:
     """source: folder or hub id; folder: its files here; checkpoint: their identity; entry: as configured, secrets masked; vllm, driver:
-    versions."""
+    versions; published: figures of its recipe."""
 
     source: str
     folder: str | None = None
@@ -56,6 +56,7 @@ class BenchedModel:
     entry: Mapping[str, Any] = field(default_factory=dict)
     vllm: str | None = None
     driver: str | None = None
+    published: tuple[Published, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class Benches:
             latency_mode=profile.args.latency_mode,
             started_s=now_s,
             predicted_bytes=predicted,
+            published=list(self._around.model(view.name).published),
             cells=cells,
         )
 

@@ -88,11 +88,14 @@ class CellResult(Value):
 
 
 class Published(Value):
-    """A figure of the recipe that was published elsewhere."""
+    """A figure of the recipe that was published elsewhere. what: its key in the recipe, such as decode_tokens_per_s; to: the end of a
+    range; when: the conditions, in the source's words."""
 
     what: str
     value: float
+    to: float | None = None
     unit: str
+    when: str | None = None
     source: str
 
 

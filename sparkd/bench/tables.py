@@ -33,6 +33,8 @@ _PROMPT = ("pp_throughput", "pp_req_throughput", None, None, "ttfr", "est_ppt", 
 _OUTPUT = ("tg_throughput", "tg_req_throughput", "peak_throughput", "peak_req_throughput", None, None, None)
 _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)", "e2e_ttft (ms)")
 # Those that llama-benchy leaves out where no cell has more than one request at once.
+# Of a figure by its key in a recipe: ours.
+_KEYS = {"decode_tokens_per_s": "tg", "prefill_tokens_per_s": "pp"}
 _OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
 # The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
 _HEAD_PADDING = 2
@@ -151,8 +153,8 @@ def tables(result: BenchResult) -> Iterator[Table]:
         rows = [[row.format, number(row.perplexity, 4), number(row.kl), _share(row.agreement)] for row in result.quality]
         yield "Quality against the model as stored", ["format", "perplexity", "KL (nats a token)", "equal greedy tokens"], rows
     if result.published:
-        rows = [[one.what, f"{number(one.value)} {one.unit}", *beside(one, result), one.source] for one in result.published]
-        yield "Published figures", ["figure", "published", "ours", "our cell", "source"], rows
+        rows = [[one.what, _range(one), one.when or "", *beside(one, result), one.source] for one in result.published]
+        yield "Published figures", ["figure", "published", "when", "ours", "our cell", "source"], rows
 
 
 def _figures_table(result: BenchResult, cells: Sequence[CellResult]) -> Table:
@@ -194,42 +196,22 @@ def _loads_table(result: BenchResult) -> Table:
 
 
 def beside(published: Published, result: BenchResult) -> tuple[str, str]:
-    """Our figure for a published one and the cell that it is from; dashes where no cell can stand beside it.
+    """Our figure for a published one and the cell that it is from: one request at a time at the smallest depth. Dashes where there is none.
 
-    A published figure is named as a recipe's (`total_decode_tokens_per_s`, `8 streams`) or as a test of the arena (`tg128 @ d4096 (c2)`).
-    Without a depth in its name it stands beside our smallest depth.
+    Its conditions are words of its source, so nothing else is matched.
     """
-    what = published.what.lower()
-    key = _key_of(what)
-    if key is None or not published.unit.startswith(("t/s", "tok")):
-        return "-", "-"
-    depth = int(found[1]) if (found := re.search(r"@ ?d(\d+)", what)) else min((each.cell.depth for each in result.cells), default=0)
-    streams = _streams(what)
+    key = _KEYS.get(published.what)
+    depth = min((each.cell.depth for each in result.cells), default=0)
     for each in measured(result):
-        ours = read(key, each)
-        if ours is not None and (each.cell.depth, each.cell.concurrency) == (depth, streams):
+        ours = None if key is None else read(key, each)
+        if ours is not None and (each.cell.depth, each.cell.concurrency) == (depth, 1):
             return f"{_spread(ours)} t/s", each.cell.name
-    return "not measured", f"d{depth} (c{streams})"
+    return "-", "-"
 
 
-def _key_of(what: str) -> str | None:
-    if re.search(r"\bpp\d|prefill|prompt_tokens", what):
-        return "pp"
-    if re.search(r"\btg\d|total_decode|total_output", what):
-        return "tg"
-    return "tg_req" if re.search(r"decode|output_tokens|generation", what) else None
-
-
-_NUMBERS = {"one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "ten": 10, "sixteen": 16}
-
-
-def _streams(what: str) -> int:
-    """Requests at once that the name speaks of; one where it says nothing."""
-    found = re.search(r"\(c(\d+)\)|\b(\w+) (?:streams?|requests?|users?)\b", what)
-    if found is None:
-        return 1
-    word = found[1] or found[2]
-    return int(word) if word.isdecimal() else _NUMBERS.get(word, 1)
+def _range(published: Published) -> str:
+    end = "" if published.to is None else f" to {number(published.to)}"
+    return f"{number(published.value)}{end} {published.unit}"
 
 
 def _notes(result: BenchResult) -> Iterator[str]:

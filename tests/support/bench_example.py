@@ -158,8 +158,8 @@ def example(
         idle_w=_IDLE_W,
         predicted_bytes=int(40.1 * GIB),
         published=[
-            Published(what="decode_tokens_per_s, one node, one stream", value=64.37, unit="t/s", source="https://forums.example.com/t/1"),
-            Published(what="total_decode_tokens_per_s, one node, 10 streams", value=208.31, unit="t/s", source="https://forums.example.com/t/1"),
+            Published(what="decode_tokens_per_s", value=64.37, unit="tokens/s", when="one stream", source="https://forums.example.com/t/1"),
+            Published(what="total_decode_tokens_per_s", value=208.31, to=212.0, unit="tokens/s", when="10 streams", source="https://forums.example.com/t/1"),
         ],
         cells=cells,
         loads=_loads(),

@@ -67,4 +67,4 @@ function About({ result }) {
 
 /** @param {{result: any}} props */
 const Published = ({ result }) => html`<section><h2>Published elsewhere</h2>
-  <ul class="notes">${result.published.map((/** @type {any} */ one) => html`<li key=${one.what + one.source}>${one.what}: <b class="figure">${decimal(one.value)}</b> ${one.unit}, ${one.source}</li>`)}</ul></section>`;
+  <ul class="notes">${result.published.map((/** @type {any} */ one) => html`<li key=${one.what + one.value + one.when}>${one.what}: <b class="figure">${decimal(one.value)}${one.to === null ? "" : ` to ${decimal(one.to)}`}</b> ${one.unit}${one.when ? ` (${one.when})` : ""}, ${one.source}</li>`)}</ul></section>`;
