@@ -33,7 +33,7 @@ _PROMPT = ("pp_throughput", "pp_req_throughput", None, None, "ttfr", "est_ppt", 
 _OUTPUT = ("tg_throughput", "tg_req_throughput", "peak_throughput", "peak_req_throughput", None, None, None)
 _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)", "e2e_ttft (ms)")
 # Those that llama-benchy leaves out where no cell has more than one request at once.
-# Of a figure by its key in a recipe: ours.
+# Our figure by the key that a recipe has for it.
 _KEYS = {"decode_tokens_per_s": "tg", "prefill_tokens_per_s": "pp"}
 _OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
 # The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
