@@ -248,12 +248,12 @@ class Benches:
     async def _cell(self, operation_id: str, number: int, profile: BenchProfile, book_url: str, watch: _Watch) -> None:
         result = self._current()
         cell, model = result.cells[number].cell, result.subject.model
-        requests, counting = benchy.MeasuredRequests(), list[asyncio.Task[Counters | None]]()
+        requests, before = benchy.MeasuredRequests(), list[Counters | None]()
 
-        def heard(event: Mapping[str, Any]) -> None:
+        async def heard(event: Mapping[str, Any]) -> None:
             if requests.take(event):
                 # Before its first token the engine has counted nothing of it.
-                counting.append(asyncio.ensure_future(self._around.counters(model)))
+                before.append(await self._around.counters(model))
             self._tell(operation_id, number, cell, requests, profile.args.runs)
 
         began_s, ranks = self._wall(), self._view(model).ranks
@@ -271,13 +271,10 @@ class Benches:
                 raise RankError(f"{', '.join(watch.loads)} was loaded meanwhile, so its figures say nothing. Resume the bench.")
         except RankError as error:
             self._put(number, CellResult(cell=cell, state="failed", error=error.message, started_s=began_s, seconds=self._wall() - began_s))
-            for task in counting:
-                task.cancel()
             return
-        before = await counting[0] if counting else None
         span = requests.span() or (began_s, self._wall())
         moments = watch.between(*span)
-        figures = engine_figures(before, after, moments)
+        figures = engine_figures(before[0] if before else None, after, moments)
         # llama-benchy counts the tokens of the pieces that it sees, which may be 1 % fewer than the engine made.
         output_tokens = requests.output_tokens if figures.output_tokens is None else figures.output_tokens
         tokens = computed_prompt_tokens(requests.prompt_tokens, figures), output_tokens

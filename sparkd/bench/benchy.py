@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +31,8 @@ _LINE_BYTES = 1 << 20
 _LAST_LINES = 20
 _END_S = 10.0
 _SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprst" for vowel in "aeio"]
+
+Heard = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +142,32 @@ def command(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, res
     return [target.interpreter, "-I", benchy_program.__file__, *map(str, flags)]
 
 
-async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Callable[[Mapping[str, Any]], None]) -> Measured:
+async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Heard) -> Measured:
     """One cell. heard: gets every progress event. Cancelled, it ends llama-benchy. Raises RankError with the reason."""
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
-        result = Path(folder, "result.json")
+        result, said = Path(folder, "result.json"), Path(folder, "said")
         # An environment of our own: the daemon's may hold keys, and a proxy would be asked for 127.0.0.1.
         env = {"HOME": str(target.home), "PATH": os.environ.get("PATH", os.defpath), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        process = await asyncio.create_subprocess_exec(
-            *command(target, cell, args, book_url, result),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=env,
-            limit=_LINE_BYTES,
-            start_new_session=True,
-        )
+        with await asyncio.to_thread(said.open, "wb") as words:
+            process = await asyncio.create_subprocess_exec(
+                *command(target, cell, args, book_url, result),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=words,
+                env=env,
+                limit=_LINE_BYTES,
+                start_new_session=True,
+            )
         try:
-            lines = await _follow(process, target.key or "", heard)
+            await _follow(process, target.key or "", heard)
         finally:
             await asyncio.shield(_end(process))
+        reason = await asyncio.to_thread(_reason, said)
         if process.returncode != 0:
-            raise RankError(f"llama-benchy ended with {process.returncode}: {_reason(lines)}")
+            raise RankError(f"llama-benchy ended with {process.returncode}: {reason}")
         measured = await asyncio.to_thread(_read, result)
     if not measured.rows:
-        raise RankError(f"llama-benchy measured nothing: {_reason(lines)}")
+        raise RankError(f"llama-benchy measured nothing: {reason}")
     return measured
 
 
@@ -175,33 +179,21 @@ def installed() -> str | None:
         return None
 
 
-async def _follow(process: asyncio.subprocess.Process, key: str, heard: Callable[[Mapping[str, Any]], None]) -> list[str]:
-    """Until it ends; the last lines that it said."""
-    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-    if stdin is None or stdout is None or stderr is None:
+async def _follow(process: asyncio.subprocess.Process, key: str, heard: Heard) -> None:
+    """Until it ends."""
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
         raise RankError("llama-benchy could not be started.")
     stdin.write(f"{key}\n".encode())
     stdin.close()
-    said: list[str] = []
-
-    async def events() -> None:
-        async for line in stdout:
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    heard(event)
-
-    async def words() -> None:
-        async for line in stderr:
-            if text := line.decode(errors="replace").strip():
-                said.append(text[:500])
-                del said[:-_LAST_LINES]
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(events())
-        tasks.create_task(words())
+    async for line in stdout:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            await heard(event)
     await process.wait()
-    return said
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -224,10 +216,11 @@ def _read(path: Path) -> Measured:
         return Measured([], {})
 
 
-def _reason(lines: Sequence[str]) -> str:
+def _reason(said: Path) -> str:
     """The last line that speaks of an error, else the last one."""
+    lines = [line.strip()[:500] for line in said.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if line.strip()]
     wrong = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
-    return (wrong or list(lines) or ["it said nothing"])[-1]
+    return (wrong or lines or ["it said nothing"])[-1]
 
 
 def _name(address: str) -> str:

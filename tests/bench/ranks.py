@@ -45,7 +45,8 @@ from typing import Any
 
 import httpx
 
-from sparkd.admin.bandwidth import ALL, Measures
+from sparkd.admin.bandwidth import Measures
+from sparkd.admin.chosen_nodes import ALL
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config
