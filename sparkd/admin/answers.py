@@ -397,7 +397,7 @@ class RequestBody(BaseModel):
     tokens_per_s: float | None
     bytes_out: int
     streamed: bool
-    pieces: int | None = Field(description="Of a stream in flight, those so far: one for each token, or for the few that the engine had")
+    pieces: int | None = Field(description="Pieces of a stream in flight so far: one for each token, or for the few that the engine had")
 
 
 class Requests(BaseModel):

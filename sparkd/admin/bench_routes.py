@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
 from sparkd.bench.compare import Comparison, compare
+from sparkd.bench.figures import measured, read
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
 from sparkd.bench.result import BenchResult, BenchState, Kind
 from sparkd.errors import UnknownRoute
@@ -100,7 +101,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
 
 
 def row_of(result: BenchResult) -> BenchRow:
-    rates = [rate["mean"] for cell in result.cells for row in cell.rows if (rate := row.get("tg_throughput"))]
+    rates = [rate.mean for cell in measured(result) if (rate := read("tg", cell)) is not None]
     return BenchRow(
         id=result.id,
         kind=result.kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from sparkd import __version__
 from sparkd.bench import benchy
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
 from sparkd.bench.power import energy
-from sparkd.bench.profile import BenchProfile
+from sparkd.bench.profile import Arguments, BenchProfile
 from sparkd.bench.result import BenchResult, BenchSample, BenchStore, BenchSubject, Cell, CellResult, Published
 from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample as Counters
@@ -33,6 +33,7 @@ KEPT_EVERY_S = 1.0
 IDLE_S = 10.0
 READY_S = 3600.0
 POLL_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -118,8 +119,7 @@ class Benches:
         if version is None:
             raise BadRequest(f"llama-benchy is not installed: run `{sys.executable} -m pip install 'llama-benchy>=0.4,<0.5'`.")
         result = await self._begun(view, profile, resume, f"llama-benchy {version}")
-        if self._running is not None:
-            raise Conflict(f"Another bench is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
+        self._refuse_a_second()
         if self._tasks is None:
             raise ClusterError("The daemon is still starting: try again in a moment.")
         operation = self._ledger.operations.open(KIND, view.name, "admin")
@@ -147,9 +147,12 @@ class Benches:
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
-    def _refuse_beside_others(self, view: ModelView, views: Any, *, force: bool) -> None:
+    def _refuse_a_second(self) -> None:
         if self._running is not None:
             raise Conflict(f"Another bench is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
+
+    def _refuse_beside_others(self, view: ModelView, views: Collection[ModelView], *, force: bool) -> None:
+        self._refuse_a_second()
         if loading := [other.name for other in views if other.state in STARTING and other.name != view.name]:
             raise Conflict(f"{', '.join(loading)} is loading, which would distort the bench: try again when it has ended.")
         if not force and (used := [other.name for other in views if other.in_flight or other.queued]):
@@ -167,23 +170,24 @@ class Benches:
         bench_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{''.join(c if c.isalnum() else '-' for c in view.name)[:60]}"
         cells = [CellResult(cell=cell) for cell in profile.cells]
         predicted = None if view.memory_gib is None else round(view.memory_gib * (1 << 30))
+        model = await asyncio.to_thread(self._around.model, view.name)
         return BenchResult(
             id=bench_id,
             state="running",
-            subject=self._subject(view),
+            subject=self._subject(view, model),
             profile=profile.name,
             tool=tool,
             latency_mode=profile.args.latency_mode,
             started_s=now_s,
             predicted_bytes=predicted,
-            published=list(self._around.model(view.name).published),
+            published=list(model.published),
             cells=cells,
         )
 
-    def _subject(self, view: ModelView) -> BenchSubject:
-        model = self._around.model(view.name)
-        nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in self._around.snapshot().nodes}
-        readings = [node.reading for node in self._around.snapshot().nodes if node.reading and node.node_id in nodes]
+    def _subject(self, view: ModelView, model: BenchedModel) -> BenchSubject:
+        everywhere = self._around.snapshot().nodes
+        nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in everywhere}
+        readings = [node.reading for node in everywhere if node.reading and node.node_id in nodes]
         gpus = sorted({reading.gpu_name for reading in readings if reading.gpu_name})
         quantize = view.quantize
         return BenchSubject(
@@ -224,7 +228,16 @@ class Benches:
         await self._ready(result.subject.model, operation_id)
         await asyncio.to_thread(self._save)
         book_url, text = await asyncio.to_thread(benchy.text_file, self._folder)
-        self._keep(subject=self._subject(self._view(result.subject.model)))
+        model = await asyncio.to_thread(self._around.model, result.subject.model)
+        target = benchy.BenchTarget(
+            f"{self._around.base_url}/v1",
+            result.subject.model,
+            model.folder or model.source,
+            sys.executable,
+            self._folder,
+            self._around.key,
+        )
+        self._keep(subject=self._subject(self._view(result.subject.model), model))
         watch = _Watch(self._around, result.subject.model, self._wall)
         async with asyncio.TaskGroup() as tasks:
             watching = self._boundary.spawn(tasks, f"{KIND} samples", watch.run())
@@ -235,7 +248,7 @@ class Benches:
                     if cell.state == "done":
                         continue
                     await self._ready(result.subject.model, operation_id)
-                    await self._cell(operation_id, number, profile, book_url, watch)
+                    await self._cell(operation_id, number, target, profile.args, book_url, watch)
                     self._keep(samples=watch.samples(result.started_s))
                     await asyncio.to_thread(self._save)
             finally:
@@ -245,23 +258,25 @@ class Benches:
         line = f"{result.id}: {result.done} of {len(result.cells)} cells were measured, with {text} as text."
         return f"{line} Failed: {', '.join(failed)}." if failed else line
 
-    async def _cell(self, operation_id: str, number: int, profile: BenchProfile, book_url: str, watch: _Watch) -> None:
+    async def _cell(
+        self, operation_id: str, number: int, target: benchy.BenchTarget, args: Arguments, book_url: str, watch: _Watch
+    ) -> None:
         result = self._current()
-        cell, model = result.cells[number].cell, result.subject.model
+        cell, model = result.cells[number].cell, target.model
         requests, before = benchy.MeasuredRequests(), list[Counters | None]()
 
         async def heard(event: Mapping[str, Any]) -> None:
             if requests.take(event):
                 # Before its first token the engine has counted nothing of it.
                 before.append(await self._around.counters(model))
-            self._tell(operation_id, number, cell, requests, profile.args.runs)
+            self._tell(operation_id, number, cell, requests, args.runs)
 
         began_s, ranks = self._wall(), self._view(model).ranks
         self._put(number, CellResult(cell=cell, state="running", started_s=began_s))
-        self._tell(operation_id, number, cell, requests, profile.args.runs)
+        self._tell(operation_id, number, cell, requests, args.runs)
         watch.loads = []
         try:
-            measured = await benchy.measure(self._target(model), cell, profile.args, book_url, heard)
+            measured = await benchy.measure(target, cell, args, book_url, heard)
             if requests.errors:
                 raise RankError(f"{len(requests.errors)} requests failed: {requests.errors[0]}")
             after = await self._around.counters(model)
@@ -291,10 +306,6 @@ class Benches:
             machine=machine_figures(moments),
         )
         self._put(number, done)
-
-    def _target(self, model: str) -> benchy.BenchTarget:
-        around, files = self._around, self._around.model(model)
-        return benchy.BenchTarget(f"{around.base_url}/v1", model, files.folder or files.source, sys.executable, self._folder, around.key)
 
     async def _ready(self, model: str, operation_id: str) -> None:
         """Load the model where it is not. Raises RankError where it fails."""

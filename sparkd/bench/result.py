@@ -57,17 +57,17 @@ class EngineFigures(Value):
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     kv_use_peak: float | None = Field(default=None, description="Share of the KV cache, 0 to 1")
-    prefix_hit_share: float | None = Field(default=None, description="Of the prompts' tokens, those from the prefix cache")
+    prefix_hit_share: float | None = Field(default=None, description="Share of the prompts' tokens that came from the prefix cache")
     preemptions: int | None = None
     drafted_tokens: int | None = None
-    accepted_share_by_position: list[float] | None = Field(default=None, description="Of the drafts, those accepted at each position")
+    accepted_share_by_position: list[float] | None = Field(default=None, description="Share of the drafts accepted at each position")
 
 
 class MachineFigures(Value):
     """The extremes of the nodes during a cell."""
 
     celsius_peak: float | None = None
-    throttled: list[str] = Field(default=[], description="What held the clock down; a cell that throttled is not comparable")
+    throttled: list[str] = Field(default=[], description="The reasons that held the clock down; a cell that throttled is not comparable")
     memory_peak_bytes: int | None = Field(default=None, description="Most memory of the model's engine, host and device together")
 
 
@@ -80,8 +80,8 @@ class CellResult(Value):
     started_s: float | None = None
     seconds: float | None = None
     rows: list[dict[str, Any]] = []
-    prompt_tokens: int | None = Field(default=None, description="Of the measured requests, as the tool counts them; cached ones included")
-    output_tokens: int | None = Field(default=None, description="Of the measured requests, as the tool counts them")
+    prompt_tokens: int | None = Field(default=None, description="Sum over the measured requests by the tool's count; cached ones included")
+    output_tokens: int | None = Field(default=None, description="Sum over the measured requests by the tool's count")
     energy: Energy | None = None
     engine: EngineFigures = EngineFigures()
     machine: MachineFigures = MachineFigures()

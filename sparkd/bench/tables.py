@@ -227,14 +227,14 @@ STATES = {"running": "is still running", "failed": "failed", "cancelled": "was c
 
 def _latency_ms(rows: Sequence[dict[str, Any]]) -> float:
     """llama-benchy stores est_ppt as ttfr less its latency, and never below 0."""
-    found = []
+    latencies_ms = []
     for row in rows:
         response, processing = metric(row, "ttfr"), metric(row, "est_ppt")
         if response and processing and len(response.values) == len(processing.values):
             pairs = zip(response.values, processing.values, strict=True)
-            found += [first - rest for first, rest in pairs if rest > 0]
+            latencies_ms += [first - rest for first, rest in pairs if rest > 0]
     # Milliseconds to the nanosecond: what is below is the rounding of the subtraction.
-    return round(statistics.median(found), 6) if found else 0.0
+    return round(statistics.median(latencies_ms), 6) if latencies_ms else 0.0
 
 
 def _spread(each: Metric | None) -> str:

@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 from typer.core import TyperGroup
 
-from sparkd.bench.result import BenchResult
-from sparkd.cli.models import POLL_S, NoWait, Session, verb
+from sparkd.bench.result import BenchResult, CellResult
+from sparkd.cli.models import NoWait, Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError
 from sparkd.render import models as show
 from sparkd.render.ragged_table import Ragged
+
+if TYPE_CHECKING:
+    from sparkd.bench.figures import Metric
 
 RUN = "run"
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
@@ -209,13 +212,12 @@ def _wait(session: Session, started: dict[str, Any]) -> None:
     """Raises RankError where it failed, Conflict where it was cancelled."""
     operation = session.client.get(f"/operations/{started['operation']}")
     began_s = time.monotonic()
+
+    def shown(now: dict[str, Any]) -> tuple[str, str]:
+        return f"{now['message']}  ({time.monotonic() - began_s:,.0f} s)", now["message"]
+
     try:
-        with show.progress(session.err) as line:
-            while operation["state"] == "RUNNING":
-                if not session.json:
-                    passed = f"{time.monotonic() - began_s:,.0f} s"
-                    line(f"{operation['message']}  ({passed})", operation["message"])
-                operation = session.client.get(f"/operations/{started['operation']}", wait_s=POLL_S)
+        operation = session.follow(operation, shown)
     except KeyboardInterrupt:
         session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
         raise
@@ -226,36 +228,37 @@ def _wait(session: Session, started: dict[str, Any]) -> None:
 
 
 def _show(session: Session, bench_id: str) -> None:
-    result = session.client.get(f"/bench/{quote(bench_id, safe='')}")
+    result = _result(session, bench_id)
     if session.json:
-        show.say_json(result)
+        show.say_json(result.model_dump(mode="json"))
         return
-    subject = result["subject"]
-    facts = [subject["format"] or "as stored", f"vLLM {subject['vllm'] or '?'}", subject["gpu"] or "no GPU", result["tool"]]
-    session.out.print(f"{result['id']}: {subject['model']}, {', '.join(facts)}, {result['state']}", markup=False)
+    subject = result.subject
+    facts = [subject.format or "as stored", f"vLLM {subject.vllm or '?'}", subject.gpu or "no GPU", result.tool]
+    session.out.print(f"{result.id}: {subject.model}, {', '.join(facts)}, {result.state}", markup=False)
     table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in ("CELL", "PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN"):
         table.add_column(title, overflow="fold", justify="left" if title == "CELL" else "right")
-    for cell in result["cells"]:
-        table.add_row(*_cells(cell))
+    for cell in result.cells:
+        table.add_row(*_texts(cell))
     session.out.print(table)
 
 
-def _cells(cell: dict[str, Any]) -> list[str]:
-    place = cell["cell"]
-    name = f"pp{place['prompt_tokens']} tg{place['output_tokens']} @ d{place['depth']} (c{place['concurrency']})"
-    if cell["state"] != "done":
-        return [name, show.printable(cell["error"] or cell["state"]), "", "", "", ""]
-    row, energy = cell["rows"][-1], cell["energy"] or {}
+def _texts(cell: CellResult) -> list[str]:
+    from sparkd.bench.figures import answer_row, metric
+
+    name = cell.cell.name
+    if cell.state != "done":
+        return [name, show.printable(cell.error or cell.state), "", "", "", ""]
+    row, energy = answer_row(cell), cell.energy
     return [
         name,
-        _figure(row.get("pp_throughput")),
-        _figure(row.get("tg_throughput")),
-        _figure(row.get("e2e_ttft"), " ms"),
-        "-" if energy.get("mean_w") is None else f"{energy['mean_w']:,.0f}",
-        "-" if energy.get("joules_per_output_token") is None else f"{energy['joules_per_output_token']:,.3f}",
+        _spread(metric(row, "pp_throughput")),
+        _spread(metric(row, "tg_throughput")),
+        _spread(metric(row, "e2e_ttft"), " ms"),
+        "-" if energy is None else f"{energy.mean_w:,.0f}",
+        "-" if energy is None or energy.joules_per_output_token is None else f"{energy.joules_per_output_token:,.3f}",
     ]
 
 
-def _figure(metric: dict[str, Any] | None, unit: str = "") -> str:
-    return "-" if metric is None else f"{metric['mean']:,.1f} ± {metric['std']:,.1f}{unit}"
+def _spread(figure: Metric | None, unit: str = "") -> str:
+    return "-" if figure is None else f"{figure.mean:,.1f} ± {figure.std or 0:,.1f}{unit}"

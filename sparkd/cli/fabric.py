@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparkd.cli.models import POLL_S, Session, Timeout, verb
+from sparkd.cli.models import Session, Timeout, verb
 from sparkd.cli.options import option
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
 from sparkd.render import models as show
@@ -62,26 +61,25 @@ def nodes(session: Session) -> None:
 
 def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None) -> None:
     """To its end; Ctrl-C and the time-out cancel it. Raises RankError where it failed, Conflict where it was cancelled, Unavailable."""
-    client, began_s = session.client, time.monotonic()
+    client = session.client
     names = [name.strip() for name in nodes.split(",") if name.strip()]
     addresses = {node["node"]: node["address"] or node["node"] for node in client.get("/fabric")["nodes"]}
     between = "all" if names == ["all"] else [addresses.get(name, name) for name in names]
     if between != "all" and len(between) < 2:
         raise ConfigError("--measure names two or more nodes, separated by commas, or all.")
     operation = client.post("/fabric/measure", {"nodes": between, "force": force})
+
+    def shown(now: dict[str, Any]) -> tuple[str, str] | None:
+        return (show.copying(now["message"], now["progress"], session.err), now["message"]) if now["progress"] else None
+
     try:
-        with show.progress(session.err) as line:
-            while operation["state"] == "RUNNING":
-                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
-                if left_s <= 0:
-                    client.delete(f"/operations/{operation['id']}")
-                    raise Unavailable(f"The measurement has not ended after {timeout_s:g} s and was cancelled.")
-                if not session.json and operation["progress"]:
-                    line(show.copying(operation["message"], operation["progress"], session.err), operation["message"])
-                operation = client.get(f"/operations/{operation['id']}", wait_s=left_s)
+        operation = session.follow(operation, shown, timeout_s)
     except KeyboardInterrupt:
         client.delete(f"/operations/{operation['id']}")
         raise
+    if operation["state"] == "RUNNING":
+        client.delete(f"/operations/{operation['id']}")
+        raise Unavailable(f"The measurement has not ended after {timeout_s:g} s and was cancelled.")
     if operation["state"] == "FAILED":
         raise RankError(operation["message"])
     if operation["state"] == "CANCELLED":

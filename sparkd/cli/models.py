@@ -60,6 +60,21 @@ class Session:
             self.err.print(f"Shows this node only: {alone}.", style="dim", markup=False)
         return None
 
+    def follow(
+        self, operation: dict[str, Any], shown: Callable[[dict[str, Any]], tuple[str, str] | None], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The operation at its end, or as it is after timeout_s, still RUNNING. shown: a line for stderr, and the step that it tells."""
+        began_s = time.monotonic()
+        with show.progress(self.err) as line:
+            while operation["state"] == "RUNNING":
+                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
+                if left_s <= 0:
+                    break
+                if not self.json and (texts := shown(operation)) is not None:
+                    line(*texts)
+                operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
+        return operation
+
     def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:
         """Follow a load or an unload to its end on stderr. Raises ModelFailed, Conflict where it was cancelled, Unavailable on time-out.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import typer
 
 from sparkd.admin.client import model_path
-from sparkd.cli.models import POLL_S, NoWait, Session, Timeout, verb
+from sparkd.cli.models import NoWait, Session, Timeout, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
 from sparkd.render import models as show
@@ -49,19 +48,18 @@ def pull(
 
 def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     """Raises RankError where it failed, Conflict where it was cancelled, Unavailable on time-out."""
-    model, began_s = operation["model"], time.monotonic()
+    model = operation["model"]
+
+    def shown(now: dict[str, Any]) -> tuple[str, str] | None:
+        return (f"{model}: {show.copying(now['message'], now['progress'], session.err)}", now["message"]) if now["progress"] else None
+
     try:
-        with show.progress(session.err) as line:
-            while operation["state"] == "RUNNING":
-                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
-                if left_s <= 0:
-                    raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and continues. {_how_on(operation)}")
-                if not session.json and operation["progress"]:
-                    line(f"{model}: {show.copying(operation['message'], operation['progress'], session.err)}", operation["message"])
-                operation = session.client.get(f"/operations/{operation['id']}", wait_s=left_s)
+        operation = session.follow(operation, shown, timeout_s)
     except KeyboardInterrupt:
         session.err.print(f"\nNo longer waiting; the pull of {model} continues. {_how_on(operation)}", markup=False)
         raise
+    if operation["state"] == "RUNNING":
+        raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and continues. {_how_on(operation)}")
     if operation["state"] == "FAILED":
         raise RankError(operation["message"])
     if operation["state"] == "CANCELLED":

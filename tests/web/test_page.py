@@ -679,7 +679,7 @@ def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(mark
     served.kill()
     expect(badge(marked)).to_contain_text("not live", timeout=PATIENCE_MS)
     expect(badge(marked)).to_contain_text("sparkd does not answer.")
-    # What was drawn stays, and nothing moves.
+    # The curves stay, and nothing moves.
     expect(charts.locator("canvas")).to_have_count(7)
     expect(charts).to_have_count(7)
     assert navigation.bounding_box() == place

@@ -53,7 +53,7 @@ def titled(text: str, title: str) -> ElementTree.Element:
 
 
 def markers(picture: ElementTree.Element) -> list[str]:
-    """What is said about each point that is drawn."""
+    """The text of each point that is drawn."""
     return [found.text or "" for path in picture.findall(f"{SVG}path") if (found := path.find(f"{SVG}title")) is not None]
 
 

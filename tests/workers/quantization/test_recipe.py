@@ -118,7 +118,7 @@ def test_precision_is_ordered_by_the_error_of_each_format() -> None:
     assert [form.spelling for form in ordered] == ["mxfp4", "int4-g128", "int4-g64", "int4-g32", "nvfp4", "fp8-block", "fp8", "bf16"]
 
 
-# Of a weight [256, 384].
+# Bytes of a weight [256, 384].
 NBYTES = {
     "nvfp4": 256 * 384 // 2 + 256 * 384 // 16 + 4,
     "mxfp4": 256 * 384 // 2 + 256 * 384 // 32,
