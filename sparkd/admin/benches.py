@@ -249,7 +249,7 @@ class Benches:
                         continue
                     await self._ready(result.subject.model, operation_id)
                     await self._cell(operation_id, number, target, profile.args, book_url, watch)
-                    self._keep(samples=watch.samples(result.started_s))
+                    self._keep(samples=[*result.samples, *watch.samples(result.started_s)])
                     await asyncio.to_thread(self._save)
             finally:
                 watching.cancel()
@@ -308,16 +308,20 @@ class Benches:
         self._put(number, done)
 
     async def _ready(self, model: str, operation_id: str) -> None:
-        """Load the model where it is not. Raises RankError where it fails."""
+        """Load the model where it is not. Raises RankError where it fails, or is not READY within READY_S."""
         if self._view(model).state != ModelState.READY:
             self._around.want(model, Want.RUNNING, KIND)
-        async with asyncio.timeout(READY_S):
-            # An engine that was killed a moment ago is READY until that is seen.
-            while (view := self._view(model)).state != ModelState.READY or await self._around.counters(model) is None:
-                if view.state == ModelState.FAILED and view.retry_in_s is None:
-                    raise RankError(f"{model} cannot be measured, because it does not load: {view.message}")
-                self._ledger.operations.tell(operation_id, f"{model} is loading", Progress(phase="loading"))
-                await asyncio.sleep(POLL_S)
+        try:
+            async with asyncio.timeout(READY_S):
+                # An engine that was killed a moment ago is READY until that is seen.
+                while (view := self._view(model)).state != ModelState.READY or await self._around.counters(model) is None:
+                    if view.state == ModelState.FAILED and view.retry_in_s is None:
+                        raise RankError(f"{model} cannot be measured, because it does not load: {view.message}")
+                    self._ledger.operations.tell(operation_id, f"{model} is loading", Progress(phase="loading"))
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            message = f"{model} cannot be measured, because it was not ready within {READY_S:,.0f} s: `sparkd ps` says what it waits for."
+            raise RankError(message) from None
 
     def _view(self, model: str) -> ModelView:
         view = self._around.snapshot().models.get(model)
