@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
+from sparkd.admin.quality_bench import quality_bench
+from sparkd.admin.running_bench import BenchWork
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import measured, read
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
 from sparkd.bench.result import BenchResult, BenchState, Kind
-from sparkd.errors import UnknownRoute
+from sparkd.errors import BadRequest, UnknownRoute
 
 MOST_PROFILE_CHARS = 65_536
+# Twice the text that llama-benchy itself takes.
+MOST_BOOK_CHARS = 1_500_000
 
 
 class Benching(BaseModel):
-    """A bench that is asked for. profile: one that comes with sparkd; profile_text: another one, in sparkrun's YAML; resume: the bench to
-    go on with; force: although others use a model."""
+    """A bench that is asked for.
+
+    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; tool:
+    that measures it; book, book_name: a text for llama-benchy. times,
+    other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
+    the bench to go on with; force: although others use a model.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(max_length=256)
+    kind: Literal["speed", "load", "quality"] = "speed"
+    tool: Literal["llama-benchy", "guidellm", "aiperf", "vllm"] = "llama-benchy"
+    book: str | None = Field(default=None, min_length=1000, max_length=MOST_BOOK_CHARS)
+    book_name: str | None = Field(default=None, max_length=256)
+    times: int = Field(default=3, ge=1, le=50)
+    other: str | None = Field(default=None, max_length=256)
+    formats: list[str] = Field(default=[], max_length=16)
+    text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
+    text_name: str | None = Field(default=None, max_length=256)
     profile: str = Field(default=DEFAULT, max_length=80)
     profile_text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
     resume: str | None = Field(default=None, max_length=128)
@@ -40,7 +58,7 @@ class BenchStarted(BaseModel):
 
 
 class BenchRow(BaseModel):
-    """A bench in short. tokens_per_s: the most of its cells."""
+    """A bench in short. cells, done: loads or formats where it measures these; tokens_per_s: the most of its cells."""
 
     id: str
     kind: Kind
@@ -72,10 +90,20 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             raise UnknownRoute("This daemon measures no models.")
         return benches
 
+    async def work_of(what: Benching) -> BenchWork:
+        if what.kind == "load":
+            if what.resume is not None:
+                raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
+            return measuring().loads(what.model, what.times, what.other)
+        if what.kind == "quality":
+            await measuring().check_lendable(what.model)
+            return quality_bench(what.formats, what.text, what.text_name)
+        profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
+        return await measuring().speed(what.model, profile, what.tool, what.book, what.book_name)
+
     @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> dict[str, Any]:
-        profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
-        started = await measuring().start(what.model, profile, resume=what.resume, force=what.force)
+        started = await measuring().start(what.model, await work_of(what), resume=what.resume, force=what.force)
         operation = started.operation
         return {**asdict(operation), "operation": operation.id, "href": f"{operations}/{operation.id}", "bench": started.bench}
 
@@ -112,8 +140,8 @@ def row_of(result: BenchResult) -> BenchRow:
         format=result.subject.format,
         started_s=result.started_s,
         ended_s=result.ended_s,
-        cells=len(result.cells),
-        done=result.done,
+        cells=len(result.cells) or len(result.loads) or len(result.quality),
+        done=result.done or len(result.loads) or sum(row.measured for row in result.quality),
         tokens_per_s=max(rates, default=None),
     )
 

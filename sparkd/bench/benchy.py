@@ -5,31 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
-import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sparkd.bench import benchy_program
+from sparkd.bench import benchy_program, tool_process
 from sparkd.bench.power import Span
 from sparkd.bench.profile import Arguments
-from sparkd.bench.result import Cell
+from sparkd.bench.result import Cell, text_label
 from sparkd.errors import RankError
 
+NAME = "llama-benchy"
 # llama-benchy's own (config.py, --book-url).
 BOOK = "https://www.gutenberg.org/files/1661/1661-0.txt"
 # A text of our own has that many words: more tokens than the deepest cell of the arena asks for at once.
 WORDS = 200_000
-MADE_UP = "words of a fixed seed"
-_LINE_BYTES = 1 << 20
-_LAST_LINES = 20
-_END_S = 10.0
+BOOK_NAME, MADE_UP, OWN = "llama-benchy's book", "words of a fixed seed", "own text"
 _SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprst" for vowel in "aeio"]
 
 Heard = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -37,7 +32,7 @@ Heard = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Where requests go. base_url: ends in /v1; tokenizer: a folder, or a hub id; interpreter: a Python that has llama-benchy; home: a
+    """Where requests go. base_url: ends in /v1; tokenizer: a folder, or a hub id; interpreter: a Python that has the tool; home: a
     folder for its text."""
 
     base_url: str
@@ -46,6 +41,23 @@ class BenchTarget:
     interpreter: str
     home: Path
     key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """Times are wall-clock seconds. tokens: as the engine reports them, which counts a draft's too."""
+
+    begun_s: float
+    first_s: float
+    ended_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second behind the first one; None where nothing came behind it."""
+        seconds = self.ended_s - self.first_s
+        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds > 0 else None
 
 
 @dataclass(slots=True)
@@ -80,6 +92,13 @@ class MeasuredRequests:
                     self.errors.append(str(event["error"])[:300])
         return False
 
+    def take_timed(self, requests: Iterable[TimedRequest]) -> None:
+        """The requests of a tool that tells of them at its end."""
+        for number, request in enumerate(requests):
+            self.began[number], self.first[number], self.ended[number] = request.begun_s, request.first_s, request.ended_s
+            self.prompt_tokens += request.prompt_tokens
+            self.output_tokens += request.output_tokens
+
     def span(self) -> Span | None:
         """From the first request to the last end; None where none has ended."""
         return (min(self.began.values()), max(self.ended.values())) if self.began and self.ended else None
@@ -101,19 +120,26 @@ class Measured:
     about: dict[str, Any]
 
 
-def text_file(home: Path, book: Path | None = None) -> tuple[str, str]:
-    """(the address under which llama-benchy finds its text in `home`, what the text is). Blocks.
+def chosen_text(book: str | None = None, name: str | None = None) -> tuple[str, str]:
+    """(the text that the prompts are made of, how a result names it). Blocks.
 
-    book: a text file in place of it. llama-benchy's own text is used where this user's llama-benchy has fetched it once.
+    book, name: a text of the user's own. llama-benchy's is used where this user's llama-benchy has fetched it once.
     """
+    if book is not None:
+        return book, text_label(name or OWN, book)
+    fetched = Path.home() / ".cache" / "llama-benchy" / _name(BOOK)
+    is_here = fetched.is_file()
+    name, text = (BOOK_NAME, fetched.read_text(encoding="utf-8", errors="replace")) if is_here else (MADE_UP, made_up())
+    return text, text_label(name, text)
+
+
+def kept_text(home: Path, text: str) -> str:
+    """The address under which llama-benchy finds the text in `home`. Blocks."""
     folder = home / ".cache" / "llama-benchy"
     folder.mkdir(parents=True, exist_ok=True)
-    fetched = Path.home() / ".cache" / "llama-benchy" / _name(BOOK)
-    source = book or (fetched if fetched.is_file() else None)
-    content = source.read_text(encoding="utf-8", errors="replace") if source is not None else made_up()
-    address = f"file:{hashlib.sha256(content.encode()).hexdigest()}"
-    (folder / _name(address)).write_text(content, encoding="utf-8")
-    return address, str(source) if source is not None else MADE_UP
+    address = f"file:{hashlib.sha256(text.encode()).hexdigest()}"
+    (folder / _name(address)).write_text(text, encoding="utf-8")
+    return address
 
 
 def made_up() -> str:
@@ -146,65 +172,19 @@ async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: st
     """One cell. heard: gets every progress event. Cancelled, it ends llama-benchy. Raises RankError with the reason."""
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
         result, said = Path(folder, "result.json"), Path(folder, "said")
-        # An environment of our own: the daemon's may hold keys, and a proxy would be asked for 127.0.0.1.
-        env = {"HOME": str(target.home), "PATH": os.environ.get("PATH", os.defpath), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        with await asyncio.to_thread(said.open, "wb") as words:
-            process = await asyncio.create_subprocess_exec(
-                *command(target, cell, args, book_url, result),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=words,
-                env=env,
-                limit=_LINE_BYTES,
-                start_new_session=True,
-            )
-        try:
-            await _follow(process, target.key or "", heard)
-        finally:
-            await asyncio.shield(_end(process))
-        reason = await asyncio.to_thread(_reason, said)
-        if process.returncode != 0:
-            raise RankError(f"llama-benchy ended with {process.returncode}: {reason}")
+
+        async def line_heard(line: bytes) -> None:
+            with suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    await heard(event)
+
+        words, env = command(target, cell, args, book_url, result), tool_process.environment(target.home, Path(folder))
+        reason = await tool_process.run(NAME, words, env, said, line_heard, target.key)
         measured = await asyncio.to_thread(_read, result)
     if not measured.rows:
         raise RankError(f"llama-benchy measured nothing: {reason}")
     return measured
-
-
-def installed() -> str | None:
-    """llama-benchy's version in this Python; None where it is not installed."""
-    try:
-        return version("llama-benchy")
-    except PackageNotFoundError:
-        return None
-
-
-async def _follow(process: asyncio.subprocess.Process, key: str, heard: Heard) -> None:
-    """Until it ends."""
-    stdin, stdout = process.stdin, process.stdout
-    if stdin is None or stdout is None:
-        raise RankError("llama-benchy could not be started.")
-    stdin.write(f"{key}\n".encode())
-    stdin.close()
-    async for line in stdout:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            await heard(event)
-    await process.wait()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    for number in (signal.SIGINT, signal.SIGKILL):
-        if process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await process.wait()
 
 
 def _read(path: Path) -> Measured:
@@ -214,13 +194,6 @@ def _read(path: Path) -> Measured:
         return Measured(rows, content)
     except (OSError, ValueError, KeyError, TypeError):
         return Measured([], {})
-
-
-def _reason(said: Path) -> str:
-    """The last line that speaks of an error, else the last one."""
-    lines = [line.strip()[:500] for line in said.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if line.strip()]
-    wrong = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
-    return (wrong or lines or ["it said nothing"])[-1]
 
 
 def _name(address: str) -> str:

@@ -188,9 +188,10 @@ def _quality(result: BenchResult) -> dict[tuple[str, str], _Named]:
 
 
 def _differences(a: BenchResult, b: BenchResult) -> Iterator[Difference]:
-    pairs = [(name, getattr(a.subject, name), getattr(b.subject, name)) for name in _SUBJECT]
+    # Figures of two tools say little about each other.
+    pairs = [("tool", a.tool, b.tool), *((name, getattr(a.subject, name), getattr(b.subject, name)) for name in _SUBJECT)]
     pairs += [(f"entry: {key}", a.subject.entry.get(key), b.subject.entry.get(key)) for key in {**a.subject.entry, **b.subject.entry}]
-    pairs += [("profile", a.profile, b.profile), ("tool", a.tool, b.tool), ("date", date(a.started_s), date(b.started_s))]
+    pairs += [("profile", a.profile, b.profile), ("text", a.text, b.text), ("date", date(a.started_s), date(b.started_s))]
     for what, of_a, of_b in pairs:
         if of_a != of_b:
             yield Difference(what, shown(of_a), shown(of_b))
@@ -207,7 +208,9 @@ def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[MissingFigur
     for rows, others in zip(rows_of_having, (_loads(lacking), _quality(lacking)), strict=True):
         for where in dict.fromkeys(where for where, _ in rows):
             if where not in {other for other, _ in others}:
-                yield MissingFigures(where, "the other did not measure it", False)
+                error = next((row.error for row in lacking.quality if row.format == where), None)
+                why = "the other did not measure it" if error is None else f"in the other: {error}"
+                yield MissingFigures(where, why, error is not None)
 
 
 def _row(change: FigureChange, changes: tuple[FigureChange, ...], index: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, QualityRow
 
 GIB = 1 << 30
-WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model"}
+WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model", "back": "swap back to it"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -208,9 +208,11 @@ def load_figures(loads: Sequence[LoadRow]) -> dict[tuple[str, str], Metric]:
     return {key: _over(seconds) for key, seconds in values.items()}
 
 
+TAIL = "KL divergence p99"
 QUALITY: tuple[tuple[str, str, str, Callable[[QualityRow], float | None]], ...] = (
     ("perplexity", "", "less", lambda row: row.perplexity),
     ("KL divergence", "nats a token", "less", lambda row: row.kl),
+    (TAIL, "nats a token", "less", lambda row: row.kl_p99),
     ("greedy agreement", "%", "more", lambda row: _percent(row.agreement)),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,80}")
 CellState = Literal["waiting", "running", "done", "failed"]
 BenchState = Literal["running", "done", "failed", "cancelled"]
 Kind = Literal["speed", "load", "quality"]
+LoadWay = Literal["first", "cached", "swap", "back"]
 
 
 class Value(BaseModel):
@@ -99,6 +101,18 @@ class Published(Value):
     source: str
 
 
+class Predicted(Value):
+    """The figures of `sparkd plan` for the model before it was measured. null: the rates of this node were not known.
+
+    first_load_s, next_load_s: to read the weights, and the first time to quantize them. active_bytes: of weights that a token reads.
+    """
+
+    decode_tokens_per_s: float | None = None
+    first_load_s: float | None = None
+    next_load_s: float | None = None
+    active_bytes: int | None = None
+
+
 class BenchSubject(Value):
     """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
 
@@ -132,23 +146,36 @@ class Phase(Value):
 
 
 class LoadRow(Value):
-    """One load. way: `first`, `cached` or `swap`."""
+    """One load. way: `first`, `cached`, `swap` from the other model, or `back` to it. Seconds begin with the request, or with the order to
+    unload the other model."""
 
-    way: Literal["first", "cached", "swap"]
-    seconds: float
-    first_answer_s: float | None = None
+    way: LoadWay
+    model: str = Field(default="", description="The model that was loaded: the other one where way is `back`")
+    seconds: float = Field(description="Until the model is READY")
+    first_answer_s: float | None = Field(default=None, description="Until the first token of a streamed answer")
     phases: list[Phase] = []
-    bytes_per_s: float | None = None
-    disk_bytes_per_s: float | None = None
+    bytes_per_s: float | None = Field(default=None, description="Rate at which the load read")
+    disk_bytes_per_s: float | None = Field(default=None, description="Rate of the disk alone, past the page cache, before the first load")
 
 
 class QualityRow(Value):
-    """A format against the model as it is stored. kl: mean nats a token; agreement: share of equal greedy tokens."""
+    """A format against the model as it is stored. null: not measured; all null without an error: not measured yet."""
 
-    format: str
+    format: str = Field(description="A format, `entry` for a recipe of the entry with several, or `as stored` for the reference")
+    error: str | None = None
     perplexity: float | None = None
-    kl: float | None = None
-    agreement: float | None = None
+    tokens: int | None = Field(default=None, description="Positions of the text that perplexity and KL are taken over")
+    kl: float | None = Field(default=None, description="KL(reference || format), mean over the positions, nats a token")
+    kl_p99: float | None = Field(default=None, description="Its 99th percentile over the positions, nats a token")
+    agreement: float | None = Field(
+        default=None,
+        description="Greedy tokens that equal the reference's up to the first difference, as a share of 32, mean over 32 prompts. "
+        "After a difference the contexts differ, so equal tokens there say nothing",
+    )
+
+    @property
+    def measured(self) -> bool:
+        return self.perplexity is not None
 
 
 class BenchResult(Value):
@@ -162,11 +189,13 @@ class BenchResult(Value):
     subject: BenchSubject
     profile: str
     tool: str
+    text: str | None = Field(default=None, description="The text that the prompts came from: its name, and a hash of its bytes")
     started_s: float
     ended_s: float | None = None
     latency_mode: str | None = Field(default=None, description="llama-benchy's way to measure the latency that it subtracts")
     idle_w: float | None = None
     predicted_bytes: int | None = None
+    predicted: Predicted | None = None
     published: list[Published] = []
     cells: list[CellResult] = []
     loads: list[LoadRow] = []
@@ -177,6 +206,11 @@ class BenchResult(Value):
     def done(self) -> int:
         """Cells that were measured."""
         return sum(cell.state == "done" for cell in self.cells)
+
+
+def text_label(name: str, text: str) -> str:
+    """As a result names a text: with the first digits of the SHA-256 of its bytes."""
+    return f"{name} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 
 class BenchStore:

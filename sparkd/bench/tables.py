@@ -35,6 +35,8 @@ _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)"
 # Those that llama-benchy leaves out where no cell has more than one request at once.
 # Our figure by the key that a recipe has for it.
 _KEYS = {"decode_tokens_per_s": "tg", "prefill_tokens_per_s": "pp"}
+# The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
+_WEIGHTS = ("read", "quantize")
 _OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
 # The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
 _HEAD_PADDING = 2
@@ -42,7 +44,7 @@ _HEAD_PADDING = 2
 
 def markdown(result: BenchResult) -> str:
     """The arena's table as llama-benchy writes it, then tables of what it does not measure."""
-    parts = [arena_table(result), *_notes(result)]
+    parts = [*([arena_table(result)] if result.cells else []), *_notes(result)]
     for title, head, rows in tables(result):
         parts.append(f"## {title}\n\n{_pipe([_plain(cell) for cell in head], [[_plain(cell) for cell in row] for row in rows])}")
     return "\n\n".join(parts) + "\n"
@@ -150,11 +152,25 @@ def tables(result: BenchResult) -> Iterator[Table]:
     if result.loads:
         yield _loads_table(result)
     if result.quality:
-        rows = [[row.format, number(row.perplexity, 4), number(row.kl), _share(row.agreement)] for row in result.quality]
-        yield "Quality against the model as stored", ["format", "perplexity", "KL (nats a token)", "equal greedy tokens"], rows
+        yield "Quality against the model as stored", *quality_rows(result)
+    if rows := predictions(result):
+        yield "What `sparkd plan` predicted", ["figure", "predicted", "measured", "measured against predicted"], rows
     if result.published:
         rows = [[one.what, _range(one), one.when or "", *beside(one, result), one.source] for one in result.published]
         yield "Published figures", ["figure", "published", "when", "ours", "our cell", "source"], rows
+
+
+def quality_rows(result: BenchResult) -> tuple[list[str], list[list[str]]]:
+    """Head and rows; a column of errors only where there is one."""
+    head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
+    rows = [
+        [row.format, number(row.perplexity, 4), number(row.kl), number(row.kl_p99), _share(row.agreement)]
+        for row in result.quality
+    ]
+    if any(row.error for row in result.quality):
+        head.append("error")
+        rows = [[*texts, _plain(row.error or "")] for texts, row in zip(rows, result.quality, strict=True)]
+    return head, rows
 
 
 def _figures_table(result: BenchResult, cells: Sequence[CellResult]) -> Table:
@@ -195,18 +211,44 @@ def _loads_table(result: BenchResult) -> Table:
     return "Loads", ["way", "s", "first answer s", "phases", "read GB/s (of the disk's)", "disk GB/s"], rows
 
 
+def predictions(result: BenchResult) -> list[list[str]]:
+    """Figure, prediction, measured value and its difference, for each figure that has both."""
+    said = result.predicted
+    if said is None:
+        return []
+    alone = _alone(result)
+    decode = None if alone is None else read("tg", alone)
+    rate = None if decode is None else decode.mean
+    pairs = (
+        ("decode of one request, t/s", said.decode_tokens_per_s, rate),
+        ("weights of a first load, s", said.first_load_s, _weights_s(result, "first")),
+        ("weights from the quantized cache, s", said.next_load_s, _weights_s(result, "cached")),
+    )
+    return [
+        [name, number(predicted), number(ours), f"{ours / predicted - 1:+.0%}"] for name, predicted, ours in pairs if predicted and ours
+    ]
+
+
+def _weights_s(result: BenchResult, way: str) -> float | None:
+    """Mean seconds in which the loads of a way read and quantized, which is all that a plan predicts of a load."""
+    seconds = [sum(phase.seconds for phase in load.phases if phase.phase in _WEIGHTS) for load in result.loads if load.way == way]
+    return statistics.fmean(seconds) if seconds and all(seconds) else None
+
+
+def _alone(result: BenchResult) -> CellResult | None:
+    """The cell of one request at a time at the smallest depth."""
+    depth = min((each.cell.depth for each in result.cells), default=0)
+    return next((each for each in measured(result) if (each.cell.depth, each.cell.concurrency) == (depth, 1)), None)
+
+
 def beside(published: Published, result: BenchResult) -> tuple[str, str]:
     """Our figure for a published one and the cell that it is from: one request at a time at the smallest depth. Dashes where there is none.
 
     Its conditions are words of its source, so nothing else is matched.
     """
-    key = _KEYS.get(published.what)
-    depth = min((each.cell.depth for each in result.cells), default=0)
-    for each in measured(result):
-        ours = None if key is None else read(key, each)
-        if ours is not None and (each.cell.depth, each.cell.concurrency) == (depth, 1):
-            return f"{_spread(ours)} t/s", each.cell.name
-    return "-", "-"
+    key, cell = _KEYS.get(published.what), _alone(result)
+    ours = None if key is None or cell is None else read(key, cell)
+    return ("-", "-") if ours is None or cell is None else (f"{_spread(ours)} t/s", cell.cell.name)
 
 
 def _range(published: Published) -> str:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sparkd.bench.figures import Metric
 
 RUN = "run"
+# llama-benchy's own book has half of that.
+MOST_BOOK_CHARS = 1_500_000
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
 
 
@@ -61,7 +63,15 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    resume: Annotated[str | None, option("--resume", metavar="BENCH", help="Measure the cells that BENCH has not.")] = None,
+    tool: Annotated[str, option("--tool", metavar="TOOL", help="llama-benchy, guidellm, aiperf or vllm.")] = "llama-benchy",
+    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for llama-benchy in place of its own.")] = None,
+    load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
+    times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
+    other: Annotated[str | None, option("--from", metavar="OTHER", help="The other model of the swaps, with --load.")] = None,
+    quality: Annotated[bool, option("--quality", help="Measure what quantizing costs in accuracy, not the speed.")] = False,
+    formats: Annotated[str | None, option("--formats", metavar="F,F", help="For --quality: fp8,nvfp4,mxfp4,int4, or others.")] = None,
+    text: Annotated[Path | None, option("--text", metavar="FILE", help="Of --quality: a text of your own, 16 KiB at most.")] = None,
+    resume: Annotated[str | None, option("--resume", metavar="BENCH", help="Measure what BENCH has not.")] = None,
     force: Annotated[bool, option("--force", help="Measure although others use a model.")] = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -69,10 +79,30 @@ def run(
 
     Runs llama-benchy for each cell of the profile, and adds the GPU's power, temperature and memory and the engine's counters. Ctrl-C stops
     waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it.
+
+    --load unloads the model and loads it again: cold, which removes its quantized weights and writes them anew, then from these, then in
+    place of another model and back. In the end each model is as it was.
+
+    --quality loads the model once as stored and once in each format, beside its own entry, and compares perplexity, KL divergence and
+    greedy answers. Other models may be evicted meanwhile and are loaded again at the end.
     """
-    body: dict[str, Any] = {"model": model, "profile": profile, "resume": resume, "force": force}
-    if "/" in profile or profile.endswith((".yaml", ".yml")):
+    if not quality and (formats or text):
+        raise ConfigError("--formats and --text are of a quality bench: add --quality.")
+    if not load and other:
+        raise ConfigError("--from is of a bench of loads: add --load.")
+    if load and quality:
+        raise ConfigError("--load and --quality are two benches: give one of them.")
+    body: dict[str, Any] = {"model": model, "profile": profile, "resume": resume, "force": force, "tool": tool}
+    if load:
+        body |= {"kind": "load", "times": times, "other": other}
+    elif "/" in profile or profile.endswith((".yaml", ".yml")):
         body |= {"profile": Path(profile).stem[:80], "profile_text": _text(Path(profile))}
+    if book is not None:
+        body |= {"book": _book(book), "book_name": book.name[:256]}
+    if quality:
+        body |= {"kind": "quality", "formats": [form.strip() for form in (formats or "").split(",") if form.strip()]}
+    if text is not None:
+        body |= {"text": own_text(text), "text_name": text.name[:256]}
     started = session.client.post("/bench", body)
     if no_wait:
         if session.json:
@@ -156,6 +186,8 @@ def export(
     if form != "html" and len(bench_ids) > 1:
         raise ConfigError(f"--format {form} takes one bench: give one id, or --format html.")
     results = [_result(session, bench_id) for bench_id in bench_ids]
+    if form in ("csv", "json") and not results[0].tool.startswith("llama-benchy"):
+        raise ConfigError(f"--format {form} is llama-benchy's form, and {results[0].tool} measured this: choose md, figures or html.")
     text = html(results) if form == "html" else forms[form](results[0])
     if out is None:
         session.out.file.write(text)
@@ -205,7 +237,27 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"The profile {path} cannot be read: {why}. Give a file of sparkrun's form.") from None
+        raise ConfigError(f"The file {path} cannot be read: {why}. Give a file of plain text.") from None
+
+
+def _book(path: Path) -> str:
+    text = _text(path)
+    if not 1000 <= len(text) <= MOST_BOOK_CHARS:
+        raise ConfigError(f"The book {path} has {len(text):,} characters: give a text of 1,000 to {MOST_BOOK_CHARS:,}.")
+    return text
+
+
+def own_text(path: Path) -> str:
+    """Raises ConfigError where the file cannot be read, or is longer than a quality bench takes."""
+    from sparkd.bench.passages import MOST_TEXT_BYTES
+
+    try:
+        if path.stat().st_size > MOST_TEXT_BYTES:
+            raise ConfigError(f"The text {path} has {path.stat().st_size:,} bytes, and at most {MOST_TEXT_BYTES:,} are read: shorten it.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"The text {path} cannot be read: {why}. Give a file of plain text.") from None
 
 
 def _wait(session: Session, started: dict[str, Any]) -> None:
@@ -232,15 +284,56 @@ def _show(session: Session, bench_id: str) -> None:
     if session.json:
         show.say_json(result.model_dump(mode="json"))
         return
+    from sparkd.bench.tables import predictions
+
     subject = result.subject
     facts = [subject.format or "as stored", f"vLLM {subject.vllm or '?'}", subject.gpu or "no GPU", result.tool]
     session.out.print(f"{result.id}: {subject.model}, {', '.join(facts)}, {result.state}", markup=False)
+    if result.text is not None:
+        session.out.print(f"text: {show.printable(result.text)}", markup=False, highlight=False)
+    if result.loads:
+        session.out.print(_loads(result))
+    if result.quality:
+        session.out.print(_formats(result))
+    if result.cells:
+        session.out.print(_cells(result))
+    for name, predicted, ours, error in predictions(result):
+        session.out.print(f"{name}: {ours}; `sparkd plan` predicted {predicted} ({error})", markup=False, highlight=False)
+
+
+def _cells(result: BenchResult) -> Ragged:
     table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in ("CELL", "PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN"):
         table.add_column(title, overflow="fold", justify="left" if title == "CELL" else "right")
     for cell in result.cells:
         table.add_row(*_texts(cell))
-    session.out.print(table)
+    return table
+
+
+def _loads(result: BenchResult) -> Ragged:
+    from sparkd.bench.figures import WAYS, number
+
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
+    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "READ GB/S", "DISK GB/S", "PHASES"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL", "PHASES") else "right")
+    for load in result.loads:
+        rates = (None if rate is None else rate / 1e9 for rate in (load.bytes_per_s, load.disk_bytes_per_s))
+        phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases)
+        times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s")
+        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates), phases)
+    return table
+
+
+def _formats(result: BenchResult) -> Ragged:
+    from sparkd.bench.tables import quality_rows
+
+    head, rows = quality_rows(result)
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
+    for title in head:
+        table.add_column(title.upper(), overflow="fold", justify="left" if title in ("format", "error") else "right")
+    for row in rows:
+        table.add_row(*(show.printable(text) for text in row))
+    return table
 
 
 def _texts(cell: CellResult) -> list[str]:

@@ -21,15 +21,19 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import SparkdError
+from sparkd.inquiry.mix_measure import kept_errors, measure, mix_folder
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import Agents, NodeInquiry
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import recipe_of
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.model import ModelConfig
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import is_best, is_open
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
+from workers.host.meminfo import mem_available_bytes
+from workers.kv.profiles import checkpoint_of
+from workers.quantization.mix import UNMEASURED
 from workers.quantization.recipe import AS_IT_IS
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,8 @@ YIELD_S = 0.5
 END_S = 5.0
 # A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.inquiry.model_answers.
 LEAST_FREE_BYTES = 12 << 30
+# Running a model to measure its weights leaves this to everything else.
+_LEFT_FREE_BYTES = 8 << 30
 _RESTING = frozenset({ModelState.STOPPED, ModelState.READY, ModelState.FAILED})
 
 
@@ -116,7 +122,7 @@ class Foresight:
         platform = platform_of(runtime.facts, config)
         self.open = {"model": spec.name, "runtime": vllm.place, "since_s": time.time()}
         try:
-            answering = loop.run_in_executor(None, answers_about, spec, config, vllm, platform, nodes, cancel)
+            answering = loop.run_in_executor(None, _learned, spec, config, vllm, platform, nodes, cancel)
             while not answering.done():
                 await asyncio.wait([answering], timeout=YIELD_S)
                 if not self._is_quiet() or self._config().models.get(spec.name) != spec:
@@ -144,6 +150,33 @@ class Foresight:
         return next((spec for spec in specs if self._after_s.get(_identity(spec), 0.0) <= now_s), None)
 
 
+def _learned(
+    spec: ModelConfig, config: Config, runtime: InquiryRuntime, platform: str, nodes: int, cancel: threading.Event
+) -> Sequence[ModelAnswer | None]:
+    """As answers_about; afterwards the weights of a model with `quantize: best` are measured."""
+    answers = answers_about(spec, config, runtime, platform, nodes, cancel)
+    if runtime.away is None and not cancel.is_set():
+        measure_mix(spec, config, runtime, cancel)
+    return answers
+
+
+def measure_mix(spec: ModelConfig, config: Config, runtime: InquiryRuntime, cancel: threading.Event) -> None:
+    """Measure what each format does to the weights of an entry with `quantize: best`, unless that is kept. Blocks for minutes. Raises
+    SparkdError."""
+    folder = folder_of(spec.model, spec.revision, spec.environment(config.engine))
+    if folder is None or not is_best(spec.quantize):
+        return
+    identity, kept = checkpoint_of(folder), mix_folder(config.profiles_path)
+    if kept_errors(identity, kept) is not UNMEASURED:
+        return
+
+    def progress(done: int, total: int) -> None:
+        if done % 10 == 0:
+            log.info("%s: %d of %d units of weights are measured for quantize: best", spec.name, done, total)
+
+    measure(folder, identity, runtime.python, kept, mem_available_bytes() - _LEFT_FREE_BYTES, cancel=cancel, progress=progress)
+
+
 def answers_about(
     spec: ModelConfig, config: Config, runtime: InquiryRuntime, platform: str, nodes: int, cancel: threading.Event
 ) -> Sequence[ModelAnswer | None]:
@@ -163,7 +196,7 @@ def answers_about(
         return answers[-len(questions) :]
 
     consultation = Consultation(collect, read_checkpoint(folder), flags_of(spec), env, this_node(platform))
-    formats = [AS_IT_IS] if spec.quantize == AUTO else list(dict.fromkeys([AS_IT_IS, recipe_of(spec, env)]))
+    formats = [AS_IT_IS] if is_open(spec.quantize) else list(dict.fromkeys([AS_IT_IS, recipe_of(spec, env)]))
     consultation.ask((recipe, *split) for recipe in formats for split in _splits(spec, nodes))
     return answers
 

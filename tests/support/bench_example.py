@@ -159,7 +159,14 @@ def example(
         predicted_bytes=int(40.1 * GIB),
         published=[
             Published(what="decode_tokens_per_s", value=64.37, unit="tokens/s", when="one stream", source="https://forums.example.com/t/1"),
-            Published(what="total_decode_tokens_per_s", value=208.31, to=212.0, unit="tokens/s", when="10 streams", source="https://forums.example.com/t/1"),
+            Published(
+                what="total_decode_tokens_per_s",
+                value=208.31,
+                to=212.0,
+                unit="tokens/s",
+                when="10 streams",
+                source="https://forums.example.com/t/1",
+            ),
         ],
         cells=cells,
         loads=_loads(),
@@ -182,9 +189,7 @@ def _load(way: Any, read_s: float, quantize_s: float, disk: float, unload_s: flo
     phases += [("compile", 7.7, None), ("rehearse", 3.9, None), ("graphs", 5.2, None), ("first answer", 0.6, None)]
     kept = [Phase(phase=phase, seconds=seconds, bytes=count) for phase, seconds, count in phases if seconds]
     total = sum(phase.seconds for phase in kept)
-    return LoadRow(
-        way=way, seconds=total + 0.8, first_answer_s=total + 0.9, phases=kept, bytes_per_s=size / read_s, disk_bytes_per_s=disk
-    )
+    return LoadRow(way=way, seconds=total + 0.8, first_answer_s=total + 0.9, phases=kept, bytes_per_s=size / read_s, disk_bytes_per_s=disk)
 
 
 def _quality() -> list[QualityRow]:

@@ -90,6 +90,9 @@ def _notices(results: Sequence[BenchResult]) -> Iterator[str]:
         if missing := unmeasured(result):
             lines = "".join(f"<li>{escape(each.cell.name)}: {escape(why_unmeasured(each))}</li>" for each in missing)
             yield f'<div class="notice bad"><strong>{of}{_many(len(missing), "cell")} without figures</strong><ul>{lines}</ul></div>'
+        if failed := [row for row in result.quality if row.error]:
+            lines = "".join(f"<li>{escape(row.format)}: {escape(row.error or '')}</li>" for row in failed)
+            yield f'<div class="notice bad"><strong>{of}{_many(len(failed), "format")} without figures</strong><ul>{lines}</ul></div>'
         if throttled := [each for each in measured(result) if each.machine.throttled]:
             lines = "".join(f"<li>{escape(each.cell.name)}: {escape(', '.join(each.machine.throttled))}</li>" for each in throttled)
             head = f"the clock was held down in {_many(len(throttled), 'cell')}; do not compare what is drawn hollow"
@@ -200,8 +203,10 @@ def _subjects(results: Sequence[BenchResult]) -> str:
         rows.append([f"entry: {key}", *(shown(result.subject.entry.get(key)) for result in results)])
     rows.append(["profile", *(result.profile for result in results)])
     rows.append(["tool", *(result.tool for result in results)])
+    rows.append(["text", *(result.text or "-" for result in results)])
     rows.append(["began", *(f"{date(result.started_s)} UTC" for result in results)])
-    rows.append(["cells", *(f"{result.done} of {len(result.cells)}" for result in results)])
+    if any(result.cells for result in results):
+        rows.append(["cells", *(f"{result.done} of {len(result.cells)}" for result in results)])
     return f"<section><h2>Measured on</h2>{_table(['of', *labels(results)], rows)}</section>"
 
 

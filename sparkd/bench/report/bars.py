@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkd.bench.figures import QUALITY, finite, number
+from sparkd.bench.figures import QUALITY, TAIL, finite, number
 from sparkd.bench.report.drawn import Drawn
 from sparkd.bench.report.svg import WIDTH, Canvas, Scale, linear_ticks, lowered, shortened, text_width, tick_text, wrap
 from sparkd.bench.result import QualityRow
@@ -59,8 +59,11 @@ def bars(plot: Bars) -> Drawn:
 
 
 def quality(rows: Sequence[QualityRow], about: str) -> Drawn:
-    """Formats down, and across the figures that any of them has. Perplexity has no zero to start from, so it is a dot."""
-    columns = [column for column in QUALITY if any(finite(column[3](row)) is not None for row in rows)]
+    """Formats down, and across the figures that any of them has. Perplexity has no zero to start from, so it is a dot.
+
+    The tail of KL is in the tables only: a fourth figure has no room for its bars.
+    """
+    columns = [column for column in QUALITY if column[0] != TAIL and any(finite(column[3](row)) is not None for row in rows)]
     left = min(max([text_width(row.format, 12) for row in rows], default=0) + 26, 150)
     wide = (WIDTH - left - 6) / max(len(columns), 1)
     top = lowered(about, WIDTH)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import md5
 from pathlib import Path
 
 import pytest
 
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
-from sparkd.bench.result import Cell
+from sparkd.bench.result import Cell, text_label
 
 CELL = Cell(depth=16, concurrency=2, prompt_tokens=8, output_tokens=4)
 
@@ -58,18 +59,26 @@ def test_other_events_change_nothing(strange: dict[str, object]) -> None:
     assert requests == benchy.MeasuredRequests() and requests.span() is None
 
 
-def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path) -> None:
-    address, what = benchy.text_file(tmp_path, None) if not (Path.home() / ".cache" / "llama-benchy").exists() else ("", benchy.MADE_UP)
-    text = benchy.made_up()
+def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text, name = benchy.chosen_text()
     assert text == benchy.made_up() and len(text.split()) == benchy.WORDS
     parts = [text[at : at + 200] for at in range(0, len(text) - 200, 200)]
     assert len(set(parts)) == len(parts)
-    assert what == benchy.MADE_UP and (not address or len(list((tmp_path / ".cache" / "llama-benchy").iterdir())) == 1)
+    assert name == text_label(benchy.MADE_UP, text)
+
+
+def test_the_book_that_llama_benchy_fetched_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    benchy.kept_text(tmp_path, "some other text")
+    kept = tmp_path / ".cache" / "llama-benchy" / f"{md5(benchy.BOOK.encode(), usedforsecurity=False).hexdigest()}.txt"
+    kept.write_text("It was a dark night.")
+    assert benchy.chosen_text() == ("It was a dark night.", text_label(benchy.BOOK_NAME, "It was a dark night."))
 
 
 def test_a_text_of_the_users_own(tmp_path: Path) -> None:
-    book = tmp_path / "book.txt"
-    book.write_text("one two three")
-    address, what = benchy.text_file(tmp_path / "home", book)
-    (kept,) = (tmp_path / "home" / ".cache" / "llama-benchy").iterdir()
-    assert (what, kept.read_text()) == (str(book), "one two three") and address.startswith("file:")
+    text, name = benchy.chosen_text("one two three", "count.txt")
+    address = benchy.kept_text(tmp_path, text)
+    (kept,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
+    assert kept.read_text() == text == "one two three"
+    assert address.startswith("file:") and name == f"count.txt ({address[5:17]})"

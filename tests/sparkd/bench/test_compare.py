@@ -6,7 +6,7 @@ import pytest
 
 from sparkd.bench.compare import Comparison, FigureChange, compare, text, verdict
 from sparkd.bench.figures import BY_KEY, WAYS
-from sparkd.bench.result import BenchResult, LoadRow, QualityRow
+from sparkd.bench.result import BenchResult, LoadRow, QualityRow, text_label
 from tests.support.bench_example import example, metric_of
 
 BASE = example(depths=(0,), concurrencies=(1, 2), failed=())
@@ -116,6 +116,13 @@ def test_the_differences_of_the_subjects_come_first() -> None:
         next(line for line in lines if line.startswith("pp2048"))
     )
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_another_text_is_a_difference() -> None:
+    a, b = (BASE.model_copy(update={"text": text_label("moby.txt", words)}) for words in ("Call me Ishmael.", "Call me Ahab."))
+
+    assert [(one.what, one.a, one.b) for one in compare(a, b).differences] == [("text", a.text, b.text)]
+    assert compare(a, a).differences == ()
 
 
 def loads(**seconds: list[float]) -> dict[str, Any]:

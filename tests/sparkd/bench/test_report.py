@@ -15,7 +15,7 @@ from sparkd.bench.result import BenchResult, Cell, LoadRow
 from tests.support.bench_example import STARTED_S, example, measured_cell
 
 FULL = example(depths=(0, 32768, 100000))
-EVIL = '"><script>alert(1)</script><b a=\'x\'>&amp;'
+EVIL = "\"><script>alert(1)</script><b a='x'>&amp;"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

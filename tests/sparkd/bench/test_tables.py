@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, Cell, CellResult, Published
+from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -109,6 +109,28 @@ def test_the_second_table_marks_throttling_and_shows_the_prediction() -> None:
     assert [row["throttled"] for row in rows] == ["no", "no", "no", "⚠ sw_power_cap"]
     assert rows[0]["W idle"] == "31.4"
     assert rows[0]["predicted GiB"].startswith("40.10 (-4.")
+
+
+def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
+    said = Predicted(decode_tokens_per_s=100.0, first_load_s=40.0, next_load_s=10.0)
+    loads = [
+        LoadRow(way="first", seconds=70.0, phases=[Phase(phase="engine", seconds=20), Phase(phase="quantize", seconds=50)]),
+        LoadRow(way="cached", seconds=25.0),
+    ]
+    result = example(depths=(0, 32768)).model_copy(update={"predicted": said, "loads": loads})
+    decode = figures.read("tg", result.cells[0])
+
+    assert decode is not None
+    # The cached load has no phases, so nothing is measured for its prediction.
+    assert [(float(ours), error) for _, _, ours, error in tables.predictions(result)] == [
+        (pytest.approx(decode.mean, rel=0.01), f"{decode.mean / 100 - 1:+.0%}"),
+        (50, "+25%"),
+    ]
+
+
+@pytest.mark.parametrize("unknown", [None, Predicted()])
+def test_without_a_prediction_there_is_no_table(unknown: Predicted | None) -> None:
+    assert tables.predictions(example().model_copy(update={"predicted": unknown})) == []
 
 
 @pytest.mark.parametrize(("what", "key"), [("decode_tokens_per_s", "tg"), ("prefill_tokens_per_s", "pp")])

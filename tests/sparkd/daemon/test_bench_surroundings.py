@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.daemon.bench_surroundings import UNITS, driver_of, published_of
+from sparkd.bench.figures import read
+from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
+from sparkd.daemon.bench_surroundings import UNITS, driver_of, published_of, rates_of
 from sparkd.recipes.library import RecipeLibrary
+from tests.support.bench_example import example
 from tests.support.daemon_process import ROOT
 
 SPARK = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.95.05  Release Build  (dvs-builder@U22)\n"
@@ -31,3 +34,26 @@ def test_the_figures_of_a_recipe_have_their_source() -> None:
     assert all(figure.source.startswith("http") or " " in figure.source for figure in published)
     assert any(figure.to is not None for figure in published) and any(figure.when for figure in published)
     assert published_of(library, None) == published_of(library, "no-such-recipe") == ()
+
+
+def test_a_bench_shows_the_rate_of_the_memory_only_where_each_token_reads_the_weights() -> None:
+    result = example(depths=(0,)).model_copy(update={"predicted": Predicted(active_bytes=1000), "loads": []})
+    result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
+    decode = read("tg", result.cells[0])
+    plain = result.cells[0].model_copy(update={"engine": EngineFigures()})
+    drafted = result.cells[0].model_copy(update={"engine": EngineFigures(drafted_tokens=5)})
+    two_nodes = result.subject.model_copy(update={"nodes": ["a", "b"]})
+
+    assert decode is not None
+    assert rates_of(result.model_copy(update={"cells": [plain]})) == {"bandwidth_bytes_s": 1000 * decode.mean}
+    assert rates_of(result.model_copy(update={"cells": [drafted]})) == {}
+    assert rates_of(result.model_copy(update={"cells": [plain], "subject": two_nodes})) == {}
+    assert rates_of(result.model_copy(update={"cells": [plain], "predicted": None})) == {}
+
+
+def test_loads_show_the_rate_of_the_disk() -> None:
+    loads = [LoadRow(way="cached", seconds=9, bytes_per_s=rate, phases=[Phase(phase="read", seconds=1)]) for rate in (1e9, 3e9, 2e9)]
+    loads += [LoadRow(way="first", seconds=9, bytes_per_s=5e9, phases=[Phase(phase="quantize", seconds=1)])] * 5
+    result = example().model_copy(update={"cells": [], "loads": loads})
+    result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
+    assert rates_of(result) == {"disk_bytes_s": 2e9}

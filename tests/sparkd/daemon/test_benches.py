@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.bench.benchy import chosen_text
 from tests.support.daemon_process import ROOT, DaemonProcess, daemon, until
 
 KEY = "canary-of-the-boss-0123456789"
@@ -81,9 +82,25 @@ def test_cells_are_measured_and_counted(running: DaemonProcess) -> None:
     assert "canary" not in json.dumps(result)
     (row,) = running.get("/admin/v1/bench")["benches"]
     assert (row["id"], row["done"], row["cells"]) == (result["id"], 4, 4)
+    text, name = chosen_text()
+    assert result["text"] == name
+    assert {path.read_text() for path in (running.state_dir / "bench" / ".cache" / "llama-benchy").glob("*.txt")} >= {text}
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_vllms_own_benchmark_measures_the_same_cells(running: DaemonProcess) -> None:
+    begun = start(running, tool="vllm", profile_text=f"args: {{pp: 32, tg: 8, concurrency: [1, 2], {COMMON}}}").raise_for_status().json()
+    assert ended(running, begun["operation"])["state"] == "SUCCEEDED"
+    result = running.get(f"/admin/v1/bench/{begun['bench']}")
+
+    assert result["tool"].startswith("vllm ") and [cell["state"] for cell in result["cells"]] == ["done"] * 2
+    for cell, requests in zip(result["cells"], (1, 2), strict=True):
+        (row,) = cell["rows"]
+        assert len(row["e2e_ttft"]["values"]) == requests and row["tg_throughput"]["mean"] > 0
+        assert cell["prompt_tokens"] >= 32 * requests and cell["engine"]["output_tokens"] == cell["output_tokens"] > 0
+
+
 def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
     started = start(running, profile_text=SLOW).json()
 
@@ -101,7 +118,9 @@ def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
     path = f"/admin/v1/bench/{started['bench']}"
     until(lambda: running.get(path)["state"] == "cancelled", 20, "the result is kept")
     assert running.get(path)["cells"][0]["state"] != "done"
-    assert start(running, resume=started["bench"], profile="other").status_code == 400
+    for other in ({"profile": "other"}, {"book": "Call me Ishmael. " * 60}, {"profile_text": PROFILE}):
+        refused = start(running, **{"profile_text": SLOW, "resume": started["bench"]} | other)
+        assert (refused.status_code, started["bench"] in refused.json()["error"]["message"]) == (400, True)
     until(lambda: not running.get("/admin/v1/requests?state=in_flight")["in_flight"], 20, "no request is left")
     again = start(running, profile_text=SLOW, resume=started["bench"])
     assert again.status_code == 202, again.text
@@ -160,6 +179,8 @@ def test_results_are_compared_and_exported(running: DaemonProcess, capsys: pytes
     assert capsys.readouterr().out
     assert exit_code(["bench", "compare", whole, whole, "--json", *to]) == 0
     assert {change["relative"] or 0.0 for change in json.loads(capsys.readouterr().out)["changes"]} == {0.0}
+    assert exit_code(["bench", "show", whole, *to]) == 0
+    assert f"text: {running.get(f'/admin/v1/bench/{whole}')['text']}\n" in capsys.readouterr().out
     assert exit_code(["bench", "compare", whole, "20200101-000000-x", *to]) == 5
     assert exit_code(["bench", "compare", whole, half, "--fail-over", "much", *to]) == 2
     capsys.readouterr()
@@ -172,6 +193,18 @@ def test_results_are_compared_and_exported(running: DaemonProcess, capsys: pytes
     assert exit_code(["bench", "export", whole, half, "--format", "md", *to]) == 2
     assert exit_code(["bench", "export", whole, "--format", "pdf", *to]) == 2
     assert exit_code(["bench", "export", whole, "-o", "/no/such/folder/x", *to]) == 2
+
+
+def test_a_bench_that_goes_on_keeps_its_samples(running: DaemonProcess) -> None:
+    half = next(row["id"] for row in running.get("/admin/v1/bench")["benches"] if row["done"] < row["cells"])
+    earlier = running.get(f"/admin/v1/bench/{half}")
+    begun = start(running, profile_text=SLOW, resume=half).raise_for_status().json()
+    assert ended(running, begun["operation"])["state"] == "SUCCEEDED"
+    result = running.get(f"/admin/v1/bench/{half}")
+
+    assert [cell["state"] for cell in result["cells"]] == ["done"] * 2 and result["cells"][1] == earlier["cells"][1]
+    kept = len(earlier["samples"])
+    assert kept and result["samples"][:kept] == earlier["samples"] and len(result["samples"]) > kept
 
 
 def test_a_result_is_removed(running: DaemonProcess) -> None:

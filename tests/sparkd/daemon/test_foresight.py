@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.config import Config, load_config
+from sparkd.config.config import Config, load_config, parse_model
 from sparkd.daemon import foresight
 from sparkd.daemon.foresight import AGAIN_S, NO_ROOM_S, QUIET_S, Foresight, answers_about
 from sparkd.entry.node_runtime import NodeRuntime
@@ -189,6 +189,25 @@ async def test_a_question_that_cannot_begin_is_not_shown_as_open(config: Config,
     with pytest.raises(Over):
         await looking.run()
     assert looking.open is None
+
+
+@pytest.mark.parametrize(("quantize", "times"), [("best", 1), ({"format": "best", "gib": 1}, 1), ("auto", 0), ("fp8", 0)])
+def test_the_weights_of_an_entry_with_best_are_measured_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch, quantize: Any, times: int
+) -> None:
+    measured: list[str] = []
+
+    def measure(checkpoint: str, identity: str, _python: Path, folder: Path, _free: int, **_: Any) -> None:
+        measured.append(checkpoint)
+        folder.mkdir(parents=True)
+        (folder / f"{identity}.json").write_text(json.dumps({"errors": {"a": {"fp8": 0.1}}, "sensitivities": {}}))
+
+    monkeypatch.setattr(foresight, "measure", measure)
+    spec = config.models["a"]
+    entry = parse_model("a", {"model": spec.model, "quantize": quantize}, over_admin=False)
+    for _ in range(2):
+        foresight.measure_mix(entry, config, InquiryRuntime(None, []), threading.Event())
+    assert measured == [spec.model] * times
 
 
 def test_an_entry_is_asked_about_in_its_own_format_and_split(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

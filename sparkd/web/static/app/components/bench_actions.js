@@ -54,6 +54,6 @@ export async function removed(id, model) {
 
 /** Go on with the cells that are not measured yet. @param {any} result @param {boolean} force */
 export async function resumed(result, force) {
-  const begun = await act(() => post(`${ADMIN}/bench`, { model: result.subject.model, profile: result.profile, resume: result.id, force }));
+  const begun = await act(() => post(`${ADMIN}/bench`, { model: result.subject.model, ...(result.kind === "speed" ? { profile: result.profile } : { kind: result.kind }), resume: result.id, force }));
   if (begun) go("bench");
 }

@@ -77,7 +77,8 @@ export const Cells = ({ result }) => html`<${Table} label="Cells" rows=${result.
 
 /** @type {import("./table.js").Column<any>[]} */
 const LOADS = [
-  { head: "Load", name: true, cell: (one) => ({ first: "first", cached: "from the quantized cache", swap: "swap from another model" })[/** @type {string} */ (one.way)] ?? one.way },
+  { head: "Load", name: true, cell: (one) => ({ first: "first", cached: "from the quantized cache", swap: "swap from another model", back: "swap back to it" })[/** @type {string} */ (one.way)] ?? one.way },
+  { head: "Model", cell: (one) => one.model || UNKNOWN },
   { head: "Takes", end: true, cell: (one) => seconds(one.seconds) },
   { head: "First answer", end: true, cell: (one) => seconds(one.first_answer_s) },
   { head: "Rate", end: true, cell: (one) => bandwidth(one.bytes_per_s) },
@@ -87,8 +88,10 @@ const LOADS = [
 const QUALITY = [
   { head: "Format", name: true, cell: (one) => one.format },
   { head: "Perplexity", end: true, cell: (one) => small(one.perplexity) },
-  { head: "KL, nats a token", end: true, cell: (one) => one.kl ?? UNKNOWN },
+  { head: "KL, nats a token", end: true, cell: (one) => (one.kl == null ? UNKNOWN : fixed(one.kl, 5)) },
+  { head: "KL p99", end: true, hint: "of its positions, the 99th percentile", cell: (one) => small(one.kl_p99) },
   { head: "Greedy agreement", end: true, cell: (one) => percent(one.agreement) },
+  { head: "Says", cell: (one) => (one.error ? html`<span class="wide-text error">${one.error}</span>` : "") },
 ];
 
 /** What a bench measured besides cells. @param {{result: any}} props */

@@ -2,7 +2,7 @@
 
 import { ADMIN, paramOf, post, remove } from "../api.js";
 import { removed, runningBench, useBench, useBenches, USED } from "../components/bench_actions.js";
-import { BenchState, Cells } from "../components/bench_figures.js";
+import { BenchState, Cells, LoadsAndFormats } from "../components/bench_figures.js";
 import { Check, Field } from "../components/form.js";
 import { useAnswer, Waiting } from "../components/loaded.js";
 import { Progress } from "../components/state.js";
@@ -16,6 +16,10 @@ import { Compared } from "./bench_compare.js";
 import { Result } from "./bench_result.js";
 
 const FIRST_PROFILE = "quick";
+/** What a bench may measure. */
+const KINDS = [["speed", "speed"], ["load", "loads and swaps"], ["quality", "quality of formats"]];
+/** The choice of a profile that none of the shipped ones is. */
+const OWN = "own";
 
 /** #/bench, #/bench/ID for one, #/bench/A/B for two. */
 export function Bench() {
@@ -32,7 +36,7 @@ function Benches() {
   const running = operation && rows.find((row) => row.state === "running");
   return html`<section class="page">
     <div class="page-head"><h1>Bench</h1><button type="button" onClick=${again} disabled=${busy}>Look again</button></div>
-    <p class="quiet-text">How fast a model is, and what a token costs in joules. The daemon runs llama-benchy through its own gateway.</p>
+    <p class="quiet-text">How fast a model is, what a token costs in joules, how long a load takes, and what a format costs in accuracy.</p>
     ${operation && html`<${Running} key=${operation.id} operation=${operation} id=${running?.id} />`}
     <${StartForm} onStarted=${again} />
     <section><h2>Earlier benches</h2>
@@ -57,7 +61,7 @@ function Running({ operation, id }) {
 /** @param {{id: string}} props */
 function LiveCells({ id }) {
   const { answer, problem, busy } = useBench(id);
-  return html`<${Waiting} problem=${problem} busy=${busy} empty=${!answer} />${answer && html`<${Cells} result=${answer} />`}`;
+  return html`<${Waiting} problem=${problem} busy=${busy} empty=${!answer} />${answer && (answer.kind === "speed" ? html`<${Cells} result=${answer} />` : html`<${LoadsAndFormats} result=${answer} />`)}`;
 }
 
 /** @param {{onStarted: () => void}} props */
@@ -67,6 +71,10 @@ function StartForm({ onStarted }) {
   // At first one that is ready, which costs no load.
   const [model, setModel] = useState(() => models.keys.peek().find((name) => models.of(name).peek()?.state === "READY") ?? "");
   const [profile, setProfile] = useState(FIRST_PROFILE);
+  const [own, setOwn] = useState("");
+  const [kind, setKind] = useState("speed");
+  const [times, setTimes] = useState("3");
+  const [other, setOther] = useState("");
   const [force, setForce] = useState(false);
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
   const [busy, setBusy] = useState(false);
@@ -79,7 +87,9 @@ function StartForm({ onStarted }) {
     setBusy(true);
     setRefusal(null);
     try {
-      const started = await post(`${ADMIN}/bench`, { model: subject, profile, force });
+      /** @type {Record<string, any>} */
+      const chosen = { speed: profile === OWN ? { profile, profile_text: own } : { profile }, load: { times: Number(times), ...(other && { other }) }, quality: {} };
+      const started = await post(`${ADMIN}/bench`, { model: subject, kind, force, ...chosen[kind] });
       follow(started.operation, `bench ${subject}`);
       onStarted();
     } catch (error) {
@@ -92,13 +102,19 @@ function StartForm({ onStarted }) {
   if (!names.length) return html`<p>No model is known, so there is nothing to measure. <a href=${to("models")}>Add one.</a></p>`;
   return html`<form class="panel" aria-label="Start a bench" onSubmit=${submit}>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
-    ${!!refusal && !["model", "profile"].includes(wrong) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
+    ${!!refusal && !["model", "profile", "times", "other"].includes(wrong) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
     <div class="fields">
       <${Field} label="Model" value=${subject} onInput=${setModel} options=${names} error=${errorAt("model")} />
-      <${Field} label="Profile" value=${profile} onInput=${setProfile} options=${profiles.map((one) => [one.name, `${one.name} (${plural(one.cells.length, "cell")})`])} error=${errorAt("profile")} />
+      <${Field} label="Measure" value=${kind} onInput=${setKind} options=${KINDS} />
+      ${kind === "speed" && html`<${Field} label="Profile" value=${profile} onInput=${setProfile} options=${[...profiles.map((one) => [one.name, `${one.name} (${plural(one.cells.length, "cell")})`]), [OWN, "one of your own"]]} error=${errorAt("profile")} />`}
+      ${kind === "load" && html`<${Field} label="Loads of each way" type="number" min=${1} max=${50} value=${times} onInput=${setTimes} error=${errorAt("times")} />
+        <${Field} label="Swap with" value=${other} onInput=${setOther} options=${[["", "the other READY one"], ...names.filter((name) => name !== subject)]} error=${errorAt("other")} />`}
     </div>
-    ${about && html`<p class="hint">${[plural(about.cells.length, "cell"), about.description].filter(Boolean).join(". ")}</p>`}
-    <div class="actions"><button class="main" disabled=${busy || !about}>Start</button><${Check} label=${USED} checked=${force} onChange=${setForce} /></div>
+    ${kind === "speed" && profile === OWN && html`<${Field} label="Profile in sparkrun's YAML" rows=${8} mono value=${own} onInput=${setOwn} required placeholder="args: {pp: [2048], tg: [128], depth: [0, 4096], concurrency: [1, 4]}" />`}
+    ${kind === "load" && html`<p class="hint">Unloads the model and loads it again: cold, which writes its quantized weights anew, then from these, then in place of the other model and back.</p>`}
+    ${kind === "quality" && html`<p class="hint">Loads the model as stored and in each format, and compares perplexity, KL divergence and greedy answers. Other models may be evicted meanwhile.</p>`}
+    ${kind === "speed" && about && html`<p class="hint">${[plural(about.cells.length, "cell"), about.description].filter(Boolean).join(". ")}</p>`}
+    <div class="actions"><button class="main" disabled=${busy || (kind === "speed" && !about && profile !== OWN)}>Start</button><${Check} label=${USED} checked=${force} onChange=${setForce} /></div>
   </form>`;
 }
 

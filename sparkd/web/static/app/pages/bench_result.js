@@ -31,8 +31,8 @@ export function Result({ id }) {
 function Actions({ result }) {
   const [force, setForce] = useState(false);
   const { answer } = useAnswer(`${ADMIN}/bench/profiles`);
-  const shipped = answer?.profiles.some((/** @type {any} */ one) => one.name === result.profile);
-  const complete = result.cells.every((/** @type {any} */ one) => one.state === "done");
+  const shipped = result.kind === "quality" || answer?.profiles.some((/** @type {any} */ one) => one.name === result.profile);
+  const complete = result.cells.every((/** @type {any} */ one) => one.state === "done") && result.quality.every((/** @type {any} */ one) => one.perplexity != null);
   const forget = async () => (await removed(result.id, result.subject.model)) && go("bench");
   return html`<div class="actions">
     ${!complete && shipped && html`<button type="button" class="main" onClick=${() => resumed(result, force)}>Resume</button><${Check} label=${USED} checked=${force} onChange=${setForce} />`}
@@ -52,6 +52,7 @@ function About({ result }) {
     ["Format", subject.format ?? "as stored"],
     ["Profile", result.profile],
     ["Tool", result.tool],
+    ["Text", result.text ?? UNKNOWN],
     ["vLLM", subject.vllm ?? UNKNOWN],
     ["GPU", subject.gpu ?? "no GPU"],
     ["Driver", subject.driver ?? UNKNOWN],
@@ -59,6 +60,7 @@ function About({ result }) {
     ["Idle power", result.idle_w == null ? UNKNOWN : `${decimal(result.idle_w)} W`],
     ["Memory peak", peaks.length ? gib(Math.max(...peaks)) : UNKNOWN],
     ["Predicted memory", gib(result.predicted_bytes)],
+    ["Predicted decode", result.predicted?.decode_tokens_per_s ? `${decimal(result.predicted.decode_tokens_per_s)} tokens/s` : UNKNOWN],
     ["Began", moment(result.started_s)],
     ["Ended", moment(result.ended_s)],
   ];

@@ -1,0 +1,81 @@
+"""Runs a benchmark tool in a session of its own: follows it to its end, and ends it where the bench is cancelled. Knows no tool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
+
+from sparkd.errors import RankError
+
+LINE_BYTES = 1 << 20
+_LAST_LINES = 20
+_END_S = 10.0
+
+
+def environment(home: Path, temporary: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The daemon's own may hold keys, and a proxy would be asked for 127.0.0.1. home: in place of the user's; temporary: of /tmp, where
+    AIPerf leaves files."""
+    own = {"HOME": str(home), "TMPDIR": str(temporary), "PATH": os.environ.get("PATH", os.defpath)}
+    return {**own, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(more or {})}
+
+
+async def run(
+    name: str, command: Sequence[str], env: Mapping[str, str], said: Path, heard: Callable[[bytes], Awaitable[None]], key: str | None = None
+) -> str:
+    """The last thing that it said of an error, or at all. said: a file for its errors; heard: gets each line of its output; key: the first
+    line of its input. Raises RankError where it does not end with 0."""
+    with await asyncio.to_thread(said.open, "wb") as words:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            env=dict(env),
+            limit=LINE_BYTES,
+            start_new_session=True,
+        )
+    try:
+        if process.stdin is None or process.stdout is None:
+            raise RankError(f"{name} could not be started.")
+        process.stdin.write(f"{key or ''}\n".encode())
+        process.stdin.close()
+        async for line in process.stdout:
+            await heard(line)
+        await process.wait()
+    finally:
+        await asyncio.shield(_end(process))
+    reason = await asyncio.to_thread(_reason, said)
+    if process.returncode != 0:
+        raise RankError(f"{name} ended with {process.returncode}: {reason}")
+    return reason
+
+
+def version_in(interpreter: str, package: str) -> str | None:
+    """The version of a package in the environment of a Python; None without it. Reads files only. Blocks."""
+    own = interpreter == sys.executable
+    places = sys.path if own else [str(path) for path in Path(interpreter).parent.parent.glob("lib/python*/site-packages")]
+    return next((found.version for found in distributions(name=package, path=places)), None)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+
+
+def _reason(said: Path) -> str:
+    """The last line that speaks of an error, else the last one."""
+    lines = [line.strip()[:500] for line in said.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if line.strip()]
+    wrong = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
+    return (wrong or lines or ["it said nothing"])[-1]

@@ -1,0 +1,70 @@
+"""A bench goes on only with the model, tool, text, profile and cells of its first part."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from sparkd.admin.benches import refuse_a_mixture
+from sparkd.admin.quality_bench import quality_bench
+from sparkd.admin.speed_bench import SpeedBench
+from sparkd.bench.profile import Arguments, BenchProfile
+from sparkd.bench.result import BenchResult, BenchSubject, Cell, CellResult, text_label
+from sparkd.errors import BadRequest
+
+CELLS = tuple(Cell(depth=depth, concurrency=1, prompt_tokens=8, output_tokens=4) for depth in (0, 16))
+TEXT = text_label("moby.txt", "Call me Ishmael.")
+EARLIER = BenchResult(
+    id="20261101-120000-m",
+    state="cancelled",
+    subject=BenchSubject(model="m", source="/m"),
+    profile="quick",
+    tool="llama-benchy 0.4.0",
+    text=TEXT,
+    started_s=1.0,
+    cells=[CellResult(cell=cell) for cell in CELLS],
+)
+
+
+def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
+    chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
+    return SpeedBench(chosen, tool.partition(" ")[0], tool, sys.executable, text)
+
+
+@pytest.mark.parametrize("same", [{}, {"text": text_label("copy.txt", "Call me Ishmael.")}])
+def test_the_same_tool_text_and_profile_go_on(same: dict[str, Any]) -> None:
+    refuse_a_mixture(EARLIER, "m", planned(**same))
+
+
+def test_a_result_that_names_no_text_goes_on() -> None:
+    refuse_a_mixture(EARLIER.model_copy(update={"text": None}), "m", planned())
+
+
+@pytest.mark.parametrize(
+    ("other", "parts"),
+    [
+        ({"tool": "vllm 0.32.0", "text": "random tokens"}, ("tool", "llama-benchy", "vllm")),
+        ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
+        ({"text": "random tokens"}, ("text", TEXT, "random tokens")),
+        ({"profile": "mine"}, ("profile", "quick", "mine")),
+        ({"cells": CELLS[:1]}, ("cell 2", CELLS[1].name, "profile")),
+        ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),
+    ],
+)
+def test_the_refusal_names_the_part_that_differs(other: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        refuse_a_mixture(EARLIER, "m", planned(**other))
+    assert all(part in refusal.value.message for part in (EARLIER.id, *parts))
+
+
+def test_another_model_is_refused() -> None:
+    with pytest.raises(BadRequest) as refusal:
+        refuse_a_mixture(EARLIER, "n", planned())
+    assert {"m", "n"} <= set(refusal.value.message.replace(",", " ").split())
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(BadRequest, match="its kind is speed, not quality"):
+        refuse_a_mixture(EARLIER, "m", quality_bench([], None, None))

@@ -1,0 +1,49 @@
+"""Answers of vLLM are read position by position; one without what is needed is an error that repeats nothing of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparkd.bench.answer_logprobs import read_passage, read_tokens
+from sparkd.errors import EngineError
+
+POSITION = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": '"prompt_logprobs":['}, "7": {"logprob": -1.5, "rank": 2}}
+CHOICE = {"text": '"prompt_logprobs":[', "prompt_logprobs": [None, POSITION], "prompt_token_ids": [3, 5], "index": 0}
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_a_passage_is_read(separators: tuple[str, str]) -> None:
+    read = read_passage(json.dumps({"choices": [CHOICE], "usage": {}}, separators=separators).encode())
+    assert (read.ids, read.likely) == ([3, 5], [{"5": -0.5, "7": -1.5}])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"prompt_logprobs": None},
+        {"prompt_logprobs": [None]},
+        {"prompt_token_ids": [3, 5, 6]},
+        {"prompt_token_ids": None},
+        {"prompt_logprobs": [None, {"5": "canary"}]},
+    ],
+)
+def test_an_answer_without_them_is_an_error(choice: dict[str, object]) -> None:
+    with pytest.raises(EngineError) as caught:
+        read_passage(json.dumps({"choices": [CHOICE | choice]}).encode())
+    assert "canary" not in caught.value.message
+
+
+def test_an_answer_that_is_cut_off_is_an_error() -> None:
+    whole = json.dumps({"choices": [CHOICE]}).encode()
+    for length in range(0, len(whole) - 1, 7):
+        with pytest.raises(EngineError):
+            read_passage(whole[:length])
+
+
+def test_tokens_are_read_by_prompt() -> None:
+    choices = [{"index": 1, "token_ids": [4]}, {"index": 0, "token_ids": [2, 3]}]
+    assert read_tokens(json.dumps({"choices": choices}).encode()) == {0: [2, 3], 1: [4]}
+    with pytest.raises(EngineError):
+        read_tokens(b'{"choices": [{"index": 0}]}')

@@ -1,0 +1,39 @@
+"""The rates that benches measured: kept by name, read back, and used for this node alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.capacity.learned_rates import FILE, learn, learned_rates, with_learned_rates
+from sparkd.errors import StateError
+from sparkd.hardware import SPARK
+
+
+def test_a_later_bench_replaces_its_own_rates(tmp_path: Path) -> None:
+    learn(tmp_path, {"bandwidth_bytes_s": 1e11, "disk_bytes_s": 1e9})
+    learn(tmp_path, {"disk_bytes_s": 2e9})
+    assert learned_rates(tmp_path) == {"bandwidth_bytes_s": 1e11, "disk_bytes_s": 2e9}
+
+
+def test_nothing_learned_writes_nothing(tmp_path: Path) -> None:
+    learn(tmp_path, {})
+    assert learned_rates(tmp_path) == {} and not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"disk_bytes_s": "fast", "bandwidth_bytes_s": -1}'])
+def test_a_broken_file_is_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert learned_rates(tmp_path) == {}
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=FILE):
+        learn(tmp_path / "none", {"disk_bytes_s": 1e9})
+
+
+def test_a_plan_takes_them_in_place_of_the_data_sheet() -> None:
+    hardware = with_learned_rates(SPARK, {"bandwidth_bytes_s": 2e11})
+    assert (hardware.bandwidth_bytes_s, hardware.disk_bytes_s) == (2e11, SPARK.disk_bytes_s)
+    assert hardware.learned == ("bandwidth_bytes_s",) and with_learned_rates(SPARK, {}) == SPARK
