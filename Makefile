@@ -66,7 +66,7 @@ bench: dev
 
 # The slow benches, which load models into real engines, are no part of `make test`.
 smoke: dev chromium
-	"$(BIN)/python" -m pytest -n 3 --dist loadfile -m slow tests/bench
+	"$(BIN)/python" -m pytest -n 3 --dist loadfile -m slow tests/bench tests/sparkd/daemon/test_benches.py
 
 wheels: dev
 	"$(BIN)/python" deploy/wheels.py

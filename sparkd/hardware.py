@@ -20,6 +20,7 @@ class Hardware:
     """One node. Bytes and bytes a second; unified: the device's memory is the host's. link_*: between two nodes, one way.
 
     system_bytes: what the operating system and its services hold. platform: cuda or cpu. A rate that is None is not known.
+    learned: the rates that a bench measured on this node, by name.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Hardware:
     link_bytes_s: float | None
     link_latency_s: float | None
     platform: str = "cuda"
+    learned: tuple[str, ...] = ()
 
 
 # MemTotal of a Spark with a 2026 firmware; 4 GiB are what a headless one holds at rest, desktop off (/proc/meminfo captures of four
@@ -53,7 +55,7 @@ def hardware_of(text: str) -> Hardware:
     if not path.is_file():
         raise ConfigError(f"--hardware {text}: neither {' nor '.join(KNOWN)} nor a file; name one of them.", param="hardware")
     stated = _read(path)
-    names = {field.name: field.type for field in fields(Hardware)}
+    names = {field.name: field.type for field in fields(Hardware) if field.name != "learned"}
     if unknown := sorted(set(map(str, stated)) - names.keys()):
         raise ConfigError(f"{path}: the key {unknown[0]!r} is not known; {', '.join(names)} are.", param="hardware")
     values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}

@@ -40,6 +40,8 @@ MODELS = (
     "sparkd/inquiry/test_known_architectures.py",
     "workers/engine/test_model_answer.py",
 )
+# They share one daemon with a model in real vLLM (`served` of tests/e2e/conftest.py), whose start takes a minute.
+SERVED = ("e2e/test_serving_page.py", "e2e/test_tools.py", "e2e/test_metrics_page.py", "e2e/test_traces.py")
 # In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
 ENGINES = (
     "sparkd/daemon/test_daemon.py",
@@ -47,15 +49,13 @@ ENGINES = (
     "sparkd/cluster/test_launcher_vllm.py",
     "e2e/test_upgrade.py",
     "sparkd/cluster/test_two_nodes.py",
-    "e2e/test_serving_page.py",
-    "e2e/test_tools.py",
+    *SERVED,
     "sparkd/cli/test_with_daemon.py",
     "security/test_engine_door.py",
     *MODELS,
     "sparkd/inquiry/test_known_formats.py",
-    "e2e/test_metrics_page.py",
-    "e2e/test_traces.py",
     "sparkd/daemon/test_benches.py",
+    "sparkd/daemon/test_load_bench.py",
     "sparkd/daemon/test_restart.py",
     "sparkd/daemon/test_faulty_daemon.py",
     "sparkd/gateway/test_memory.py",
@@ -129,13 +129,14 @@ def pytest_sessionfinish() -> None:
 
 
 class Scheduling(LoadFileScheduling):
-    """A file is run by one worker, and so are all MODELS; the cases of APART by several."""
+    """A file is run by one worker, and so are all MODELS and all SERVED; the cases of APART by several."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(APART):
             return nodeid
         path = str(super()._split_scope(nodeid))
-        return "models" if path.removeprefix("tests/") in MODELS else path
+        name = path.removeprefix("tests/")
+        return "models" if name in MODELS else "served" if name in SERVED else path
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,7 +53,7 @@ from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import QuestionHere, hardware_here, planned_here
+from sparkd.capacity.plan_for_node import QuestionHere, planned_here, planning_hardware
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.journal import Ledger
@@ -148,7 +148,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     )
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        hardware = await asyncio.to_thread(hardware_here, "node", registry.config)
+        hardware = await asyncio.to_thread(planning_hardware, "node", registry.config)
         head = {"head": snapshot.cluster.get("address"), "hardware": asdict(hardware)}
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.address for node in snapshot.nodes}

@@ -16,6 +16,7 @@ from sparkd.admin.answers import answers
 from sparkd.admin.page_answers import LayersAnswer, SettingsAnswer, StartAnswer
 from sparkd.admin.starts import Starts
 from sparkd.capacity.layers import layers_of
+from sparkd.capacity.mixes import mix_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
@@ -30,6 +31,7 @@ from sparkd.schema.engine_args import engine_args, recipe_of
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import MASK
 from sparkd.state.nouns import RankHandle
+from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
 
 LAYERS_KEPT_S = 30.0
@@ -84,7 +86,9 @@ def _layers(record: Record, config: Config) -> dict[str, Any]:
     spec = at_trusted_commit(record.spec, config)
     env = {**os.environ, **spec.environment(config.engine)}
     checkpoint = checkpoint_of(spec.model, spec.revision, env, None)
-    return layers_of(checkpoint, recipe_of(spec, env), wide=engine_args(spec, env).wide).to_json()
+    wish = best_of(spec.quantize)
+    recipe = recipe_of(spec, env) if wish is None or wish.gib is None else mix_of(checkpoint, wish, config.profiles_path)
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide).to_json()
 
 
 def _keys(record: Record) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.prequantized import prequantized
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import is_open
 from workers.kv.advice import Cure, advised
 from workers.quantization.recipe import AS_IT_IS
 
@@ -147,7 +147,7 @@ def advice(
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
     wish = FitRequest(serving.max_model_len, 1, ways[0] * ways[1], serving, None, args.enforce_eager, 0, ways=(ways,))
     options = choose(model, machine, wish).options
-    own = AS_STORED if args.recipe is None or args.quantize in (None, AUTO) else args.recipe.default.spelling
+    own = AS_STORED if args.recipe is None or args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
     if not instead_of and any(option.fits and option.format == own for option in options):
         return  # then it is another key that stands in the way
     split = {"tensor_parallel": ways[0]} if instead_of else {}

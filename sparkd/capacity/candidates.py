@@ -4,16 +4,20 @@ question, best first. Counts nothing."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sparkd.capacity.fit import recipes
 from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.mixes import measured_of, mixes_of
 from sparkd.capacity.weights import FormattedModel
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.prequantized import prequantized
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS
 
 
@@ -37,10 +41,16 @@ def candidate_of(args: EngineArgs, headers: Headers) -> Candidate | None:
         return None
 
 
-def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False) -> tuple[Candidate, ...]:
+def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False, profiles: Path | None = None) -> tuple[Candidate, ...]:
     """The entry's own format alone; for `quantize: auto` as it is stored, then as others have quantized it, who had data to calibrate with,
-    then by ourselves (sparkd.capacity.fit.rank). beside: with what this machine has of the model quantized already."""
-    ways = _ways(args, headers, beside=beside) if args.quantize == AUTO else ((args, headers),)
+    then by ourselves (sparkd.capacity.fit.rank); for `best` its mixes. beside: with what this machine has of the model quantized already;
+    profiles: the folder of profiles, beside which is what was measured for `best`. Raises ConfigError where no mix is as small as
+    the entry asks for."""
+    ways: Iterable[tuple[EngineArgs, Headers]] = ((args, headers),)
+    if args.quantize == AUTO:
+        ways = _ways(args, headers, beside=beside)
+    elif (wish := best_of(args.quantize)) is not None:
+        ways = _mixes(args, headers, wish, profiles)
     return tuple(candidate for way in ways if (candidate := candidate_of(*way)) is not None)
 
 
@@ -50,6 +60,12 @@ def _ways(args: EngineArgs, headers: Headers, *, beside: bool) -> Iterator[tuple
     if beside:
         yield from _neighbours(args, headers)
     yield from ((plain.quantized(recipe), headers) for _, recipe in recipes(headers.model, None) if recipe.quantizes)
+
+
+def _mixes(args: EngineArgs, headers: Headers, wish: BestWish, profiles: Path | None) -> Iterator[tuple[EngineArgs, Headers]]:
+    with suppress(CheckpointError):  # the engine says why, with the tensor's name
+        for recipe in mixes_of(headers.model, wish, measured_of(headers.model.checkpoint, profiles), args.tensor_parallel or 1):
+            yield args.quantized(recipe), headers
 
 
 def _neighbours(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:

@@ -20,6 +20,8 @@ from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 AS_STORED = "as stored"
+# The name of a recipe with rules.
+CONFIGURED = "as configured"
 # Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
 # whole groups of 128: int4-g128 stands where its error of Gaussian weights puts it (.090 before it, .097, .111 behind it).
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
@@ -141,7 +143,7 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
     """(name, recipe) of each, best first. requested: None for any of FORMATS."""
     source = inventory.checkpoint.quantization
     if (recipe := requested) is not None:
-        yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
+        yield (recipe.default.spelling if not recipe.rules else CONFIGURED) if recipe.quantizes else AS_STORED, recipe
         return
     yield AS_STORED, AS_IT_IS
     if source is None or source.requantizable:
@@ -335,6 +337,16 @@ def _notes(inventory: Inventory, wish: FitRequest, ranked: Sequence[Option]) -> 
         yield from inventory.unmet(recipe)
     if wish.nodes == 3:
         yield from _three(ranked)
+
+
+def fp4_note(best: Option | None) -> tuple[str, ...]:
+    """Names the format that computes prompts faster, beside the one that has its size and is more accurate."""
+    if best is None or best.format != "nvfp4" or best.serving.platform != "cuda":
+        return ()
+    return (
+        "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "
+        "less accurate (docs/formats.md).",
+    )
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:

@@ -243,9 +243,10 @@ def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: in
 
 def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float | None:
     """An upper bound for one request at a short context: every token reads the active weights once; with tensor parallelism two sums over
-    the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other. 0 where nothing is read."""
+    the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other. 0 where nothing is read. None where
+    the memory's rate is not known, or is not what a token waits for: sparkd's kernels on a CPU decode the weights that sparkd quantizes."""
     bandwidth, link, latency = hardware.bandwidth_bytes_s, hardware.link_bytes_s, hardware.link_latency_s
-    if bandwidth is None:
+    if bandwidth is None or (hardware.platform == "cpu" and weights.changed):
         return None
     reading, talking = weights.active_bytes / bandwidth, 0.0
     if serving.tensor_parallel > 1 or serving.pipeline_parallel > 1:

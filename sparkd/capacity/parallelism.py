@@ -77,7 +77,7 @@ def uneven_groups(model: FormattedModel) -> Iterator[str]:
             continue
         columns = sides(one.part.tensor, model.inventory.shape)[1]
         if columns % one.form.group:
-            fits = fitting(one.form.group, columns)
+            fits = fitting(one.form.group, columns, one.form.name)
             yield f"{columns} columns of {one.part.tensor.name} do not divide into groups of {one.form.group}: {fits} would fit"
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.fit import FitRequest, choose, is_answered, refuse_uncounted, unread
+from sparkd.capacity.fit import FitRequest, choose, fp4_note, is_answered, refuse_uncounted, unread
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.capacity.mixes import measured_of, mixes_of
 from sparkd.capacity.plan_report import Offer, Site, learned_with, to_json
 from sparkd.capacity.plan_request import Finder, Others, PlanRequest
 from sparkd.capacity.speculative import Drafting, drafting, kv_dtype
@@ -21,6 +22,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
 from sparkd.schema.quantize import AUTO
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 
@@ -51,7 +53,8 @@ def answer(
         return plan_for_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
     shape, platform = shape_of(checkpoint.config), hardware.platform
     # Without an entry `auto` means the same as no format: all formats are tried.
-    quantize = None if question.quantize in (None, AUTO) else QuantizationRecipe.parse(question.quantize)
+    best = best_of(question.quantize)
+    quantize = None if question.quantize in (None, AUTO) else AS_IT_IS if best else QuantizationRecipe.parse(question.quantize)
     kv_asked = question.kv_cache_dtype or "auto"
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
@@ -88,8 +91,10 @@ def answer(
     consulted = consultation(known)
     known, wish = consulted.informed(known, wish)
     refuse_uncounted(known, wish)
+    if best is not None:
+        wish = _mixed(known, hardware, wish, best, site)
     choice = choose(known, hardware, wish)
-    choice = replace(choice, notes=(*choice.notes, *unread(known, choice.options, consulted.doubt())))
+    choice = replace(choice, notes=(*choice.notes, *fp4_note(choice.best), *unread(known, choice.options, consulted.doubt())))
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
     # A configuration in Mistral's format names no architecture, and a model that vLLM has built is known to vLLM.
     named = checkpoint.config_file == CONFIG and not is_answered(choice.options)
@@ -100,6 +105,16 @@ def answer(
         other, as_stored = consultation(each).informed(each, _as_stored(wish, each.checkpoint, question, drafted))
         offers.append(Offer(name, each, choose(other, hardware, as_stored)))
     return to_json(source, known, hardware, wish, choice, offers, site=site)
+
+
+def _mixed(known: Inventory, hardware: Hardware, wish: FitRequest, best: BestWish, site: Site) -> FitRequest:
+    """The request with the best mix of formats that fits, else the smallest."""
+    mixed = wish
+    for recipe in mixes_of(known, best, measured_of(known.checkpoint, site.profiles)):
+        mixed = replace(wish, quantize=recipe)
+        if choose(known, hardware, mixed).best is not None:
+            break
+    return mixed
 
 
 def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) -> Iterator[tuple[str, Inventory]]:

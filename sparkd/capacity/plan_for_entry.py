@@ -21,11 +21,13 @@ from sparkd.capacity.candidates import candidates_of
 from sparkd.capacity.consultation import Answers, Ask, nobody
 from sparkd.capacity.container import hidden
 from sparkd.capacity.fit import (
+    CONFIGURED,
     FitRequest,
     FitResult,
     Option,
     choose,
     doubt_in_short,
+    fp4_note,
     gib,
     is_answered,
     quality_of,
@@ -38,6 +40,7 @@ from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.mixes import measured_of
 from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_at, to_json
 from sparkd.capacity.plan_request import Others, PlanRequest
 from sparkd.capacity.profiles import FAMILIES
@@ -56,13 +59,15 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs, at_any_length, decided, engine_args, recipe_of, settings_uncounted
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import AUTO, is_best, is_open
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.advice import advised
 from workers.kv.profiles import profiles_in
+from workers.quantization.best_wish import BEST
+from workers.quantization.mix import UNMEASURED
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 
@@ -140,12 +145,12 @@ def answer(
     draft = headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
     wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked)
-    informed = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else args.recipe)
+    informed = replace(wish, ways=tuple(tried), quantize=None if is_open(spec.quantize) else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed, informed = consultation.informed(headers.model, informed)
     refuse_uncounted(completed, informed)
     headers, wish = replace(headers, model=completed), replace(wish, exact=informed.exact)
-    candidates = candidates_of(args, headers, beside=nodes == 1 and bool(there))
+    candidates = candidates_of(args, headers, beside=nodes == 1 and bool(there), profiles=entry.config.profiles_path)
     for ways in tried:
         candidate = resolved(candidates, hardware, _free(hardware), ways, evidence).args if candidates else plain
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
@@ -154,8 +159,12 @@ def answer(
             taken = [_taken(candidate, there[candidate.model], hardware, own_wish, evidence, read)]
             options += [(option, candidate) for option in choose(headers.model, hardware, replace(own_wish, quantize=None)).options]
             continue
-        options += [(option, candidate) for option in choose(headers.model, hardware, own_wish).options]
-        if spec.quantize == AUTO:
+        own_options = choose(headers.model, hardware, own_wish).options
+        named = [
+            replace(option, format=BEST) if is_best(spec.quantize) and option.format == CONFIGURED else option for option in own_options
+        ]
+        options += [(option, candidate) for option in named]
+        if is_open(spec.quantize):
             # The other formats show why no better one was chosen, and the alternatives.
             every = choose(headers.model, hardware, replace(own_wish, quantize=None)).options
             options += [(option, candidate) for option in every if _is_beside(option, options[-1][0])]
@@ -167,9 +176,12 @@ def answer(
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
         best = taken[0].choice.options[0], candidate
-    notes = [] if best is not None or spec.quantize == AUTO else [_advice(args, hardware)]
+    notes = [] if best is not None or is_open(spec.quantize) else [_advice(args, hardware)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
+    notes += fp4_note(None if best is None else best[0])
+    if is_best(spec.quantize) and measured_of(checkpoint, entry.config.profiles_path) is UNMEASURED:
+        notes.append("The mix of `quantize: best` follows the classes of layers: the daemon has not measured this model's weights yet.")
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     answered = is_answered([option for option, _ in options])
@@ -269,7 +281,7 @@ def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardw
 
     def learned(recipe: QuantizationRecipe, at: Serving) -> MeasuredPeaks | None:
         timed = plain if args.max_model_len is None else replace(plain, max_model_len=at.max_model_len)
-        formatted = timed.quantized(recipe) if args.quantize == AUTO else timed
+        formatted = timed.quantized(recipe) if is_open(args.quantize) else timed
         return evidence.learned(formatted, headers, (at.tensor_parallel, at.pipeline_parallel), hardware)
 
     return FitRequest(
@@ -334,7 +346,7 @@ def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardw
     if spec.runs_vllm(entry.config.engine):
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
     translation = _refuse_flags(spec, entry)
-    decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
+    decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if is_open(getattr(entry.spec, key))}
     parsers = {key: getattr(spec, key) for key in ("tool_call_parser", "reasoning_parser") if getattr(entry.spec, key) is None}
     decided |= {key: name for key, name in parsers.items() if name not in (None, OFF)}
     if spec.model != entry.spec.model:

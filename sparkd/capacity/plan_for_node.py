@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.consultation import Witness
+from sparkd.capacity.learned_rates import learned_rates, with_learned_rates
 from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
 from sparkd.capacity.plan_report import Site, vllm_json
@@ -90,6 +91,12 @@ def hardware_here(name: str, config: Config | None = None) -> Hardware:
     return machine(platform, total, (MemorySettings() if config is None else config.memory).os_reserve_bytes(total))
 
 
+def planning_hardware(name: str, config: Config | None = None) -> Hardware:
+    """As hardware_here, with the rates that benches measured on this node."""
+    hardware = hardware_here(name, config)
+    return hardware if name in KNOWN or config is None else with_learned_rates(hardware, learned_rates(config.state_dir))
+
+
 async def planned_here(
     question: QuestionHere,
     find: Callable[[str], ModelConfig | None],
@@ -105,7 +112,7 @@ async def planned_here(
     Unavailable after LIMIT_S or where too many plans are in progress."""
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await _PLANS.run(hardware_here, question.hardware, config)
+            hardware = await _PLANS.run(planning_hardware, question.hardware, config)
             # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
             spec = find(question.model)
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:

@@ -205,6 +205,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "first_load_s": found.first_load_s,
             "next_load_s": found.next_load_s,
             "decode_tokens_s": found.decode_tokens_s,
+            "active_bytes": found.weights.active_bytes,
             "notes": list(found.weights.notes),
         }
     return told

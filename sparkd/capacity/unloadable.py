@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkd.capacity.account import is_other
 from sparkd.capacity.headers import inventory_in
+from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups
 from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
@@ -19,10 +20,12 @@ from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
 from sparkd.models.shape import LENGTHS, rotary_tables, shape_of, text_config
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import is_open
 from sparkd.vllm.releases import Release
 from sparkd.vllm.translate import LOAD_FORMAT
 from workers.host import regular_file
+from workers.quantization.best_wish import BestWish, best_of
+from workers.quantization.mix import UNMEASURED
 
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
@@ -77,8 +80,10 @@ def too_long(args: EngineArgs, release: Release | None = None) -> str | None:
 
 
 def uneven(args: EngineArgs) -> str | None:
-    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what
-    QuantizationRecipe.assign refuses. None where it would not, or the headers are not on this machine."""
+    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, what QuantizationRecipe.assign
+    refuses, or a size that no mix of formats is as small as. None where it would not, or the headers are not on this machine."""
+    if (wish := best_of(args.quantize)) is not None:
+        return _too_small(args, wish)
     model = _quantized_here(args)
     if model is None or args.recipe is None or is_other(args, model):
         return None
@@ -95,10 +100,26 @@ def unmet(args: EngineArgs) -> tuple[str, ...]:
     return () if model is None or args.recipe is None else model.unmet(args.recipe)
 
 
+def _too_small(args: EngineArgs, wish: BestWish) -> str | None:
+    model = _weights_here(args) if wish.gib is not None else None
+    try:
+        if model is not None:
+            mixes_of(model, wish, UNMEASURED, args.tensor_parallel or 1)
+    except ConfigError as error:
+        return error.explanation
+    except CheckpointError:
+        pass  # the engine says it, with the tensor's name
+    return None
+
+
 def _quantized_here(args: EngineArgs) -> Inventory | None:
     """The weights that its `quantize` is about; None where there is none, or they are not on this machine."""
+    return None if args.quantize is None or is_open(args.quantize) else _weights_here(args)
+
+
+def _weights_here(args: EngineArgs) -> Inventory | None:
     folder = folder_of(args.model, args.revision, args.env)
-    if folder is None or args.quantize in (None, AUTO):
+    if folder is None:
         return None
     try:
         return inventory_in(folder)

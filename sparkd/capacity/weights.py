@@ -129,6 +129,8 @@ class Inventory:
     _formatted: dict[QuantizationRecipe, FormattedModel | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    # By what they were made for (sparkd.capacity.mixes), because a model that waits for room is asked about again and again.
+    mixes: dict[object, tuple[QuantizationRecipe, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def widened(self) -> Inventory:
         """The model in float32. Everything grows but what is stored quantized."""

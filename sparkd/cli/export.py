@@ -55,8 +55,9 @@ def export(
 
         def shown(event: Mapping[str, Any]) -> None:
             nonlocal began
-            # Only from here on: what torch's import takes says nothing about the rest.
-            began = began or (time.monotonic(), int(event["bytes_done"]))
+            # Only from here on: the seconds of torch's import and of a calibration say nothing about the rest.
+            if event["from"] == "calibration" or began is None:
+                began = time.monotonic(), int(event["bytes_done"])
             if not session.json:
                 line(f"{model}: {how_far(event, time.monotonic() - began[0], began[1])}", event["from"])
 
@@ -127,6 +128,8 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
 
 def how_far(event: Mapping[str, Any], seconds: float, before: int) -> str:
     """`quantizing 37%, 12.3 GiB of 33.1 GiB, 0.21 GB/s, about 90 s left`. seconds: since `before` bytes were done."""
+    if event["from"] == "calibration":
+        return "measuring the inputs of its layers over a text"
     done, total = int(event["bytes_done"]), int(event["bytes_total"])
     words = f"{'copying' if event['from'] == 'cache' else 'quantizing'} {done / max(1, total):.0%}, {show.size(done)} of {show.size(total)}"
     if seconds < HONEST_AFTER_S or done <= before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from sparkd.capacity.layers import Consult, LayerListing, layers_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.models.remote_headers import Progress, checkpoint_of
 from sparkd.models.source import CONFIG_PATH, source_of
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import is_open
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
@@ -35,24 +37,42 @@ def listing_of(
     the model.
     """
     named = named_model(model, config_file, environ, ask)
-    recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
-    return layers_of(checkpoint_of(named.source, named.revision, named.env, progress), recipe, consult, wide=named.wide)
+    wish = named.best if quantize is None else best_of(value_of(quantize))
+    checkpoint = checkpoint_of(named.source, named.revision, named.env, progress)
+    if wish is not None:
+        # These modules are imported for `best` alone.
+        from sparkd.capacity.mixes import mix_of
+
+        recipe = mix_of(checkpoint, wish, _profiles(config_file, environ))
+    else:
+        recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
+    return layers_of(checkpoint, recipe, consult, wide=named.wide)
+
+
+def _profiles(config_file: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The daemon's folder of profiles, as far as this user knows it."""
+    from sparkd.capacity.plan_report import Site
+
+    with suppress(ConfigError):
+        if (around := settings_around(config_file, environ)) is not None:
+            return Site.of(around[0]).profiles
+    return Site.without_config(environ).profiles
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """The model that a user calls MODEL. source: a folder or a hub id; env: of its engine; wide: its entry asks for float32."""
+    """The model that a user calls MODEL. source: a folder or a hub id; env: of its engine; wide: its entry asks for float32; best:
+    set where its entry says `quantize: best`."""
 
     source: str
     revision: str | None
     recipe: QuantizationRecipe
     env: dict[str, str]
     wide: bool = False
+    best: BestWish | None = None
 
 
-def named_model(
-    model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
-) -> NamedModel:
+def named_model(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]) -> NamedModel:
     """As `listing_of`."""
     source, env = source_of(model), dict(environ)
     if source.startswith("/"):
@@ -91,9 +111,7 @@ def _config_path(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     return CONFIG_PATH if os.access(CONFIG_PATH, os.R_OK) else None
 
 
-def _named(
-    model: str, config_file: Path | None, environ: dict[str, str], ask: Callable[[], list[dict[str, Any]]]
-) -> NamedModel:
+def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: Callable[[], list[dict[str, Any]]]) -> NamedModel:
     path = _config_path(config_file, environ)
     if path is not None:
         from sparkd.config.config import load_config
@@ -105,7 +123,8 @@ def _named(
         if entry is not None:
             env = {**environ, **entry.environment(config.engine)}
             revision = at_trusted_commit(entry, config).revision
-            return NamedModel(entry.model, revision, recipe_of(entry, env), env, engine_args(entry, env).wide)
+            wide = engine_args(entry, env).wide
+            return NamedModel(entry.model, revision, recipe_of(entry, env), env, wide, best_of(entry.quantize))
     if "/" in model:
         return NamedModel(model, None, QuantizationRecipe.parse(None, environ), environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
@@ -119,8 +138,8 @@ def _named(
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
     # The environment of its entry there; this machine's variables are not its engine's.
     quantize = view.get("quantize")
-    recipe = AS_IT_IS if quantize in (None, AUTO) else QuantizationRecipe.parse(quantize, environ)
-    return NamedModel(str(view["source"]), None, recipe, environ)
+    recipe = AS_IT_IS if quantize is None or is_open(quantize) else QuantizationRecipe.parse(quantize, environ)
+    return NamedModel(str(view["source"]), None, recipe, environ, best=best_of(quantize))
 
 
 def value_of(text: str) -> Any:

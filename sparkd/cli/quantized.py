@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.errors import CheckpointError, ConfigError, Conflict
 from sparkd.models.folder import refuse_unusable
 from sparkd.models.source import name_of, snapshot_of, source_of
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import is_open
 from workers.stream.cache import store
 from workers.stream.cache.manifest import model_name
 
@@ -105,7 +105,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
         source = str(snapshot)
     refuse_unusable(source, vllm=True)
-    own = configured.quantize if configured is not None and configured.quantize != AUTO else None
+    own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
     value = _value(quantize) if quantize is not None else own
     recipe = QuantizationRecipe.parse(value, env)
     if not recipe.quantizes:

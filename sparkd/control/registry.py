@@ -36,6 +36,8 @@ class Roster:
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
         self._loud: dict[str, str] = {}
+        # Models that a bench has for a while, in memory only: a daemon that is killed has none of them when it starts again.
+        self._lent: dict[str, ModelConfig] = {}
         # By added model that cannot be used: why.
         self._left_out: dict[str, str] = {}
         self.config = config
@@ -122,6 +124,19 @@ class Roster:
         self.configure(self._base)
         return "added" if standing is None else "changed"
 
+    def lend(self, name: str, spec: ModelConfig | None) -> None:
+        """Have a bench's model until this daemon ends, or forget it where spec is None. Raises Conflict for a taken name, ConfigError."""
+        if spec is None:
+            if self._lent.pop(name, None) is not None:
+                self.configure(self._base)
+            return
+        standing = self.records.get(self._names.get(name, ""))
+        if (standing is not None and standing.spec is not None) or name in self._left_out:
+            raise Conflict(f"{name!r} is a name already: remove that model.", param="name")
+        self._base.with_model(spec)
+        self._lent[name] = spec
+        self.configure(self._base)
+
     def model_places(self) -> tuple[str, ...]:
         """See Config.model_places."""
         return self._base.model_places()
@@ -140,6 +155,7 @@ class Roster:
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         self.check_removable(record)
+        self._lent.pop(record.name, None)
         self._store.wishes.forget_spec(record.name)
         self.configure(self._base)
 
@@ -232,6 +248,12 @@ class Roster:
                 # The last boundary of a row that another release may have written: it must not stop a start.
                 log.exception("the model %s, added earlier, cannot be read", name)
                 self._left_out[name] = f"sparkd made an error ({type(error).__name__}); its log has more."
+        for name, spec in [*self._lent.items()]:
+            try:
+                config = config.with_model(spec)
+            except SparkdError as error:
+                del self._lent[name]
+                log.warning("the model %s of a bench is left out: %s", name, error.message)
         for name, reason in self._left_out.items():
             log.warning("the model %s, added earlier, is left out: %s", name, reason)
         return config

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from sparkd import metrics
 from sparkd.admin.bandwidth import Measures
-from sparkd.admin.benches import Benches, Surroundings
+from sparkd.admin.benches import Benches
 from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
 from sparkd.cluster import membership
@@ -35,13 +35,12 @@ from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.daemon.bench_surroundings import benched_model, counters_of
+from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
 from sparkd.daemon.foresight import Foresight
 from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
-from sparkd.engine.rates import Rates
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
@@ -165,22 +164,14 @@ class Daemon:
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
-        around = Surroundings(
-            self._supervisor.snapshot,
-            self._supervisor.want,
-            counters=partial(counters_of, self._engines),
-            kv_use=lambda model: self._scraper.rates().get(model, Rates()).kv_usage,
-            model=partial(benched_model, self._registry),
-            base_url=self.base_url,
-            key=self._own_key,
-        )
-        self._benches = Benches(around, ledger, config.state_dir / "bench", boundary=self._boundary)
         self._requests = _request_log(config)
         self._live_page = Live(
             *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
             path=config.state_dir / "history.bin",
             boundary=self._boundary,
         )
+        around = surroundings(self._supervisor, nodes, self._engines, self._scraper, self._live_page.starts, self.base_url, self._own_key)
+        self._benches = Benches(around, ledger, config.state_dir / "bench", boundary=self._boundary)
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,

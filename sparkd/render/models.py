@@ -100,6 +100,8 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
         words = "rehearsing the largest batches, to size the KV cache"
     if state == "LOADING" and facts.get("phase") == "starting":
         words = "starting its engine"
+    if state == "LOADING" and facts.get("source") == "calibration":
+        words = "measuring the inputs of its layers over a text, once"
     if facts.get("fraction") is not None and facts.get("phase") == "loading":
         cells = f" {bar(facts['fraction'], BAR_CELLS, console)}" if console and console.is_terminal else ""
         words += f"{cells} {facts['fraction']:.0%}{_origin(facts)}"

@@ -105,6 +105,8 @@ def _unloaded(sizes: Mapping[str, int]) -> str:
 def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
     table = Columns(("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES), frozenset({"NODES", *_FIGURES}))
     rejected = []
+    measured = "bandwidth_bytes_s" in answer["hardware"].get("learned", ())
+    sign = "~" if measured else "<"
     for number, option in enumerate(answer["options"]):
         parts = option["footprint"]
         if not option["fits"]:
@@ -121,14 +123,18 @@ def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
             gib(rest),
             gib(parts["free"]),
             f"{option['max_model_len']:,}",
-            f"< {parts['decode_tokens_s']:,.0f}" if parts["decode_tokens_s"] else "-",
+            f"{sign} {parts['decode_tokens_s']:,.0f}" if parts["decode_tokens_s"] else "-",
             *(_seconds(parts[key]) for key in ("first_load_s", "next_load_s")),
             style="bold green" if number == 0 else "",
         )
     if table.rows:
         page.columns(table)
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in answer["options"])
-        bound = "-: the speed of this machine is not known" if unknown else "TOKENS/S: upper bound for one request, from memory bandwidth"
+        bound = "TOKENS/S: upper bound for one request, from memory bandwidth"
+        if measured:
+            bound = "TOKENS/S: estimate for one request, by the rate of an earlier bench"
+        elif unknown:
+            bound = "-: the speed of this machine is not known"
         page.line(f"Weights, cache and rest are for one node. {bound}.", "dim")
         page.line(_sureness(answer["options"]), "dim")
         page.line(_answered(answer.get("vllm")) + "\n", "dim")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.errors import ConfigError
 from sparkd.schema import kv_cache as kv_sizing
 from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.quantize import AUTO
+from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.arg_check import amount
 from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of
 from sparkd.vllm.unaccounted_args import (
@@ -131,8 +131,8 @@ class EngineArgs:
         return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe)
 
     def undecided(self) -> EngineArgs:
-        """The entry with the checkpoint as stored in place of `quantize: auto`."""
-        return replace(self, quantize=None) if self.quantize == AUTO else self
+        """The entry with the checkpoint as stored in place of `quantize: auto` and `best`."""
+        return replace(self, quantize=None) if is_open(self.quantize) else self
 
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
@@ -218,8 +218,8 @@ def at_any_length(spec: ModelConfig) -> ModelConfig:
 
 
 def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe:
-    """The entry's recipe; as stored where `quantize` is absent or still `auto`. Raises ConfigError."""
-    return AS_IT_IS if spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize or None, dict(env))
+    """The entry's recipe; as stored where `quantize` is absent, or `auto` or `best` still. Raises ConfigError."""
+    return AS_IT_IS if spec.quantize is None or is_open(spec.quantize) else QuantizationRecipe.parse(spec.quantize or None, dict(env))
 
 
 def _recipe(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe | None:

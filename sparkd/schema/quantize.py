@@ -11,6 +11,7 @@ from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
 from sparkd.vllm.unaccounted_args import unanswered
+from workers.quantization.best_wish import BEST, best_of
 
 if TYPE_CHECKING:
     from workers.quantization.recipe import QuantizationRecipe
@@ -32,9 +33,20 @@ def recipe(value: Any) -> Any:
     if not isinstance(value, str | Mapping):
         raise refuse("must be a format, such as nvfp4, or a map of a recipe")
     try:
-        return {} if value == "" else _parsed(plain(value)).canonical()
+        wish = best_of(plain(value))
+        return wish.canonical() if wish is not None else {} if value == "" else _parsed(plain(value)).canonical()
     except SparkdError as error:
         raise refuse(error.explanation, repeats=True) from None
+
+
+def is_best(value: Any) -> bool:
+    """value: as `recipe` returns it."""
+    return isinstance(value, Mapping) and value.get("format") == BEST
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value that `recipe` has returned is decided when the model is placed."""
+    return value == AUTO or is_best(value)
 
 
 def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
@@ -47,11 +59,9 @@ def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
             yield key, f"{key} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
     for flag in reserved_args.loader_flags(model.extra_args):
         yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
-    for flag in unanswered(model.extra_args) if model.quantize == AUTO else ():
-        yield (
-            "extra_args",
-            f"{flag} and quantize: auto exclude each other, because what fits is not known with it: name a format, or remove it",
-        )
+    for flag in unanswered(model.extra_args) if is_open(model.quantize) else ():
+        both = f"{flag} and quantize: {_open_name(model.quantize)}"
+        yield "extra_args", f"{both} exclude each other, because what fits is not known with it: name a format, or remove it"
 
 
 def _bare_stream(model: EngineKeys) -> Iterator[tuple[str, str]]:
@@ -70,7 +80,7 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     allowed = env.get(_PLUGINS_VARIABLE)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"{_PLUGINS_VARIABLE} in env shuts out sparkd's plugin for vLLM, which quantize needs: add {PLUGIN} to it, or remove it."
-    if model.quantize == AUTO:
+    if is_open(model.quantize):
         return None
     try:
         _parsed(model.quantize or None, env)
@@ -81,7 +91,7 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
 
 def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
     """The warnings of `sparkd check` for an entry without errors."""
-    if model.quantize == AUTO:
+    if is_open(model.quantize):
         return ()
     if model.quantize is not None:
         return _parsed(model.quantize or None, env).notes
@@ -99,14 +109,18 @@ def loader_of(model: EngineKeys, env: Mapping[str, str], cache_dir: str | None, 
     weights, None keeps none."""
     if model.quantize is None:
         return {}
-    if model.quantize == AUTO:
-        raise ConfigError("quantize: auto was not resolved before the model is started.", param="quantize")
+    if is_open(model.quantize):
+        raise ConfigError(f"quantize: {_open_name(model.quantize)} was not resolved before the model is started.", param="quantize")
     told: dict[str, Any] = {"quantize": _parsed(model.quantize or None, env).canonical(), "cache_dir": None, "cache_limit_bytes": None}
     if model.quantized_cache:
         told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
     if model.allow_missing_weights:
         told["enable_weights_track"] = False
     return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
+
+
+def _open_name(value: Any) -> str:
+    return AUTO if value == AUTO else BEST
 
 
 def _parsed(value: Any, env: Mapping[str, str] | None = None) -> QuantizationRecipe:

@@ -25,12 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sparkd.bench.divergence import divergences, mean_kl, median_gap
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.bench import child
 from tests.bench.arguments import Parser, count, new, pattern
 from tests.bench.dequantized import write_dequantized
-from tests.bench.divergence import divergences, mean_kl, median_gap
 from tests.support import architectures, checkpoints
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.vllm.supported import refuse_unserved

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ _GRANITE = (".input_linear", ".output_linear")
 _SIBLINGS = {name: group for group in FUSED for name in group}
 
 
-def write_dequantized(source: Path, into: Path, quantize: str) -> int:
+def write_dequantized(source: Path, into: Path, quantize: str | Mapping[str, Any]) -> int:
     """How many weights were quantized; with 0 nothing is written, the source is its own reference."""
     checkpoint = read_checkpoint(source)
     formats = {module: form for module, form in QuantizationRecipe.parse(quantize).assign(checkpoint).items() if form.name != "bf16"}

@@ -26,7 +26,8 @@ from workers.stream.formats import Quantizer, amax, quantizer
 
 FORMATS = tuple(spelling for spelling in SPELLINGS if spelling != "bf16")
 # The bars: Gaussian, Student t with 5 degrees of freedom.
-BARS = {"mxfp4": (0.112, 0.123), "nvfp4": (0.082, 0.083), "int4-g32": (0.083, 0.105), "int4-g128": (0.098, 0.142)}
+BARS = {"mxfp4": (0.112, 0.123), "nvfp4": (0.082, 0.083), "int4-g32": (0.083, 0.105), "int4-g128": (0.098, 0.142),
+        "nf4-g32": (0.083, 0.096), "nf4-g64": (0.086, 0.1), "nf4-g512": (0.098,)}  # fmt: skip
 BARRED = ("gauss", "t5")
 GPU_BAR = 200e9  # bytes of BF16 a second
 # (experts, N, K): an expert's projections alone and batched, odd sizes, and large dense layers.
@@ -141,6 +142,8 @@ def gpu_check(formats: list[str], tally: Tally) -> None:
         form = quantizer(Format.parse(spelling))
         seen = groups = different = worse = 0
         for weight in _checked(form):
+            if weight.shape[-1] % (form.group_size or 1):
+                continue
             seen += 1
             here = [int(count) for count in _compare(form, weight)]
             groups, different, worse = groups + here[0], different + here[1], worse + here[2]

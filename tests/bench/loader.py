@@ -339,7 +339,7 @@ def main() -> int:
     parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
     parser.add_argument("--limit-s", type=amount, default=float("inf"), help="no row begins later")
-    parser.add_argument("--quality", action="store_true", help="answers, perplexity and divergence of each format on --model")
+    parser.add_argument("--quality", action="store_true", help="size, error, divergence and answers of each format on --model")
     parser.add_argument("--model", type=model)
     parser.add_argument(
         "--dequantized", action="store_true", help="with --quality: compare each with stock vLLM on the dequantized model too"

@@ -1,33 +1,53 @@
-"""What each format does to a real model: an answer, the perplexity of a fixed text, the divergence from BF16. Never asserts; it prints.
+"""What a format costs a model: its size, its error, and how far the model's answers move from those of stock vLLM. It prints.
 
     python -m tests.bench.loader --quality --model FOLDER [--quantize nvfp4,int4,..] [--dequantized]
 
-Everything goes through the real engine, once for each format. The text is quality.txt, about 500 words written for this. KL is taken at
-every position of it over the 64 tokens that one engine finds most likely, looked up in the 512 most likely of the other (divergence.py):
-from stock vLLM in BF16, which is what quantizing costs; with --dequantized also from stock vLLM on a BF16 checkpoint of the values that
-the format holds (dequantized.py), which is what the loader and the kernels add, and should be next to nothing.
+`sparkd bench --quality` measures most of it through a daemon. Here every format gets a real engine of its own. The columns:
 
-The question asks for a short sentence: to the bare one SmolLM2-135M in BF16 begins its answer with "The" at 0.155 and with "L" at 0.140,
-and goes on in bad French after the second, so that rounding alone decides (FP8 does so at a KL of 0.012).
+* bits: of a quantized weight with its share of the scales, as the formats' own arithmetic gives them (workers/quantization/formats.py).
+* error: relative Frobenius error of the quantized weights, over the first ROWS rows of each matrix; packed experts are left out.
+* KL and its 99th percentile, perplexity: over sparkd/bench/quality.txt, about 500 words. KL is taken at every position over the 64 tokens
+  that stock vLLM in BF16 finds most likely, looked up in the 512 most likely of the format (divergence.py).
+* agreement: the share of stock vLLM's first 32 greedy tokens before the first that differs, mean over the 32 prompts of
+  sparkd/bench/quality_prompts.txt.
+* with --dequantized: KL from stock vLLM on a BF16 checkpoint of the values that the format holds (dequantized.py). The loader and the
+  kernels add this part, and it should be next to nothing.
+* answer: to a question for a short sentence. To the bare question SmolLM2-135M in BF16 begins its answer with "The" at 0.155 and with "L"
+  at 0.140, and goes on in bad French after the second, so that rounding alone decides (FP8 does so at a KL of 0.012).
+
+A format that does not suit the model's columns gets its reason instead.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from sparkd.bench.divergence import divergences, mean_kl, perplexity
+from sparkd.bench.figures import percentile
+from sparkd.bench.passages import LOOKED_UP, TEXT, TOP, agreement, prompts
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import SparkdError
 from tests.bench import child
-from tests.bench.dequantized import write_dequantized
-from tests.bench.divergence import mean_kl, perplexity
+from tests.bench.dequantized import read, write_dequantized
+from workers.quantization.formats import SPELLINGS
+from workers.quantization.recipe import QuantizationRecipe
 
-FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128")
+STOCK = "stock"
+# As in sparkd/admin/quality_bench.py, which imports more than a GPU machine has.
+GREEDY_TOKENS = 32
 QUESTION = "What is the capital of France? Answer in one short sentence."
-TEXT = Path(__file__).with_name("quality.txt")
-TOP, LOOKED_UP = 64, 512
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
+# The error is measured over so many rows of each matrix. SmolLM2-135M has 106 million quantized weights; these rows hold 36 million.
+ROWS = 256
+HEAD = ("format", "bits", "error", "KL", "KL p99", "perplexity", "agreement")
+_WIDTHS = (9, 6, 7, 8, 8, 10, 9)
 
 
 def main(model: str | None, formats: Sequence[str] | None, *, dequantized: bool = False) -> int:
@@ -37,53 +57,114 @@ def main(model: str | None, formats: Sequence[str] | None, *, dequantized: bool 
     if model is None:
         raise SystemExit("--quality needs --model, a folder with a model that can chat.")
     failed = 0
-    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048}
-    baseline: Mapping[str, Any] | None = None
-    print(f"{'format':<12}  perplexity  KL from stock BF16  {'KL from dequantized  ' if dequantized else ''}answer", flush=True)
+    # All prompts at once: sparkd's kernels for a CPU decode each weight once a step.
+    own = {"max_model_len": 2048, "max_num_seqs": len(prompts()), "max_logprobs": LOOKED_UP}
+    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), **own}
+    reference: Mapping[str, Any] | None = None
+    _print_row([*HEAD, *(["KL from dequantized"] if dequantized else []), "answer"])
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         plugins = child.plugin_folder(temporary)
-        for form in ("stock", *(formats or FORMATS)):
-            ours = form != "stock"
-            more = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form}} if ours else {}
+        for form in (STOCK, *(formats or SPELLINGS)):
+            quantized = form != STOCK
+            more = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form}} if quantized else {}
             try:
-                said = _said(model, {**arguments, **more}, plugins, ours=ours)
-                reference = _dequantized(model, form, arguments, plugins, Path(temporary)) if ours and dequantized else None
-            except child.ChildFailed as reason:
-                print(f"{form:<12}  {reason}", flush=True)
+                size = weight_figures(Path(model), form) if quantized else ["", ""]
+            except SparkdError as reason:
+                print(f"{form:<{_WIDTHS[0]}}  {' '.join(str(reason).split())}", flush=True)
+                continue
+            try:
+                answers = _answers(model, {**arguments, **more}, plugins, ours=quantized)
+                exact = _dequantized(model, form, arguments, plugins, Path(temporary)) if quantized and dequantized else None
+            except child.ChildFailed as failure:
+                print(f"{form:<{_WIDTHS[0]}}  {failure}", flush=True)
                 failed += 1
                 continue
-            text = said["prompts"][0]
-            baseline = baseline or text
-            columns = [f"{perplexity(text['ids'], text['likely']):10.3f}", _kl(baseline if ours else None, text, 18)]
+            row = [form, *size, *answer_figures(reference, answers)]
             if dequantized:
-                columns.append(_kl(reference, text, 19))
-            print(f"{form:<12}  {'  '.join(columns)}  {said['chat'].strip()!r}", flush=True)
-            failed += "Paris" not in said["chat"]
+                row.append("" if exact is None else f"{mean_kl(exact['likely'], answers['likely'], TOP):.5f}")
+            _print_row([*row, repr(answers["chat"].strip())])
+            reference = reference or (None if quantized else answers)
+            failed += "Paris" not in answers["chat"]
     return 1 if failed else 0
 
 
-def _said(model: str, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
-    question = {
-        "model": model,
-        "arguments": arguments,
-        "prompts": [TEXT.read_text(encoding="utf-8")],
-        "chat": QUESTION,
-        "max_tokens": 1,
-        "logprobs": LOOKED_UP,
-    }
-    return child.ask("tests.bench.speak_case", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
+def weight_figures(folder: Path, form: str) -> list[str]:
+    """Bits of a quantized weight with its scales, and the relative error. Raises SparkdError where the format does not suit the model."""
+    from workers.stream.formats import quantizer
+
+    checkpoint = read_checkpoint(folder)
+    nbytes = weights = 0
+    missed = total = 0.0
+    for module, chosen in QuantizationRecipe.parse(form).assign(checkpoint).items():
+        ref = checkpoint.tensors.get(f"{module}.weight")
+        if ref is None or len(ref.shape) != 2 or ref.dtype.startswith("F8"):
+            continue
+        rows, columns = ref.shape
+        used = quantizer(chosen)
+        used.check(ref.name, rows, columns)
+        nbytes += chosen.nbytes(rows, columns)
+        weights += rows * columns
+        stored = read(ref)[:ROWS].float()
+        missed += float((used.dequantize(used.quantize(stored), stored.dtype) - stored).square().sum())
+        total += float(stored.square().sum())
+    return [f"{8 * nbytes / weights:.2f}", f"{(missed / total) ** 0.5:.4f}"] if weights else ["", ""]
+
+
+def answer_figures(reference: Mapping[str, Any] | None, answers: Mapping[str, Any]) -> list[str]:
+    """KL, its 99th percentile, perplexity and agreement. reference: what stock vLLM answered, None for its own row."""
+    own_perplexity = f"{perplexity(answers['ids'], answers['likely']):.2f}"
+    if reference is None:
+        return ["", "", own_perplexity, ""]
+    apart = divergences(reference["likely"], answers["likely"], TOP)
+    expected, greedy = (dict(enumerate(each["tokens"])) for each in (reference, answers))
+    return [f"{fmean(apart):.4f}", f"{percentile(apart, 0.99):.3f}", own_perplexity, f"{agreement(expected, greedy):.2f}"]
+
+
+def _print_row(row: Sequence[str]) -> None:
+    *figures, answer = row[1:]
+    widths = [*_WIDTHS[1:], 18][: len(figures)]
+    cells = (figure.rjust(width) for figure, width in zip(figures, widths, strict=True))
+    print(f"{row[0]:<{_WIDTHS[0]}}  {'  '.join(cells)}  {answer}", flush=True)
+
+
+def _answers(model: str, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
+    """What one engine says. ids: tokens of the text; likely: {token id: log-probability} for each but the first; tokens: of each greedy
+    answer to a prompt; chat: the answer to QUESTION. Raises ChildFailed."""
+    question = {"model": model, **arguments}
+    return child.ask("tests.bench.quality", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
+
+
+def _answer() -> None:
+    """The child that holds the engine: vLLM's arguments on its standard input."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**json.load(sys.stdin))
+    # Without detokenize=False every one of the log-probabilities is spelled out, which takes longer than the model.
+    reading = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LOOKED_UP, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, detokenize=False)
+    (text,) = engine.generate([TEXT.read_text(encoding="utf-8")], reading, use_tqdm=False)
+    continued = engine.generate(list(prompts()), greedy, use_tqdm=False)
+    (chat,) = engine.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    child.say(
+        {
+            "ids": list(text.prompt_token_ids),
+            "likely": [{token: one.logprob for token, one in position.items()} for position in text.prompt_logprobs[1:]],
+            "tokens": [list(each.outputs[0].token_ids) for each in continued],
+            "chat": chat.outputs[0].text,
+        }
+    )
 
 
 def _dequantized(model: str, form: str, arguments: Mapping[str, Any], plugins: Path, folder: Path) -> Mapping[str, Any] | None:
-    """What stock vLLM says of the text with the format's values in BF16; None where the format quantizes nothing."""
+    """The answers of stock vLLM with the format's values in BF16; None where the format quantizes nothing."""
     into = folder / form
     if not write_dequantized(Path(model), into, form):
         return None
     try:
-        return _said(str(into), arguments, plugins, ours=False)["prompts"][0]
+        return _answers(str(into), arguments, plugins, ours=False)
     finally:
         shutil.rmtree(into)
 
 
-def _kl(reference: Mapping[str, Any] | None, text: Mapping[str, Any], width: int) -> str:
-    return ("-" if reference is None else f"{mean_kl(reference['likely'], text['likely'], TOP):.5f}").rjust(width)
+if __name__ == "__main__":
+    _answer()

@@ -19,11 +19,13 @@ BENCH = Path(__file__).parent
 LIMIT_S, END_S = 300, 90
 # What a bench says, with this exit code, where the machine lacks what it needs.
 CANNOT = 2
-LACKS = {"hog": "no memory cgroup", "page": "chromium is missing"}
+LACKS = {"hog": "no memory cgroup", "page": "chromium is missing", "products": "no GPU"}
 # The arguments that a bench needs besides --smallest; FOLDER is an empty folder.
 RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "activations": ((),),
     "answers": ((),),
     "architectures": ((),),
+    "best": ((),),
     "change": ((),),
     "chaos": ((),),
     "cluster": ((),),
@@ -37,6 +39,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "live": ((),),
     "loader": ((),),
     "page": ((),),
+    "products": ((),),
     "ranks": ((),),
     "shape": ((),),
     "slope": ((),),
@@ -45,14 +48,27 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "team": ((),),
 }
 # Half a minute or more each, on two cores: `make smoke`.
-SLOW = {"architectures", "change", "cluster", "footprint", "headers", "hog", "kv", "loader", "ranks", "soak", "team"}
+SLOW = {"activations", "architectures", "change", "cluster", "footprint", "headers", "hog", "kv", "loader", "ranks", "soak", "team"}
 # Programs that a bench starts, by themselves no bench.
-PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "live_target", "load", "loader_case", "sampling", "speak_case"}
+PARTS = {
+    "footprint_case",
+    "gateway_target",
+    "kv_ballast",
+    "kv_case",
+    "live_target",
+    "load",
+    "loader_case",
+    "quality",
+    "sampling",
+    "speak_case",
+}
 WRONG = (
+    ("activations", "--only", "no such kernels"),
     ("answers", "--only", "no such model"),
     ("answers", "--platform", "tpu"),
     ("architectures", "--only", "no such architecture"),
     ("architectures", "--jobs", "0"),
+    ("best", "--model", "no/such/folder"),
     ("chaos", "--model", "no/such/folder"),
     ("chaos", "--only", "no such target"),
     ("chaos", "--faults", "0"),
@@ -74,6 +90,7 @@ WRONG = (
     ("live", "--models", "1"),
     ("page", "--changes", "0"),
     ("page", "--models", "1"),
+    ("products", "--only", "no such kind"),
     ("loader", "--only", "no such row"),
     ("loader", "--quality"),
     ("loader", "--quality", "--model", "no/such/folder"),

@@ -1,5 +1,5 @@
-"""One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by every end-to-end test; beside its first
-starts, which leave a core idle, the engines of tests/support/kv_kinds_case.py."""
+"""One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by every end-to-end test. Tests that ask for
+`kinds` have the engines of tests/support/kv_kinds_case.py beside its first starts, which leave a core idle."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Kinds:
 
 @pytest.fixture(scope="session")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kinds]:
-    """Started, and not waited for."""
+    """Started, and not waited for; before `served` where a file asks for both."""
     made = Kinds(tmp_path_factory.mktemp("kinds"))
     yield made
     made.process.kill()
@@ -95,7 +95,7 @@ def collector() -> Iterator[Receiver]:
 
 @pytest.fixture(scope="package")
 def served(
-    chat_model: Path, foreign_python: Path, kinds: Kinds, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
+    chat_model: Path, foreign_python: Path, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DaemonProcess]:
     engine = {"model": str(chat_model), "max_model_len": 2048, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     settings = {

@@ -15,6 +15,8 @@ from tests.support.daemon_process import DaemonProcess, until
 
 NAME = "quantized"
 QUESTION = "What is the capital of France?"
+# The other engines of this part run beside these loads; the files after this one wait for them.
+pytestmark = pytest.mark.usefixtures("kinds")
 
 
 @pytest.mark.timeout(900)

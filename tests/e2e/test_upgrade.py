@@ -67,7 +67,7 @@ def replace(installation: Path) -> None:
 def ask(daemon: ActivatedDaemon, model: str, *, stream: bool, tokens: int = 8) -> str:
     """Over a connection of its own; the whole answer."""
     body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": "x"}], "max_tokens": tokens}
-    response = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+    response = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
     assert response.status_code == 200, f"{model}: {response.text}"
     return response.text
 
@@ -84,7 +84,7 @@ class Askers:
     def go_on(self) -> None:
         """Wait until each has two more answers."""
         before = list(self.answered)
-        until(lambda: all(now > then + 1 for now, then in zip(self.answered, before, strict=True)), 120, f"answers beyond {before}")
+        until(lambda: all(now > then + 1 for now, then in zip(self.answered, before, strict=True)), 240, f"answers beyond {before}")
 
     def __enter__(self) -> Self:
         return self

@@ -105,7 +105,7 @@ def _plan(folder: Path) -> str:
         (folder / "nothing",),
         (no_config,),
         (cut_off,),
-        (model, "--quantize", "nf4"),
+        (model, "--quantize", "nf5"),
         (model, "--ctx", "5000"),
         (model, "--nodes", 0),
     ]
@@ -165,6 +165,7 @@ def _views() -> list[dict[str, Any]]:
 _PROGRESS: tuple[tuple[str, dict[str, Any] | None], ...] = (
     ("PLANNED", None),
     ("LOADING", {"phase": "starting"}),
+    ("LOADING", {"phase": "starting", "bytes_done": 0, "source": "calibration", "format": ""}),
     ("LOADING", {"phase": "loading", "fraction": 0.25, "bytes_done": 64 << 20, "bytes_total": 256 << 20, "bytes_per_s": 5.824e9,
                  "units_done": 3, "units_total": 644, "format": "nvfp4", "source": "checkpoint", "cache_state": "writing", "eta_s": None}),
     ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7}),
@@ -271,7 +272,7 @@ BROKEN = (
     "models: {a: {model: o/m, dtype: --host}}\n",
     "models: {a: {model: o/m, env: {RAY_X: 1}}}\n",
     "models: {a: {model: o/m, extra_args: -tp 2}}\n",
-    "models: {a: {model: o/m, quantize: nf4}}\n",
+    "models: {a: {model: o/m, quantize: nf5}}\n",
     "models: {a: {model: o/m, quantize: true}}\n",
     "models: {a: {model: o/m, quantize: {format: nvfp4, group: 8}}}\n",
     "models: {a: {model: o/m, quantize: fp8, load_format: auto}}\n",

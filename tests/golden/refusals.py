@@ -43,7 +43,8 @@ _VOTES = {
     "with other settings": (Vote(0, "e", plenty=False), Vote(1, "f")),
 }
 _RECIPES: tuple[Any, ...] = (
-    "nf4",
+    "nf5",
+    "nf4-g16",
     "nvfp",
     "int4-g16",
     4,

@@ -22,7 +22,7 @@ from sparkd.admin import pull
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
-from sparkd.checkpoint import foreign_file
+from sparkd.checkpoint import foreign_file, read_checkpoint
 from sparkd.cli import export, join, registry_fetch
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
@@ -30,7 +30,8 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.config import recipe_check
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
-from sparkd.inquiry import model_answers, parser_answers
+from sparkd.inquiry import mix_measure, model_answers, parser_answers
+from tests.support.checkpoints import PRESETS, qwen3_moe
 from tests.support.ranks import Place
 from workers.agent import rating
 from workers.agent.jobs import Jobs
@@ -41,6 +42,7 @@ from workers.rank import lifecycle, ray_environment
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 from workers.ray_executor import worker
+from workers.stream import input_scales
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
@@ -59,7 +61,7 @@ SITES = {
     "sparkd/cluster/head_probe.py": 1,
     "sparkd/cli/join.py": 1,
     "sparkd/admin/pull.py": 1,
-    "sparkd/bench/benchy.py": 1,
+    "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/config/recipe_check.py": 1,
     "sparkd/cli/registry_fetch.py": 1,
@@ -78,6 +80,7 @@ SITES = {
     "workers/agent/jobs.py": 1,
     # Children of the stub engine, which carry the rank's mark as an engine's do.
     "workers/stub/__main__.py": 2,
+    "workers/stream/input_scales.py": 1,
 }
 WITHOUT_ENVIRONMENT = {"workers/stub/__main__.py"}
 
@@ -220,6 +223,7 @@ async def _becomes(python: Path, folder: Path) -> None:
 async def _benchy(python: Path, folder: Path) -> None:
     cell = Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1)
     target = benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", str(python), folder / "home", key="canary")
+
     async def heard(_: object) -> None:
         pass
 
@@ -264,9 +268,19 @@ async def _question(python: Path, folder: Path) -> None:
         list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
 
 
+async def _mix(python: Path, folder: Path) -> None:
+    with suppress(SparkdError):
+        mix_measure.measure("/m", "x", python, folder / "mixes", 0, cancel=threading.Event())
+
+
+async def _calibration(python: Path, folder: Path) -> None:
+    qwen3_moe(folder / "model", **PRESETS["smallest"])
+    input_scales.measured(read_checkpoint(folder / "model"), "a text", None)
+
+
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _systemctl, _git,
+    _ip, _fix, _systemctl, _git, _mix, _calibration,
 )  # fmt: skip
 
 

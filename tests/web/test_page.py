@@ -437,6 +437,27 @@ def test_a_bench_is_refused_beside_others_and_else_followed_and_cancelled(tab: T
     assert len(tab.refused) == 1
 
 
+def test_each_kind_of_bench_has_its_own_fields(tab: Tab) -> None:
+    page = tab.page
+    tab.open("bench")
+    form = page.get_by_role("form", name="Start a bench")
+    form.get_by_label("Measure", exact=True).select_option("load")
+    expect(form.get_by_label("Loads of each way")).to_have_value("3")
+    expect(form.get_by_label("Swap with")).to_be_visible()
+    expect(form.get_by_label("Profile", exact=True)).to_have_count(0)
+    tab.picture("bench-loads-form")
+    assert tab.serious() == []
+
+    form.get_by_label("Measure", exact=True).select_option("speed")
+    form.get_by_label("Profile", exact=True).select_option("own")
+    form.get_by_label("Profile in sparkrun's YAML").fill("args: {pp: 0}")
+    with page.expect_response(lambda response: response.request.method == "POST") as answered:
+        form.get_by_role("button", name="Start", exact=True).click()
+    assert answered.value.status == 422
+    expect(form.get_by_role("alert")).to_have_text(answered.value.json()["error"]["message"])
+    assert len(tab.refused) == 1
+
+
 def test_a_finding_has_a_button_for_its_command_only(tab: Tab) -> None:
     with tab.page.expect_response("**/admin/v1/doctor") as answered:
         tab.open("doctor")
@@ -671,9 +692,14 @@ def test_a_killed_daemon_is_missed_and_its_successor_taken_without_a_reload(mark
     marked.get_by_label("Model", exact=True).select_option("endless")
     ask(marked, "Do not stop.", Most_tokens="100000")
     expect(marked.get_by_role("article", name="assistant")).to_contain_text("Paris", timeout=PATIENCE_MS)
+    known: list[str] = []
+    marked.on("requestfinished", lambda request: known.append(request.url) if "/history?series=model.quick." in request.url else None)
     tab.open("models", "quick", "live")
     charts = marked.get_by_role("figure")
     expect(charts.locator("canvas")).to_have_count(7)
+    # A curve that has no figures yet when the daemon is killed says so in its place.
+    while len(known) < 7:
+        marked.wait_for_event("requestfinished", timeout=PATIENCE_MS)
     navigation = marked.get_by_role("navigation", name="Pages")
     place = navigation.bounding_box()
     served.kill()

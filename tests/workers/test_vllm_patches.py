@@ -51,6 +51,7 @@ OWN = {
     ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
     ("workers/kv/stock_worker.py", "config.parallel_config.worker_cls"),  # of another one
     ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
+    ("workers/stream/vllm/cpu_linear.py", "layer.input_global_scale"),
     ("workers/stream/vllm/cpu_linear.py", "layer.input_size_per_partition"),
     ("workers/stream/vllm/cpu_linear.py", "layer.logical_widths"),
     ("workers/stream/vllm/cpu_linear.py", "layer.output_size_per_partition"),
@@ -65,6 +66,7 @@ OWN = {
     ("workers/stream/vllm/repack.py", "in_place.sparkd_stock"),
     ("workers/stream/vllm/repack.py", "setattr(self._layer, name, value)"),
     ("workers/stream/direct_target.py", "libc.fallocate.argtypes"),
+    ("workers/stream/mix_program.py", "layer.forward"),  # of transformers' model in a process of its own
 }
 INSIDE = [ROOT / "workers" / name for name in ("plugin.py", "engine/headless.py", "ray_executor/engine.py", "ray_executor/cpu_platform.py")]
 INSIDE += [path for folder in ("stream", "kv", "quantization") for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]

@@ -56,16 +56,21 @@ def conversation(python: Path, request: Mapping[str, Any], cancel: threading.Eve
         folder = Path(name)
         questions = list(request["questions"])
         asked = [_placed(question, folder / str(number)) for number, question in enumerate(questions)]
-        (folder / "request").write_text(json.dumps({**request, "questions": asked}))
-        (folder / "plugin").mkdir()
-        expose(folder / "plugin")
-        for line in _lines(python, folder, cancel):
+        for line in _lines(python, folder, {**request, "questions": asked}, cancel):
             answer = line.get("answer")
             if answer and answer["refusal"]:
                 place, message = f"{folder}/{line['question']}", answer["refusal"]["message"]
                 answer["refusal"]["message"] = message.replace(f"{place}-draft", "its draft").replace(place, "its folder")
             yield line
-        tail = (folder / "stderr").read_bytes()[-300:].decode(errors="replace").strip().rpartition("\n")[2]
+        tail = _last_line(folder)
+    yield {"ended": tail}
+
+
+def told(python: Path, module: str, request: Mapping[str, Any], cancel: threading.Event, silence_s: float) -> Iterator[dict[str, Any]]:
+    """The same with another program of sparkd's, which reads one request from stdin. silence_s: the longest time between two answers."""
+    with tempfile.TemporaryDirectory(prefix="sparkd-ask-") as name:
+        yield from _lines(python, Path(name), request, cancel, module, silence_s)
+        tail = _last_line(Path(name))
     yield {"ended": tail}
 
 
@@ -103,7 +108,23 @@ def _write_header(path: Path, header: Mapping[str, Mapping[str, Any]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _lines(python: Path, folder: Path, cancel: threading.Event) -> Iterator[dict[str, Any]]:
+def _last_line(folder: Path) -> str:
+    """The child's last line on stderr."""
+    return (folder / "stderr").read_bytes()[-300:].decode(errors="replace").strip().rpartition("\n")[2]
+
+
+def _lines(
+    python: Path,
+    folder: Path,
+    question: Mapping[str, Any],
+    cancel: threading.Event,
+    module: str = "workers.engine.model_answer",
+    silence_s: float = IMPORT_S,
+) -> Iterator[dict[str, Any]]:
+    """folder: of this conversation alone; the question and the child's stderr are kept there until it ends."""
+    (folder / "request").write_text(json.dumps(question))
+    (folder / "plugin").mkdir()
+    expose(folder / "plugin")
     packages = PACKAGE_DIR if python == Path(sys.executable) else str(folder / "plugin")
     # A question brings its own.
     environment = {name: value for name, value in inherited_environment(os.environ).items() if not name.startswith("VLLM_")}
@@ -111,7 +132,7 @@ def _lines(python: Path, folder: Path, cancel: threading.Event) -> Iterator[dict
     with open(folder / "request", "rb") as request, open(folder / "stderr", "wb") as stderr:
         try:
             child = subprocess.Popen(
-                module_command(str(python), "workers.engine.model_answer"),
+                module_command(str(python), module),
                 stdin=request, stdout=subprocess.PIPE, stderr=stderr, cwd="/", env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -121,14 +142,14 @@ def _lines(python: Path, folder: Path, cancel: threading.Event) -> Iterator[dict
         try:
             selector.register(stdout, selectors.EVENT_READ)
             rest = b""
-            silent_until = time.monotonic() + IMPORT_S
+            silent_until = time.monotonic() + silence_s
             while not cancel.is_set() and time.monotonic() < silent_until:
                 if not selector.select(_LOOK_S):
                     continue
                 part = os.read(stdout.fileno(), 1 << 20)
                 if not part:
                     return
-                silent_until = time.monotonic() + IMPORT_S
+                silent_until = time.monotonic() + silence_s
                 *whole, rest = (rest + part).split(b"\n")
                 for line in whole:
                     with contextlib.suppress(ValueError):

@@ -50,6 +50,11 @@ def mem_total_bytes(proc: Path = PROC) -> int:
     return read_fields(proc).get("MemTotal", 0)
 
 
+def mem_available_bytes(proc: Path = PROC) -> int:
+    """MemAvailable, as mem_total_bytes."""
+    return read_fields(proc).get("MemAvailable", 0)
+
+
 def count_of(word: str) -> int | None:
     """A count as the kernel writes it; None for anything else."""
     return int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else None

@@ -1,13 +1,15 @@
 """Owns which weight of a checkpoint gets which format. Never reads a weight, never imports torch.
 
-`quantize:` is a format (nvfp4, mxfp4, int4-g32, int4-g64, int4-g128, int4, which is int4-g128, fp8, fp8-block, bf16) or a mapping:
+`quantize:` is a format (nvfp4, nvfp4-a4, mxfp4, int4-g32, int4-g64, int4-g128, nf4-g32 to nf4-g512, fp8, fp8-block, bf16; int4 is
+int4-g128, nf4 is nf4-g64) or a mapping:
 
     format: nvfp4              # of every weight that no rule names; bf16 (its own precision) where this is left out
-    group_size: 64             # of every int4 that does not say its own
+    group_size: 64             # of every int4 and nf4 that does not say its own
     layers:                    # rules: a list, or in short {PATTERN: FORMAT}; rules.FormatRule tells what a pattern is
       - {match: o_proj, format: fp8, priority: 10}
       - {match: [layers.0.*, class:lm_head], format: fp8}
     keep: [shared_expert]      # rules too: what these match keeps its precision
+    calibration: /srv/text.txt # of nvfp4-a4: the text over which the inputs of the layers are measured, in place of sparkd's own
 
 A rule overrides `format`. Where several rules match a weight, the highest priority wins (default 0), then the pattern with more literal
 components, then the one with more literal characters, then the later one; `keep` counts as later than `layers`. Embeddings, routers, norms,
@@ -32,8 +34,10 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from workers.quantization import variables
 from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
+from workers.quantization.best_wish import best_of
+from workers.quantization.calibration_text import text_of
 from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
-from workers.quantization.formats import Format, refused, refused_together
+from workers.quantization.formats import Format, built_size, refused, refused_together
 from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
 from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
@@ -46,18 +50,21 @@ MAX_RULES = 256
 MAX_RULE_CHARACTERS = 20_000
 # The most refusals of one value in one message.
 _MOST_TOLD = 20
+MAX_PATH_CHARACTERS = 4096
 # The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
 _RULE_STEPS = 50
-_KEYS = ("format", "group_size", "layers", "keep")
+_KEYS = ("format", "group_size", "layers", "keep", "calibration")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
-    """A parsed `quantize:` value. default: the format of a weight that no rule matches; notes: hints for the author, one sentence each."""
+    """A parsed `quantize:` value. default: the format of a weight that no rule matches; calibration: a text file's path, None for sparkd's
+    own text; notes: hints for the author, one sentence each."""
 
     default: Format
     rules: tuple[FormatRule, ...] = ()
+    calibration: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @staticmethod
@@ -69,9 +76,11 @@ class QuantizationRecipe:
         """
         environment = environ or {}
         if value is None or value == "" or value == {}:
-            return QuantizationRecipe(BF16, variables.rules_of(environment), variables.notes_of(environment))
+            return QuantizationRecipe(BF16, variables.rules_of(environment), notes=variables.notes_of(environment))
         unused = variables.set_in(environment)
         notes = (f"{', '.join(unused)}: not used, because `quantize` decides.",) if unused else ()
+        if best_of(value) is not None:
+            raise refused("quantize", "best becomes a recipe when sparkd places the model; give that of `sparkd plan --json`, or a format")
         if not isinstance(value, Mapping):
             return QuantizationRecipe(Format.parse(value), notes=notes)
         return _from_mapping(value, notes)
@@ -81,17 +90,23 @@ class QuantizationRecipe:
         """False for plain loading: no weight can get a format other than its own."""
         return not (self.default.keeps and all(rule.format.keeps for rule in self.rules))
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether it has a format with 4-bit activations."""
+        return any(form.rounds_activations for form in (self.default, *(rule.format for rule in self.rules)))
+
     def canonical(self) -> dict[str, Any]:
         """The recipe as JSON-able values that `parse` reads back, for hashes, cache keys and vLLM's loader configuration."""
         layers = [{"match": rule.match, "format": rule.format.spelling, "priority": rule.priority} for rule in self.rules]
-        return {"format": self.default.spelling, "layers": layers}
+        text = {} if self.calibration is None else {"calibration": self.calibration}
+        return {"format": self.default.spelling, "layers": layers, **text}
 
     def assign(self, checkpoint: Checkpoint) -> Assignment:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
         A checkpoint whose quantization the loader cannot undo (four bits, or an unknown method) passes through unchanged. Raises
-        CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that a rule names for fp8-block and
-        vLLM cannot load that way, and for rules that take too many steps (expression.py).
+        CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that a rule names for fp8-block and vLLM
+        cannot load that way, for rules that take too many steps (expression.py), and for a calibration text that cannot be used.
         """
         if not self.quantizes:
             return Assignment((), self.notes)
@@ -112,6 +127,8 @@ class QuantizationRecipe:
             return BARRED
 
         assignment = assign(checkpoint, choose)
+        if self.calibration is not None:
+            text_of(self.calibration)
         assignment.adjustments = (*self.notes, *told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return assignment
 
@@ -164,10 +181,10 @@ class _Deciding:
         if kept:
             touching = [rule for rule in touching if rule.format.keeps or rule.names(kept, kind)]
         if not touching:
-            return FormatChoice(BF16 if kept else self._default, (0, 0))
+            return FormatChoice(BF16 if kept else _served(self._default, leaf), (0, 0))
         holds = max(reversed(touching), key=lambda rule: rule.rank)
         parts = (leaf, *(("experts",) if kind == "expert" else ()))
-        return FormatChoice(holds.format, (1, holds.priority), holds.names(parts, kind))
+        return FormatChoice(_served(holds.format, leaf), (1, holds.priority), holds.names(parts, kind))
 
     def _too_costly(self, number: int | None) -> CheckpointError:
         if number is None:
@@ -176,6 +193,12 @@ class _Deciding:
         rule = self._rules[number]
         problem = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
         return CheckpointError(problem, cure="Write it with fewer repetitions and alternatives")
+
+
+def _served(form: Format, leaf: str) -> Format:
+    """vLLM takes MLA's kv_b_proj apart by multiplying it with unit vectors (get_and_maybe_dequant_weights): activations in four bits would
+    make its parts wrong by up to 3 %."""
+    return Format(form.weight_name) if leaf == "kv_b_proj" and form.rounds_activations else form
 
 
 def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping[FormatRule, str]) -> Iterator[str]:
@@ -193,7 +216,7 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
     size, default = value.get("group_size"), BF16
     if size is not None:
         with _told(wrong):
-            Format.parse({"format": "int4", "group_size": size})
+            built_size(size)
         size = None if wrong else size
     if value.get("format") is not None:
         with _told(wrong):
@@ -203,9 +226,18 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
         rules = tuple(_limited(chain(_layers(value.get("layers"), size, wrong), _keep(value.get("keep")))))
     if wrong:
         raise refused_together(wrong)
-    if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
-        raise refused("quantize.group_size", "only int4 has a group size to choose, and nothing here is int4; leave it out")
-    return QuantizationRecipe(default, rules, notes)
+    if size is not None and not any(each.group_size for each in (default, *(rule.format for rule in rules))):
+        raise refused("quantize.group_size", "only int4 and nf4 have a group size to choose, and nothing here is either; leave it out")
+    recipe = QuantizationRecipe(default, rules, _calibration(value.get("calibration")), notes)
+    if recipe.calibration is not None and not recipe.rounds_activations:
+        raise refused("quantize.calibration", "only nvfp4-a4 is calibrated, and nothing here is; leave it out")
+    return recipe
+
+
+def _calibration(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value.startswith("/") and "\0" not in value and len(value) < MAX_PATH_CHARACTERS):
+        return value
+    raise refused("quantize.calibration", f"{str(value)[:100]!r} is not the path of a text file; write one that begins with /")
 
 
 @contextmanager

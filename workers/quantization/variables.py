@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workers.quantization.formats import Format, refused
+from workers.quantization.formats import Format
 from workers.quantization.rules import FormatRule
 
 # Variable -> (format, priority): FP8 overrides NF4, NF4 overrides MXFP4.
@@ -19,18 +19,23 @@ def rules_of(environ: Mapping[str, str]) -> tuple[FormatRule, ...]:
     rules: list[FormatRule] = []
     for variable, (spelling, priority) in LAYERS.items():
         words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
-        if words and spelling == "nf4":
-            raise refused(
-                f"{variable}={','.join(words)}", "nf4 is not built yet; name these layers in VLLM_MXFP4_LAYERS, or use `quantize: nvfp4`"
-            )
-        rules += [FormatRule(word, Format(spelling), priority, source=variable) for word in words]
+        if words:
+            chosen = _nf4(environ.get(NF4_GROUP_SIZE, "").strip()) if spelling == "nf4" else Format(spelling)
+            rules += [FormatRule(word, chosen, priority, source=variable) for word in words]
     return tuple(rules)
 
 
 def notes_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     """A sentence for each variable that is set and has no effect."""
     idle = environ.get(NF4_GROUP_SIZE, "").strip()
-    return (f"{NF4_GROUP_SIZE}={idle}: not used, because it is of nf4 alone, which is not built yet.",) if idle else ()
+    if not idle or environ.get("VLLM_NF4_LAYERS", "").strip():
+        return ()
+    return (f"{NF4_GROUP_SIZE}={idle}: not used, because VLLM_NF4_LAYERS names no layer.",)
+
+
+def _nf4(size: str) -> Format:
+    """NF4 with the group size of the variable, which may be empty."""
+    return Format.parse(f"nf4-g{size}" if size else "nf4", where=f"{NF4_GROUP_SIZE}={size}" if size else "VLLM_NF4_LAYERS")
 
 
 def set_in(environ: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,7 @@ from workers.rank.reports import number, paths_of, read_object, remove, text
 VERSION = 1
 PHASES = ("reading", "caching", "done", "failed")
 CACHE_STATES = ("none", "writing", "written", "failed", "skipped")
-SOURCES = ("checkpoint", "cache")
+SOURCES = ("checkpoint", "cache", "calibration")
 
 STALE_S = 10.0  # so long without a word: nothing moves, and no rate or ETA is true any more
 MESSAGE_CHARS = 500

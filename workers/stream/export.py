@@ -3,10 +3,10 @@ one only whether a model class with restrictions accepts the formats.
 
     python -m workers.stream.export < REQUEST
 
-A separate program, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of
-ExportRequest; stdout gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end
-{"event": "done", "from", "bytes"} or {"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of
-its output that has gone.
+A separate program, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of ExportRequest;
+stdout gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, from `calibration` while the inputs of
+layers are measured, at the end {"event": "done", "from", "bytes"} or {"event": "error", "message"}. SIGINT and SIGTERM end it and leave
+nothing, as does a reader of its output that has gone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
+from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.atomic_folder import appearing
@@ -37,6 +38,7 @@ from workers.stream.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.stream.cache.store import CachedCheckpoint, find
 from workers.stream.cache.writer import MARGIN_BYTES, bytes_of, layout_of
 from workers.stream.direct_target import TargetFile
+from workers.stream.input_scales import measured
 from workers.stream.pipeline import Pipeline, Receivers
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import VirtualCheckpoint
@@ -101,7 +103,7 @@ def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
     with appearing(request.target) as writing:
         done = _copied(request, checkpoint, recipe, formats, writing, tell)
         if done is None:
-            done = "checkpoint", _quantize(checkpoint, formats, writing, _device(request.device), tell)
+            done = "checkpoint", _quantize(request, checkpoint, recipe, formats, writing, tell)
     return done
 
 
@@ -151,14 +153,21 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
     return sum(shard.size_bytes for shard in cached.checkpoint.shards)
 
 
-def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str, device: torch.device, tell: Tell) -> int:
+def _quantize(
+    request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, formats: Mapping[str, Format], folder: str, tell: Tell
+) -> int:
     if not formats:
         problem = f"is quantized already ({checkpoint.quantization.method})" if checkpoint.quantization else "has nothing that it quantizes"
         raise CheckpointError(f"this checkpoint {problem}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
-    virtual = VirtualCheckpoint(checkpoint, formats)
     described = quantization_config(formats, linear_modules(checkpoint))
+    virtual = VirtualCheckpoint(checkpoint, formats)
     shards = lay_out(neighbours(layout_of(virtual)[0]))
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
+    if any(form.rounds_activations for form in formats.values()):
+        tell("calibration", 0, 0)
+        inputs = measured(checkpoint, text_of(recipe.calibration), request.cache_dir)
+        virtual = VirtualCheckpoint(checkpoint, formats, input_scale=inputs.of)
+    device = _device(request.device)
     on_gpu = device.type == "cuda"
     writer = ShardWriter(shards, lambda: folder, staging=Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))
     into = _Into(writer, tell)

@@ -24,6 +24,7 @@ from workers.stream.expert_placement import followers, place, place_stacked, str
 from workers.stream.finite import Finite
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
 from workers.stream.formats.base import Parts
+from workers.stream.formats.nvfp4 import INPUT_SCALE
 from workers.stream.passthrough import Passing
 from workers.stream.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.stream.reader import Reader
@@ -309,10 +310,13 @@ class Pipeline:
         largest = amax_each(matrices)
         self._finite.note([weight.made_from for weight in weights], largest)
         form = quantizer(weights[0].format)
-        if weights[0].format.name != "nvfp4":
+        if weights[0].format.weight_name != "nvfp4":
             return form.quantize(matrices)
         shared = global_scale(largest.view(units, -1).amax(1, keepdim=True)).expand(-1, len(weights) // units)
-        return form.quantize(matrices, global_scale=shared.reshape(-1))
+        parts = form.quantize(matrices, global_scale=shared.reshape(-1))
+        if INPUT_SCALE in parts:
+            parts[INPUT_SCALE].copy_(torch.tensor([[weight.input_scale] for weight in weights]))
+        return parts
 
     def _restated(self, weights: Sequence[Weight], parts: Parts) -> Parts:
         for part, refs in zip(("weight", "weight_scale"), zip(*(weight.made_from for weight in weights), strict=True), strict=True):
@@ -360,13 +364,16 @@ class Pipeline:
                 needed.append((planned, part))
         largest = [amax(part) for _, part in needed]
         shared = None
-        if needed and plan.unit.weights[0].format.name == "nvfp4":  # all weights that vLLM fuses share its second-level scale
+        if needed and plan.unit.weights[0].format.weight_name == "nvfp4":  # all weights that vLLM fuses share its second-level scale
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (planned, part), most in zip(needed, largest, strict=True):
             weight = plan.unit.weights[planned.number]
             self._finite.note([weight.made_from], most.reshape(1))
             form = quantizer(weight.format)
-            yield from self._emit(plan, planned, form.quantize(part) if shared is None else form.quantize(part, global_scale=shared))
+            parts = form.quantize(part) if shared is None else form.quantize(part, global_scale=shared)
+            if INPUT_SCALE in parts:
+                parts[INPUT_SCALE].fill_(weight.input_scale)
+            yield from self._emit(plan, planned, parts)
         feed.release()
 
     def _emit(self, plan: Plan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,6 +49,7 @@ class ProgressFile:
     def begin(self, bytes_total: int, units_total: int, form: str, source: str) -> None:
         self._said |= {"bytes_total": bytes_total, "units_total": units_total, "format": form, "source": source}
         self._began_s = time.monotonic()
+        self._points.clear()
         self._points.append((self._began_s, 0))
         self._write(always=True)
 

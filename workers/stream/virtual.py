@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,7 @@ class Weight:
     """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
 
     scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
+    input_scale: the divisor of its input, where the format rounds activations.
     """
 
     module: str
@@ -94,6 +95,7 @@ class Weight:
     scale: TensorRef | None = None
     scaled: BlockScale | None = None
     joint: str = "."
+    input_scale: float = 1.0
 
     @property
     def made_from(self) -> tuple[TensorRef, ...]:
@@ -149,19 +151,27 @@ def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tupl
 class VirtualCheckpoint:
     """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
 
-    keep: selects the tensors that count. first: selects unchanged tensors that are read before all others of their shard. Raises
-    CheckpointError for a weight whose shape does not suit its format.
+    keep: selects the tensors that count. first: selects unchanged tensors that are read before all others of their shard. input_scale: the
+    divisor of the input of a module whose format rounds activations. Raises CheckpointError for a weight whose shape does not suit its
+    format.
     """
 
     checkpoint: Checkpoint
     formats: Mapping[str, Format]
     keep: Callable[[str], bool] = lambda _name: True
     first: Callable[[TensorRef], bool] = lambda _ref: False
+    input_scale: Callable[[str], float] = lambda _module: 1.0
     units: list[Unit] = field(init=False)
     _emitted: list[Emitted] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
+        units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
+        self.units = [self._with_inputs(unit) for unit in units]
+
+    def _with_inputs(self, unit: Unit) -> Unit:
+        if not unit.weights or not unit.weights[0].format.rounds_activations:
+            return unit
+        return Unit(weights=tuple(replace(weight, input_scale=self.input_scale(weight.module)) for weight in unit.weights))
 
     def emitted(self) -> Sequence[Emitted]:
         """The tensors that vLLM will see, unit by unit."""
@@ -306,7 +316,7 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 def _group(weight: Weight) -> str:
     """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed block are read together."""
-    if weight.format.name != "nvfp4" and weight.stored.row_count is None:
+    if weight.format.weight_name != "nvfp4" and weight.stored.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
     return f"{parent}.{_LEADER.get(last, last)}"

@@ -149,6 +149,23 @@ def completion(model: str, prompt_tokens: int, tokens: int, reason: str) -> byte
     return dump({**base, "choices": [choice], "usage": usage(prompt_tokens, tokens)})
 
 
+def scored_completion(body: dict[str, Any], model: str, tokens: int, reason: str) -> bytes:
+    """A completion with token ids, one choice for each prompt, and log-probabilities of the prompt where they are asked for.
+
+    A prompt has a token for each word, with the id of its place; the most likely ids follow it, each half as likely as the one before.
+    """
+    prompt, wide = body.get("prompt") or "", body.get("prompt_logprobs")
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    choices = []
+    for index, one in enumerate(texts):
+        ids = list(range(len(one.split())))
+        likely = [None, *({id_ + n: {"logprob": -0.7 * (n + 1), "rank": n + 1} for n in range(wide)} for id_ in ids[1:])] if wide else None
+        choice = {"index": index, "text": text(tokens), "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        choices.append(choice | {"token_ids": list(range(tokens)), "prompt_logprobs": likely, "prompt_token_ids": ids})
+    base = {"id": f"cmpl-{_unique()}", "object": "text_completion", "created": int(time.time()), "model": model}
+    return dump({**base, "choices": choices, "usage": usage(sum(len(one.split()) for one in texts), tokens * len(texts))})
+
+
 def message(model: str, prompt_tokens: int, tokens: int, reason: str) -> bytes:
     return dump(_message(model, prompt_tokens, tokens, reason))
 

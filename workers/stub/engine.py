@@ -222,6 +222,8 @@ def _generate(engine: StubEngine, path: str, body: dict[str, Any], model: str, p
     reason = "length" if tokens < how.tokens else "stop"
     if path == "/v1/responses":
         return _respond(engine, body, model, prompt, tokens, how)
+    if path == "/v1/completions" and body.get("return_token_ids") and not body.get("stream"):
+        return Answer(body=answers.scored_completion(body, model, tokens, reason), tokens=tokens, behaviour=how)
     if not body.get("stream"):
         return Answer(body=_WHOLE[path](model, prompt, tokens, reason), tokens=tokens, behaviour=how)
     if path == "/v1/messages":

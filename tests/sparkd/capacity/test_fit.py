@@ -20,6 +20,7 @@ from sparkd.capacity.fit import (
     Option,
     choose,
     floor,
+    fp4_note,
     gib,
     smallest,
 )
@@ -104,6 +105,12 @@ def test_what_sparkd_runs_itself_goes_before_a_pipeline() -> None:
     each = len(ALL)
     assert [option.pipeline for option in options] == [1] * each + [2] * each + [1] * each
     assert [option.fits for option in options] == [True] * 2 * each + [False] * each
+
+
+def test_a_plan_with_nvfp4_names_the_format_for_long_prompts() -> None:
+    assert fp4_note(chosen(plain(), quantize="nvfp4").best)
+    assert not fp4_note(chosen(plain(), quantize="mxfp4").best)
+    assert not fp4_note(None)
 
 
 def test_a_format_is_what_was_asked_for() -> None:

@@ -144,6 +144,12 @@ def test_where_nothing_is_read_there_is_no_bound() -> None:
     assert of(inventory=known(dense(), rows)).decode_tokens_s == 0.0
 
 
+def test_a_cpu_that_decodes_weights_has_no_rate() -> None:
+    cpu = replace(SPARK, platform="cpu")
+    assert of(hardware=cpu).decode_tokens_s
+    assert of(QuantizationRecipe.parse("nvfp4"), hardware=cpu).decode_tokens_s is None
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     models(), st.sampled_from(["bf16", "nvfp4"]), st.lists(st.integers(1, 65536), min_size=2, max_size=2), st.integers(1, 16), st.booleans()

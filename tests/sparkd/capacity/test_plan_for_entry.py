@@ -165,6 +165,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
 ENTRIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "auto": {"quantize": "auto", "max_model_len": "auto"},
+    "best": {"quantize": {"format": "best", "gib": 0.03}, "max_model_len": 8192},
     "quantized": {"quantize": "nvfp4", "max_model_len": 8192, "max_num_seqs": 4, "quantized_cache": False},
     "mixed": {"quantize": {"format": "nvfp4", "layers": [{"match": "*experts*", "format": "mxfp4"}]}, "max_model_len": 4096},
     "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
@@ -567,20 +568,27 @@ def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
     assert "admin key" in capsys.readouterr().err
 
 
+def large_mixture(folder: Path, free_gib: int, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[Path, Path]:
+    """A configuration with a model of some 12 GiB under these keys, and the file of a machine with so much free memory, which this one is
+    then."""
+    config = mixture(max_position_embeddings=131_072, num_hidden_layers=24, num_experts=64, hidden_size=2048, moe_intermediate_size=1408)
+    large = write(folder / "large", config, tensors_of(config))
+    hardware, total = folder / "machine.yaml", free_gib * GIB + 4 * GIB
+    hardware.write_text(f"memory_bytes: {total}\nsystem_bytes: {4 * GIB}\n")
+    file = folder / "sparkd.yaml"
+    entry = {"model": str(large), "max_num_seqs": 16, **keys}
+    file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
+    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, total, 4 * GIB))
+    return file, hardware
+
+
 @pytest.mark.parametrize("free_gib", [100, 34, 26, 20, 14])
 def test_auto_is_what_the_daemon_decides(
     free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of some 12 GiB over one and two nodes of so much."""
-    config = mixture(max_position_embeddings=131_072, num_hidden_layers=24, num_experts=64, hidden_size=2048, moe_intermediate_size=1408)
-    large = write(tmp_path / "large", config, tensors_of(config))
-    hardware, total = tmp_path / "machine.yaml", free_gib * GIB + 4 * GIB
-    hardware.write_text(f"memory_bytes: {total}\nsystem_bytes: {4 * GIB}\n")
-    file = tmp_path / "sparkd.yaml"
-    entry = {"model": str(large), "quantize": "auto", "max_model_len": "auto", "max_num_seqs": 16}
-    file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
+    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="auto", max_model_len="auto")
     loaded = load_config(file, environ={})
-    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, total, 4 * GIB))
     for ways in ((1, 1), (2, 1)):
         decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
@@ -589,6 +597,21 @@ def test_auto_is_what_the_daemon_decides(
         spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
         if best is not None:
             assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+
+
+@pytest.mark.parametrize("free_gib", [100, 20, 16])
+def test_best_is_what_the_daemon_decides(
+    free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="best", max_model_len=8192)
+    loaded = load_config(file, environ={})
+    decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib)).spec
+    _, _, found = fits(capsys, file, "--hardware", hardware)
+    choice = found["choice"]
+    assert choice["config"]["quantize"] == decided.quantize
+    assert choice["format"] == ("as stored" if decided.quantize is None else "best")
+    assert (decided.quantize is None) == (free_gib == 100)
+    assert sum("measured" in note and "best" in note for note in found["notes"]) == 1
 
 
 def test_an_image_is_the_recipes_unless_another_is_named(

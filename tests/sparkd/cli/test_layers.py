@@ -185,6 +185,19 @@ def test_a_folder_needs_nothing_else(model: Path) -> None:
     assert formats(find(str(model), '{"layers": [{"match": "o_proj", "format": "fp8"}]}')) == {"fp8", None}
 
 
+def test_best_needs_a_size_and_is_then_a_mix_of_it(model: Path, tmp_path: Path) -> None:
+    size = 0.8 * sum(layer.bytes for layer in find(str(model)).layers) / (1 << 30)
+    config = tmp_path / "sparkd.yaml"
+    config.write_text(f"models:\n  small: {{model: {model}, quantize: {{format: best, gib: {size}}}}}\n")
+    for found in (find(str(model), f"{{format: best, gib: {size}}}"), find("small", config=config)):
+        assert sum(layer.result_bytes or 0 for layer in found.layers) <= size * (1 << 30)
+        assert formats(found) != {None}
+    with pytest.raises(ConfigError, match="gib"):
+        find(str(model), "best")
+    with pytest.raises(ConfigError, match="gib"):
+        find(str(model), "{format: best, gib: 1.0e-6}")
+
+
 def test_the_variables_of_the_environment_count_where_nothing_is_said(model: Path) -> None:
     environ = {"VLLM_FP8_LAYERS": "o_proj"}
 
@@ -307,7 +320,7 @@ def test_a_checkpoint_with_fewer_layers_than_it_says_is_named(tmp_path: Path, ca
         (["--layers", "/none"], ["/none", "not on this node"]),
         (["--layers", "none"], ["none", "no sparkd.yaml", "no sparkd"]),
         (["--layers", "owner/none"], ["owner/none", "HF_HUB_OFFLINE"]),
-        (["--layers", "MODEL", "--quantize", "nf4"], ["nf4", "built"]),
+        (["--layers", "MODEL", "--quantize", "nf4-g48"], ["48", "built"]),
         (["--layers", "MODEL", "--quantize", "[a]"], ["--quantize [a]", "nvfp4"]),
         (["--layers", "MODEL", "--quantize", "{a"], ["--quantize", "nvfp4", "a mapping"]),
         (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], ["'formt'", "format"]),

@@ -42,8 +42,9 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    # No answer of vLLM that another test has kept.
+    # No answer of vLLM that another test or a daemon of this machine has kept.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path / "state"))
 
 
 def model(folder: Path, **more: Any) -> Path:
@@ -549,6 +550,7 @@ def test_the_command_names_the_folders_that_a_start_here_would_use(
         monkeypatch.setenv("SPARKD_STATE_DIR", str(state))
     else:
         # Nobody here could make the usual folder.
+        monkeypatch.delenv("SPARKD_STATE_DIR")
         monkeypatch.setattr(planned_plan, "STATE_DIR", str(tmp_path / "none/sparkd"))
     found = planned(capsys, folder, "--quantize", "fp8", *options)
     (rank,) = found["choice"]["ranks"]

@@ -318,7 +318,7 @@ def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFi
         (["unknown", "out"], ["unknown", "owner/name", "--config"]),
         (["me/Tiny", "out"], ["me/Tiny", "hub cache"]),
         (["plain", "out"], ["plain", "`quantize`", "--quantize nvfp4"]),
-        (["plain", "out", "--quantize", "nf4"], ["nf4"]),
+        (["plain", "out", "--quantize", "nf5"], ["nf5"]),
         (["plain", "out", "--quantize", "{"], ["--quantize"]),
         (["gone", "out"], ["/none", "`model`"]),
         (["file", "out", "--quantize", "nvfp4"], ["/sparkd.yaml", "`model`"]),

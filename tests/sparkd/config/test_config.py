@@ -139,7 +139,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
         ("limits: {xyzzy: 1}", 1, ["limits.xyzzy", "configs/sparkd.yaml"]),
         ("models: {a: {model: o/a, max-model-length: 1}}", 1, ["models.a.max-model-length", "max_model_len?"]),
         ("models: {a: {model: o/a, quantise: fp8}}", 1, ["models.a.quantise", "quantize?"]),
-        ("models:\n a:\n  model: o/a\n  quantize: nf4", 4, ["models.a.quantize", "nf4", "built"]),
+        ("models:\n a:\n  model: o/a\n  quantize: nf4-g48", 4, ["models.a.quantize", "48", "built"]),
         ("models:\n a:\n  model: o/a\n  quantize: int3", 4, ["models.a.quantize", "'int3'", "nvfp4"]),
         ("models:\n a:\n  model: o/a\n  quantize: true", 4, ["models.a.quantize", "nvfp4", "a map"]),
         (
@@ -164,8 +164,8 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
             *(6, ["models.b.quantize", "VLLM_PLUGINS", "env"]),
         ),
         (
-            "models:\n a:\n  model: o/a\n  quantize: ''\n  env: {VLLM_NF4_LAYERS: moe}",
-            *(4, ["models.a.quantize", "VLLM_NF4_LAYERS=moe", "nf4", "built"]),
+            "models:\n a:\n  model: o/a\n  quantize: ''\n  env: {VLLM_NF4_LAYERS: moe, VLLM_NF4_GROUP_SIZE: 48}",
+            *(4, ["models.a.quantize", "VLLM_NF4_GROUP_SIZE=48", "nf4", "built"]),
         ),
         ("models:\n a:\n  model: o/a\n  kv_cache:\n   bytes: 8GB", 5, ["models.a.kv_cache", "bytes is '8GB'", "8GiB", "512MiB"]),
         (

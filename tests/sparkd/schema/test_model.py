@@ -159,6 +159,14 @@ def test_spellings_of_one_recipe_are_one() -> None:
     assert model(quantize=model(quantize="nvfp4").quantize) == model(quantize="nvfp4")
 
 
+def test_best_is_kept_as_it_is_until_the_model_is_placed(tmp_path: Path) -> None:
+    assert model(quantize="best").quantize == model(quantize={"format": "BEST"}).quantize == {"format": "best"}
+    assert model(quantize={"format": "best", "gib": 60}).quantize == {"format": "best", "gib": 60.0}
+    assert model(quantize=model(quantize="best").quantize) == model(quantize="best")
+    with pytest.raises(ConfigError, match="best"):
+        loader_of(from_text(tmp_path, ""), model(quantize="best"))
+
+
 def test_the_hash_of_a_model_without_the_key_is_that_of_the_release_before_it() -> None:
     """Else an upgrade would restart every engine."""
     assert config_hash(model(), EngineSettings()) == "2486ff538c5559d1"
@@ -263,7 +271,10 @@ def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words
         ({"model": "/m", "entrypoint": "p"}, ["entrypoint", "refused", "admin API"]),
         ({"model": "/m", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
-        ({"model": "/m", "quantize": "nf4"}, ["models.m.quantize", "nf4", "built"]),
+        ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
+        ({"model": "/m", "quantize": {"format": "best", "gib": -1}}, ["models.m.quantize", "gib", "-1"]),
+        ({"model": "/m", "quantize": "best", "load_format": "auto"}, ["load_format and quantize", "exclude"]),
+        ({"model": "/m", "quantize": "nf4-g48"}, ["models.m.quantize", "48", "built"]),
         ({"model": "/m", "quantize": "fp8", "load_format": "auto"}, ["load_format and quantize", "exclude"]),
         ({"model": "./m"}, ["absolute path"]),
         ({"model": "~/m"}, ["absolute path"]),

@@ -56,8 +56,8 @@ def of(formats: Mapping[str, str], pattern: str) -> set[str]:
 
 # Formats
 
-# What an error names that lists the formats, or the group sizes of int4.
-KNOWN, SIZES = " ".join(SPELLINGS), " ".join(map(str, GROUP_SIZES))
+# What an error names that lists the formats, or the group sizes of int4 or nf4.
+KNOWN, SIZES, NF4_SIZES = " ".join(SPELLINGS), *(" ".join(map(str, GROUP_SIZES[name])) for name in ("int4", "nf4"))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -71,6 +71,8 @@ def test_a_spelling_is_read_back(spelling: str) -> None:
     [
         ("int4", Format("int4", 128)),
         ("int4-g32", Format("int4", 32)),
+        ("nf4", Format("nf4", 64)),
+        ({"format": "nf4", "group_size": 512}, Format("nf4", 512)),
         ("fp8_block", Format("fp8_block")),
         ({"format": "int4", "group_size": 64}, Format("int4", 64)),
         ({"format": "int4-g64", "group_size": 64}, Format("int4", 64)),
@@ -85,13 +87,14 @@ def test_what_a_format_may_be(value: Any, form: Format) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("nf4", "nf4 nvfp4 int4-g64"),
-        ("NF4-g64", "nf4 nvfp4 int4-g64"),
+        ("nf5", f"nf5 nf4 {KNOWN}"),
+        ("nf4-g16", f"16 nf4 {NF4_SIZES}"),
+        ({"format": "nf4-g32", "group_size": 64}, f"group_size 64 32 {NF4_SIZES}"),
         ("nvfp", f"nvfp nvfp4 {KNOWN}"),
         ("int8", f"int8 int4 {KNOWN}"),
         ("", f" {KNOWN}"),
         ("int4-g16", f"16 int4 {SIZES}"),
-        ("int4-g999999999999", f"int4-g999999999999 {KNOWN}"),
+        ("int4-g999999999999", f"int4-g999999999999 int4 {KNOWN}"),
         ("nvfp4-g16", f"nvfp4-g16 nvfp4 {KNOWN}"),
         (4, f"4 {KNOWN}"),
         (None, f"None {KNOWN}"),
@@ -99,8 +102,8 @@ def test_what_a_format_may_be(value: Any, form: Format) -> None:
         ({"format": "int4", "group_size": "64"}, f"group_size 64 {SIZES}"),
         ({"format": "int4", "group_size": True}, f"group_size True {SIZES}"),
         ({"format": "int4-g32", "group_size": 64}, f"group_size 64 32 {SIZES}"),
-        ({"format": "nvfp4", "group_size": 32}, "nvfp4 group_size int4"),
-        ({"format": "fp8-block", "group_size": 128}, "fp8-block group_size int4"),
+        ({"format": "nvfp4", "group_size": 32}, "nvfp4 group_size int4 nf4"),
+        ({"format": "fp8-block", "group_size": 128}, "fp8-block group_size int4 nf4"),
         ({"format": "int4", "gruop_size": 64}, "gruop_size group_size"),
     ],
 )
@@ -115,26 +118,34 @@ def test_precision_is_ordered_by_the_error_of_each_format() -> None:
     formats = [Format.parse(spelling) for spelling in SPELLINGS]
     ordered = sorted(formats, key=lambda form: form.precision)
 
-    assert [form.spelling for form in ordered] == ["mxfp4", "int4-g128", "int4-g64", "int4-g32", "nvfp4", "fp8-block", "fp8", "bf16"]
+    least_precise = ["nvfp4-a4", "mxfp4", "int4-g128", "nf4-g512", "nf4-g256", "int4-g64"]
+    four_bits = [*least_precise, "nf4-g128", "nf4-g64", "int4-g32", "nvfp4", "nf4-g32"]
+    assert [form.spelling for form in ordered] == [*four_bits, "fp8-block", "fp8", "bf16"]
 
 
-# Bytes of a weight [256, 384].
+# Bytes of a weight [256, 1536].
 NBYTES = {
-    "nvfp4": 256 * 384 // 2 + 256 * 384 // 16 + 4,
-    "mxfp4": 256 * 384 // 2 + 256 * 384 // 32,
-    "int4-g32": 256 * 384 // 2 + 2 * 256 * 12 + 16,
-    "int4-g64": 256 * 384 // 2 + 2 * 256 * 6 + 16,
-    "int4-g128": 256 * 384 // 2 + 2 * 256 * 3 + 16,
-    "fp8": 256 * 384 + 4 * 256,
-    "fp8-block": 256 * 384 + 4 * 2 * 3,
-    "bf16": 2 * 256 * 384,
+    "nvfp4": 256 * 1536 // 2 + 256 * 1536 // 16 + 4,
+    "nvfp4-a4": 256 * 1536 // 2 + 256 * 1536 // 16 + 4 + 4,
+    "mxfp4": 256 * 1536 // 2 + 256 * 1536 // 32,
+    "int4-g32": 256 * 1536 // 2 + 2 * 256 * 48 + 16,
+    "int4-g64": 256 * 1536 // 2 + 2 * 256 * 24 + 16,
+    "int4-g128": 256 * 1536 // 2 + 2 * 256 * 12 + 16,
+    "nf4-g32": 256 * 1536 // 2 + 2 * 256 * 48,
+    "nf4-g64": 256 * 1536 // 2 + 2 * 256 * 24,
+    "nf4-g128": 256 * 1536 // 2 + 2 * 256 * 12,
+    "nf4-g256": 256 * 1536 // 2 + 2 * 256 * 6,
+    "nf4-g512": 256 * 1536 // 2 + 2 * 256 * 3,
+    "fp8": 256 * 1536 + 4 * 256,
+    "fp8-block": 256 * 1536 + 4 * 2 * 12,
+    "bf16": 2 * 256 * 1536,
 }
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_bytes_of_a_weight(spelling: str) -> None:
     assert spelling in NBYTES, "each format has its bytes in NBYTES"
-    assert Format.parse(spelling).nbytes(256, 384) == NBYTES[spelling]
+    assert Format.parse(spelling).nbytes(256, 1536) == NBYTES[spelling]
 
 
 # Defaults
@@ -479,10 +490,11 @@ PATTERNS = f"{EXAMPLES} class:lm_head re:REGEX"
     ("value", "told"),
     [
         ({"formt": "nvfp4"}, "formt group_size"),
-        ({"format": "nf4"}, "quantize.format nf4 nvfp4 int4-g64"),
+        ({"format": "nf5"}, f"quantize.format nf5 nf4 {KNOWN}"),
         ({"format": 3}, f"quantize.format 3 {KNOWN}"),
-        ({"format": "nvfp4", "group_size": 64}, "quantize.group_size int4 int4"),
-        ({"format": "int4", "group_size": 48}, f"48 int4 {SIZES}"),
+        ({"format": "nvfp4", "group_size": 64}, "quantize.group_size int4 nf4"),
+        ({"format": "int4", "group_size": 48}, f"48 {NF4_SIZES}"),
+        ({"format": "int4", "group_size": 256}, f"quantize.format 256 int4 {SIZES}"),
         ({"layers": "o_proj"}, "quantize.layers"),
         ({"layers": 3}, "quantize.layers"),
         ({"layers": ["o_proj"]}, "quantize.layers[0]"),
@@ -835,7 +847,7 @@ def test_the_variables_are_rules_with_their_priority() -> None:
     assert {form.name for module, form in made.items() if module.endswith("o_proj") or module == "lm_head"} == {"fp8"}
     assert {form.name for module, form in made.items() if "q_proj" in module or "mlp" in module} == {"mxfp4"}
     assert QuantizationRecipe.parse(read.canonical()) == read
-    assert [*map(facts, made.adjustments)] == ["VLLM_NF4_GROUP_SIZE=64 nf4"]
+    assert [*map(facts, made.adjustments)] == ["VLLM_NF4_GROUP_SIZE=64 VLLM_NF4_LAYERS"]
     assert QuantizationRecipe.parse(None, {"VLLM_NF4_GROUP_SIZE": ""}).notes == ()
     assert QuantizationRecipe.parse(None, {"VLLM_FP8_LAYERS": "all", "VLLM_MXFP4_LAYERS": "q_proj"}).assign(
         checkpoint_of(LLAMA)
@@ -850,10 +862,20 @@ def test_moe_in_a_variable_is_the_experts(value: str) -> None:
     assert not any("mlp.up_proj" in module for module in made)
 
 
-@pytest.mark.parametrize("value", ["all", "moe, q_proj"])
-def test_nf4_is_refused_by_its_variable(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"^VLLM_NF4_LAYERS=.*: nf4 .*VLLM_MXFP4_LAYERS.*nvfp4"):
-        QuantizationRecipe.parse(None, {"VLLM_NF4_LAYERS": value})
+@pytest.mark.parametrize(("size", "spelling"), [("", "nf4-g64"), ("32", "nf4-g32"), (" 128 ", "nf4-g128")])
+def test_nf4_of_the_variables_has_their_group_size(size: str, spelling: str) -> None:
+    environ = {"VLLM_NF4_LAYERS": "q_proj, mlp", "VLLM_NF4_GROUP_SIZE": size, "VLLM_MXFP4_LAYERS": "all", "VLLM_FP8_LAYERS": "o_proj"}
+    read = QuantizationRecipe.parse(None, environ)
+    made = read.assign(checkpoint_of(LLAMA))
+
+    assert {form.spelling for module, form in made.items() if "q_proj" in module} == {spelling}
+    assert {form.spelling for module, form in made.items() if "o_proj" in module} == {"fp8"}
+    assert read.notes == ()
+
+
+def test_a_group_size_that_is_not_built_is_blamed_on_its_variable() -> None:
+    with pytest.raises(ConfigError, match=r"^VLLM_NF4_GROUP_SIZE=48: "):
+        QuantizationRecipe.parse(None, {"VLLM_NF4_LAYERS": "all", "VLLM_NF4_GROUP_SIZE": "48"})
 
 
 def test_a_bad_word_in_a_variable_is_blamed_on_it() -> None:

@@ -32,6 +32,14 @@ E4M3 = minifloat(4, 3, 7)  # codes 0x7F and 0xFF are NaN
 E8M0 = 2.0 ** (np.arange(255) - 127.0)  # code 0xFF is NaN
 
 
+# QLoRA (arXiv 2305.14314), appendix E, in float32.
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495,
+    0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], dtype=np.float32)  # fmt: skip
+
+
 def nearest(value: Array, grid: Array) -> Codes:
     """Code of the grid value (codes in ascending order of value, from 0 on) nearest to each magnitude; ties to even codes; saturating."""
     upper = np.clip(np.searchsorted(grid, value), 1, len(grid) - 1)
@@ -53,10 +61,21 @@ def encode_int4(value: Array) -> Codes:
     return np.clip(np.rint(value), -8, 7).astype(np.int64) + 8
 
 
+def encode_nf4(value: Array) -> Codes:
+    """The level nearest to each value, the lower of two that are equally far in float32's arithmetic."""
+    return np.searchsorted((NF4[1:] + NF4[:-1]) / 2, value, side="left")
+
+
 def nibbles(packed: NDArray[np.uint8]) -> Codes:
     """[N, K/2] -> [N, K]: the even column is in the low nibble."""
     wide = packed.astype(np.int64)
     return np.stack([wide & 15, wide >> 4], -1).reshape(*packed.shape[:-1], -1)
+
+
+def high_first(packed: NDArray[np.uint8]) -> Codes:
+    """[N, K/2] -> [N, K]: the even column is in the high nibble."""
+    wide = packed.astype(np.int64)
+    return np.stack([wide >> 4, wide & 15], -1).reshape(*packed.shape[:-1], -1)
 
 
 def octets(packed: NDArray[np.int32]) -> Codes:
@@ -82,6 +101,8 @@ def dequantize(name: str, parts: Mapping[str, NDArray], group: int = 0) -> NDArr
         return (E2M1[nibbles(parts["weight_packed"])] * spread(E8M0[parts["weight_scale"]], 32)).astype(np.float32)
     if name == "int4":
         return (octets(parts["weight_packed"]) - 8).astype(np.float32) * spread(bfloat16(parts["weight_scale"]), group)
+    if name == "nf4":
+        return NF4[high_first(parts["weight_packed"])] * spread(bfloat16(parts["weight_scale"]), group)
     value = E4M3[parts["weight"]].astype(np.float32)
     if name == "fp8":
         return value * parts["weight_scale"]
@@ -99,6 +120,8 @@ def codes(name: str, weight: NDArray[np.float32], parts: Mapping[str, NDArray], 
         return encode_e2m1(weight.astype(np.float64) / spread(E8M0[parts["weight_scale"]], 32))
     if name == "int4":
         return encode_int4((weight / spread(bfloat16(parts["weight_scale"]), group)).astype(np.float64))
+    if name == "nf4":
+        return encode_nf4(weight / spread(bfloat16(parts["weight_scale"]), group))
     if name == "fp8":
         return encode_e4m3((weight / parts["weight_scale"]).astype(np.float64))
     scale = spread(np.repeat(parts["weight_scale"], 128, axis=0)[:n], 128)[:, :k]
@@ -108,6 +131,8 @@ def codes(name: str, weight: NDArray[np.float32], parts: Mapping[str, NDArray], 
 def stored_codes(name: str, parts: Mapping[str, NDArray]) -> Codes:
     if name in ("nvfp4", "mxfp4"):
         return nibbles(parts["weight_packed"])
+    if name == "nf4":
+        return high_first(parts["weight_packed"])
     return octets(parts["weight_packed"]) if name == "int4" else parts["weight"].astype(np.int64)
 
 

@@ -324,7 +324,9 @@ def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(
     assert pulled(there, {})["ended"]
     wrong[0] = 1 << 30
     (tmp_path / "b" / "config.json").unlink()
-    told = pulled(there, {})["error"]
+    # Every other file would arrive damaged too, and the thread that is first ends the transfer.
+    alone = replace(there, files=tuple(file for file in there.files if file.name == "config.json"))
+    told = pulled(alone, {})["error"]
     assert facts(told) == "config.json 4" and "damaged" in told
 
 

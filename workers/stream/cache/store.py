@@ -37,6 +37,7 @@ from workers.stream.cache.manifest import (
 __all__ = [
     "DAMAGED",
     "SPELLINGS",
+    "UNMEASURED_INPUTS",
     "CacheEntry",
     "CachedCheckpoint",
     "cache_key",
@@ -65,7 +66,9 @@ LOCK = ".lock"
 # Keys in a manifest's notes.
 SPELLINGS = "formats"
 DAMAGED = "damaged"
-_ENTRY = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{16}")
+UNMEASURED_INPUTS = "unmeasured_inputs"
+_KEY = re.compile(r"[0-9a-f]{16}")
+_ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-{_KEY.pattern}")
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -98,6 +101,12 @@ class CachedCheckpoint:
     def spellings(self) -> list[str]:
         """The formats in the entry, as its writer noted them."""
         return [str(spelling) for spelling in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
+
+    @property
+    def unmeasured_inputs(self) -> int:
+        """How many modules with 4-bit activations got a scale without a measurement."""
+        count = self.manifest.notes.get(UNMEASURED_INPUTS, 0)
+        return count if isinstance(count, int) else 0
 
     @property
     def damaged(self) -> frozenset[str]:
@@ -154,7 +163,7 @@ def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
     """Whether an entry exists for a model (folder or hub id) in this format. Only `find` checks that it is valid."""
     prefix = f"{model_name(model)}-{format_name(recipe)}-"
     with contextlib.suppress(OSError):
-        return any(name.startswith(prefix) and _ENTRY.fullmatch(name) for name in os.listdir(cache_dir))
+        return any(name.startswith(prefix) and _KEY.fullmatch(name.removeprefix(prefix)) for name in os.listdir(cache_dir))
     return False
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from workers.quantization.formats import DEFAULT_GROUP_SIZES
 from workers.stream.formats.base import Quantizer, amax, amax_each, nonfinite
 from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
 from workers.stream.formats.fp8_source import Dequantized
 from workers.stream.formats.int4 import Int4Quantizer
 from workers.stream.formats.mxfp4 import Mxfp4Quantizer
-from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
+from workers.stream.formats.nf4 import Nf4Quantizer
+from workers.stream.formats.nvfp4 import Nvfp4A4Quantizer, Nvfp4Quantizer, global_scale
 
 if TYPE_CHECKING:
     from workers.quantization.recipe import Format
@@ -22,15 +24,19 @@ __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quant
 def quantizer(format: Format) -> Quantizer:
     """The quantizer of a format. It has no state, so that one serves all weights.
 
-    int4 takes its group size from the format, by default 128; the quantizer of bf16 leaves a weight unchanged.
+    int4 and nf4 take their group size from the format; the quantizer of bf16 leaves a weight unchanged.
     """
     match format.name:
         case "nvfp4":
             return Nvfp4Quantizer()
+        case "nvfp4_a4":
+            return Nvfp4A4Quantizer()
         case "mxfp4":
             return Mxfp4Quantizer()
         case "int4":
-            return Int4Quantizer(format.group_size or 128)
+            return Int4Quantizer(format.group_size or DEFAULT_GROUP_SIZES["int4"])
+        case "nf4":
+            return Nf4Quantizer(format.group_size or DEFAULT_GROUP_SIZES["nf4"])
         case "fp8":
             return Fp8Quantizer()
         case "fp8_block":

@@ -69,7 +69,10 @@ class Quantizer(ABC):
         if size is None or k % size == 0:
             return
         raise CheckpointError(
-            f"K={k} is not divisible by the group size {size}", file=file, tensor=name, cure=f"Use {fitting(size, k)} for it"
+            f"K={k} is not divisible by the group size {size}",
+            file=file,
+            tensor=name,
+            cure=f"Use {fitting(size, k, self.spelling.partition('-g')[0])} for it",
         )
 
     @abstractmethod

@@ -35,6 +35,13 @@ def encode(value: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return code.bitwise_or_(value.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8))
 
 
+def rounded(value: Tensor) -> Tensor:
+    """The E2M1 values (float32) nearest to float32 values: to nearest even, saturating."""
+    magnitude = value.abs().clamp_(max=LARGEST)
+    power = magnitude.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32).clamp_(min=1.0)
+    return torch.add(magnitude, power, alpha=_SHIFT).sub_(power, alpha=_SHIFT).copysign_(value)
+
+
 def squared_error(magnitude: Tensor, a: Tensor, b: Tensor, *, saturate: bool) -> Tensor:
     """Sum over dim 0 of the squared distances between magnitudes (float32 [G, B], >= 0) and their nearest E2M1 values; overwrites a and b.
 

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from workers.stream.formats.base import Quantizer, chunk_elements, windows
 
+# The column of eight that each nibble of a word holds, the highest nibble first: where the even column of a byte has the low nibble, and
+# where it has the high one.
+PLAIN = (7, 6, 5, 4, 3, 2, 1, 0)
+SWAPPED = (6, 7, 4, 5, 2, 3, 0, 1)
+
 
 class GroupChunk(NamedTuple):
     """One chunk, float32 [G, B]: row i holds the i-th element of each of B groups, so that a value per group broadcasts over whole rows.
@@ -26,6 +31,7 @@ class GroupChunk(NamedTuple):
 
 class GroupQuantizer(Quantizer):
     group_size: int
+    order = PLAIN
 
     @abstractmethod
     def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
@@ -45,14 +51,14 @@ class GroupQuantizer(Quantizer):
                 groups.value.mul_(divisor)
             codes, chosen = self._encode(groups)
             scale[rows, columns.start // size : columns.stop // size] = chosen.view(height, -1)
-            words[rows, columns.start // 8 : columns.stop // 8] = pack(codes).view(height, -1)
+            words[rows, columns.start // 8 : columns.stop // 8] = pack(codes, self.order).view(height, -1)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Codes (int32 [G, B]) -> int32 [B, G/8]: eight codes a word, the first in the lowest nibble. Overwrites the codes."""
+def pack(codes: Tensor, order: tuple[int, ...] = PLAIN) -> Tensor:
+    """Codes (int32 [G, B]) -> int32 [B, G/8]: eight codes a word, in this order of columns. Overwrites the codes."""
     size, blocks = codes.shape
     octets = codes.view(size // 8, 8, blocks)
-    words = octets[:, 7]
-    for nibble in range(6, -1, -1):
-        words.bitwise_left_shift_(4).bitwise_or_(octets[:, nibble])
+    words = octets[:, order[0]]
+    for column in order[1:]:
+        words.bitwise_left_shift_(4).bitwise_or_(octets[:, column])
     return words.t().contiguous()

@@ -22,6 +22,7 @@ SCALE_BIAS = 960
 # The scales tried: the first above amax/7, below which the largest magnitude would round past 6, and those up to amax/3.5, an octave.
 # All 119 leave 0.01 % less of an error, over weights of five distributions (python -m tests.bench.formats --bounds).
 SCALES = 8
+INPUT_SCALE = "input_global_scale"
 
 
 def global_scale(amax: Tensor) -> Tensor:
@@ -37,6 +38,19 @@ def global_scale(amax: Tensor) -> Tensor:
 
 
 _global_scale = global_scale
+
+
+def rounded_activations(x: Tensor, divisor: Tensor) -> Tensor:
+    """x [..., K] as a layer with 4-bit activations sees it, in x's dtype: E2M1 values, an E4M3 scale for 16 columns of a row.
+
+    divisor: float32, one element, the layer's `input_global_scale`. The arithmetic is that of vLLM's scaled_fp4_quant: the scale is
+    divisor * largest / 6, at most 448, so that larger activations saturate; where it rounds to 0, the 16 become 0.
+    """
+    groups = x.float().unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = largest.mul_(1 / e2m1.LARGEST).mul_(divisor).clamp_(max=448.0).to(torch.float8_e4m3fn).float()
+    inverse = torch.where(scale == 0, 0.0, divisor / scale)
+    return e2m1.rounded(groups * inverse).mul_(scale / divisor).flatten(-2).to(x.dtype)
 
 
 class Nvfp4Quantizer(GroupQuantizer):
@@ -84,6 +98,20 @@ class Nvfp4Quantizer(GroupQuantizer):
         best = least(errors.mul_(scales.square_()))
         chosen = best.add_(first).clamp_(max=LARGEST_SCALE)
         return e2m1.encode(value.div_(_scale(chosen)), a, b), chosen.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+class Nvfp4A4Quantizer(Nvfp4Quantizer):
+    """The same weights for a layer with 4-bit activations, which also needs the divisor of its input; 1 until the input is measured."""
+
+    spelling = "nvfp4-a4"
+
+    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {**super().parts(n, k), INPUT_SCALE: (torch.float32, (1,))}
+
+    def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
+        parts = super().quantize(weight, global_scale=global_scale, out=out)
+        parts[INPUT_SCALE].fill_(1.0)
+        return parts
 
 
 def _scale(code: Tensor) -> Tensor:

@@ -46,6 +46,15 @@ def int4(weight: Tensor, words: Tensor, scale: Tensor, group_size: int, divisors
     _launch(_int4, weight, group_size, words, scale, A=a, B=b, C=c, D=d, E=e, SMALLEST=smallest)
 
 
+def nf4(
+    weight: Tensor, words: Tensor, scale: Tensor, group_size: int, levels: Sequence[float], factors: Sequence[float], smallest: float
+) -> None:
+    """[B, N, K] -> words int32 [B, N, K/8], scale bfloat16 [B, N, K/group_size]. factors: four, in the order in which they are tried."""
+    table = torch.tensor(levels, dtype=torch.float32, device=weight.device)
+    a, b, c, d = factors
+    _launch(_nf4, weight, group_size, words, scale, table, A=a, B=b, C=c, D=d, SMALLEST=smallest)
+
+
 def fp8(weight: Tensor, value: Tensor, scale: Tensor, largest: float, smallest: float) -> None:
     """[B, N, K] -> value float8_e4m3fn [B, N, K], scale float32 [B, N, 1]."""
     matrices, rows, columns = weight.shape
@@ -116,9 +125,9 @@ def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _store_words(words, code, group, before, inside, SIZE: tl.constexpr, HELD: tl.constexpr):
-    """Packs codes (int32 [HELD, SIZE], 0 to 15), the first of eight in the lowest nibble."""
-    octets = tl.reshape(code, (HELD, SIZE // 8, 8)) << (tl.arange(0, 8) * 4)[None, None, :]
+def _store_words(words, code, group, before, inside, SIZE: tl.constexpr, HELD: tl.constexpr, SWAPPED: tl.constexpr = 0):
+    """Packs codes (int32 [HELD, SIZE], 0 to 15), the first of eight in the lowest nibble; with SWAPPED 1 as groups.SWAPPED."""
+    octets = tl.reshape(code, (HELD, SIZE // 8, 8)) << ((tl.arange(0, 8) ^ SWAPPED) * 4)[None, None, :]
     word = tl.xor_sum(octets, axis=2)
     offset = (before + group)[:, None] * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
     tl.store(words + offset, word, mask=inside[:, None])
@@ -272,6 +281,61 @@ def _int4(
     best = tl.where((smallest & 7) == 5, refined, best)
     code = _to_int4(tl.div_rn(value, tl.broadcast_to(best[:, None], (HELD, SIZE)))).to(tl.int32) + 8
     _store_words(words, code, group, before, inside, SIZE, HELD)
+    tl.store(scales + before + group, best.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _nf4_level(scaled, table, SIZE: tl.constexpr, HELD: tl.constexpr):
+    """(level float32, code int32) of each value: the code counts the boundaries below it."""
+    lower = tl.load(table)
+    level = tl.broadcast_to(lower, (HELD, SIZE))
+    code = tl.zeros((HELD, SIZE), tl.int32)
+    for number in tl.static_range(1, 16):
+        upper = tl.load(table + number)
+        above = scaled > (upper + lower) / 2
+        level = tl.where(above, upper, level)
+        code += above.to(tl.int32)
+        lower = upper
+    return level, code
+
+
+@triton.jit
+def _nf4_error(value, scale, amax, table, SIZE: tl.constexpr, HELD: tl.constexpr):
+    scaled = value * _inverse(scale)[:, None]
+    level, _ = _nf4_level(scaled, table, SIZE, HELD)
+    distance = level - scaled
+    ratio = tl.div_rn(scale, amax)
+    return _sum(distance * distance, SIZE, HELD) * (ratio * ratio)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def _nf4(
+    weight, words, scales, table, groups, per_row, stride_b, stride_n, stride_k,
+    SIZE: tl.constexpr, HELD: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    value, group, inside, before = _tile_of(weight, groups, per_row, stride_b, stride_n, stride_k, SIZE, HELD, CONTIGUOUS)
+    amax = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST)
+    least = tl.full((HELD,), 0x7FFFFFFF, tl.int32)
+    error = tl.zeros((HELD,), tl.float32)
+    best = amax
+    for number in tl.static_range(8):
+        factor = A if number < 2 else (B if number < 4 else (C if number < 6 else D))
+        scale = _as_bf16(tl.maximum(amax * factor, SMALLEST)) * (1.0 if number % 2 == 0 else -1.0)
+        its = _nf4_error(value, scale, amax, table, SIZE, HELD)
+        smaller = _least(its, number, least)
+        best = tl.where(smaller < least, scale, best)
+        error = tl.where(smaller < least, its, error)
+        least = smaller
+    scaled = value * _inverse(best)[:, None]
+    level, _ = _nf4_level(scaled, table, SIZE, HELD)
+    above = _sum(scaled * level, SIZE, HELD)
+    below = _sum(level * level, SIZE, HELD)
+    refined = _as_bf16(best * tl.div_rn(above, tl.where(above > 0, below, 1.0)))
+    refined = tl.where((above > 0) & (tl.abs(refined) >= SMALLEST), refined, best)
+    best = tl.where(_nf4_error(value, refined, amax, table, SIZE, HELD) < error, refined, best)
+    _, code = _nf4_level(tl.div_rn(value, tl.broadcast_to(best[:, None], (HELD, SIZE))), table, SIZE, HELD)
+    _store_words(words, code, group, before, inside, SIZE, HELD, SWAPPED=1)
     tl.store(scales + before + group, best.to(tl.bfloat16), mask=inside)
 
 

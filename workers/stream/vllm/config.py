@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint import VISION_PARTS, tensor_class
 from sparkd.errors import CheckpointError
-from workers.quantization.formats import GROUP_SIZES, Format
+from workers.quantization.formats import SPELLINGS, Format
 from workers.quantization.packed import in_vllm, packed_of
 
 if TYPE_CHECKING:
     from sparkd.checkpoint import Checkpoint, TensorRef
 
-# Names as compressed_tensors.config.CompressionFormat has them (0.17).
+# Names as compressed_tensors.config.CompressionFormat has them (0.17). NF4 is not among them: sparkd alone reads an nf4 checkpoint.
 _COMPRESSION = {
     "nvfp4": "nvfp4-pack-quantized",
+    "nvfp4_a4": "nvfp4-pack-quantized",
     "mxfp4": "mxfp4-pack-quantized",
     "int4": "pack-quantized",
+    "nf4": "nf4-pack-quantized",
     "fp8": "float-quantized",
     "fp8_block": "float-quantized",
 }
 _NO_GROUP = ("fp8", "fp8_block")
-_WRITTEN = (
-    *(Format(name) for name in _COMPRESSION if name != "int4"),
-    *(Format("int4", size) for size in GROUP_SIZES),
-)
+# vLLM's own scheme serves a checkpoint with 4-bit activations from elsewhere, on a CPU with sparkd's kernel for its weights alone.
+_WRITTEN = tuple(form for form in map(Format.parse, SPELLINGS) if not form.keeps and not form.rounds_activations)
 # Parts of a layer that some of vLLM's models call otherwise than their checkpoints (gpt_oss.py; granitemoehybrid.py, falcon_h1.py,
 # zamba2.py); their mappings pass patterns by.
 _RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}
@@ -206,12 +206,14 @@ def _index_of(module: str) -> int | None:
 def _scheme(chosen: Format) -> dict[str, Any]:
     """weights and input_activations of a group, fields of compressed_tensors.quantization.QuantizationArgs.
 
-    The 4-bit formats are weight-only. FP8 names dynamic 8-bit activations, because vLLM serves FP8 experts in no other way; a GPU without
-    FP8 arithmetic then still computes in 16 bits.
+    The 4-bit formats are weight-only but for nvfp4_a4, whose activations have a scale of 16 that vLLM computes ("local") and one for the
+    layer's whole input that the checkpoint has. FP8 names dynamic 8-bit activations, because vLLM serves FP8 experts in no other way; a GPU
+    without FP8 arithmetic then still computes in 16 bits.
     """
     if chosen.name not in _COMPRESSION:
         raise CheckpointError(
-            f"The format {chosen.spelling} has no compressed-tensors description", cure="Choose bf16, fp8, fp8_block, mxfp4, nvfp4 or int4"
+            f"The format {chosen.spelling} has no compressed-tensors description",
+            cure="Choose bf16, fp8, fp8_block, mxfp4, nvfp4, nvfp4_a4, int4 or nf4",
         )
     if chosen.name in _NO_GROUP:
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -223,11 +225,13 @@ def _scheme(chosen: Format) -> dict[str, Any]:
             "input_activations": {**inputs, "strategy": "group", "group_size": 128},
         }
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": chosen.group}
-    if chosen.name == "nvfp4":
+    if chosen.weight_name == "nvfp4":
         weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     if chosen.name == "mxfp4":
         weights |= {"type": "float", "scale_dtype": "torch.uint8"}
-    return {"weights": weights, "input_activations": None}
+    if chosen.name == "nf4":
+        weights |= {"type": "float", "scale_dtype": "torch.bfloat16"}
+    return {"weights": weights, "input_activations": {**weights, "dynamic": "local"} if chosen.rounds_activations else None}
 
 
 def _says(group: Mapping[str, Any], compression: Any, chosen: Format) -> bool:

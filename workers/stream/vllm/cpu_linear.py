@@ -1,7 +1,8 @@
 """Linear layers on vLLM's CPU backend whose weights are decoded a few rows at a time. Never quantizes, never keeps a decoded weight.
 
 vLLM's own CPU kernels need AVX-512 (int4) or AMX (FP8 blocks), and there are none for weight-only FP8, MXFP4 and NVFP4. The kernels here
-run wherever torch does. Importing this module imports no vLLM: `cpu_scheme` and `register_cpu_linear_kernels` do, and name what is missing.
+run wherever torch does. NF4, which vLLM does not have, gets its scheme here for a GPU too. Importing this module imports no vLLM:
+`packed_scheme` and `register_cpu_linear_kernels` do, and name what is missing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError
-from workers.quantization.formats import Format
+from workers.quantization.formats import Format, fitting
+from workers.stream.formats.nf4 import LEVELS
+from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.vllm.symbols import symbol
 
 BLOCK = 128
 # The magnitudes of E2M1 by code; the fourth bit is the sign (OCP Microscaling Formats v1.0, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUPS = {"nvfp4": 16, "mxfp4": 32}
 # Weights decoded at a time: 4 MiB of float32 and at most 4 MiB of indices stay in the last cache level. Measured on 4096x4096 (Zen 3, two
 # threads): 1.8e9 weights a second at 2**20, 0.2e9 at 2**22 and above, where the allocator gives the pages back and faults them each time.
 CHUNK_WEIGHTS = 1 << 20
@@ -47,14 +49,15 @@ _SYMBOLS = {
 }
 
 
-def cpu_scheme(form: Format) -> CpuScheme | None:
-    """The scheme that serves a linear layer of this format on a CPU; None where vLLM's own compressed-tensors scheme does.
+def packed_scheme(form: Format) -> PackedScheme | None:
+    """The scheme that serves a linear layer of this format on a CPU, or on a GPU for nf4; None where vLLM's own compressed-tensors scheme
+    does.
 
     The result belongs into `layer.scheme`, under CompressedTensorsLinearMethod. Raises MissingSymbol.
     """
     if form.name == "bf16" or (form.name == "int4" and _has_stock_int4()):
         return None
-    return CpuScheme(form)
+    return PackedScheme(form)
 
 
 @functools.cache
@@ -68,12 +71,12 @@ def register_cpu_linear_kernels() -> None:
         register(kernel, cpu, kind)
 
 
-class CpuScheme:
+class PackedScheme:
     """A compressed-tensors scheme (the interface of vLLM's CompressedTensorsScheme) for one format."""
 
     def __init__(self, form: Format) -> None:
         self.form = form
-        self.group_size = form.group_size or GROUPS.get(form.name, 1)
+        self.group_size = form.group or 1
         for name in _SYMBOLS:
             vllm_symbol(name)
 
@@ -104,7 +107,10 @@ class CpuScheme:
         """Nothing is repacked: plain parameters over the same memory, for torch.compile; NVFP4's divisor for each row where they differ."""
         for name, parameter in list(layer.named_parameters(recurse=False)):
             layer.register_parameter(name, Parameter(parameter.data, requires_grad=False))
-        if self.form.name == "nvfp4":
+        if self.form.rounds_activations:
+            # vLLM's own scheme takes the largest too.
+            layer.input_global_scale = Parameter(layer.input_global_scale.data.max().view(1), requires_grad=False)
+        if self.form.weight_name == "nvfp4":
             divisors = layer.weight_global_scale.data
             if bool((divisors == divisors[0]).all()):
                 divisors = divisors[:1]
@@ -114,7 +120,9 @@ class CpuScheme:
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = layer.weight if self.form.name.startswith("fp8") else layer.weight_packed
-        return packed_linear(x, weight, layer.weight_scale, getattr(layer, "weight_global_scale", None), bias, self.form.name)
+        if self.form.rounds_activations:
+            x = torch.ops.sparkd.rounded_activations(x, layer.input_global_scale)
+        return packed_linear(x, weight, layer.weight_scale, getattr(layer, "weight_global_scale", None), bias, self.form.weight_name)
 
     def _check(self, layer: torch.nn.Module, partitions: list[int], k: int) -> None:
         where = getattr(layer, "prefix", "") or type(layer).__name__
@@ -125,7 +133,7 @@ class CpuScheme:
             raise CheckpointError(
                 f"its {k} columns on one rank are not a multiple of the {self.group_size} that share a scale in {self.form.spelling}",
                 tensor=where,
-                cure="Lower the tensor-parallel size, or give this layer another format or group size",
+                cure=f"Lower the tensor-parallel size, or give this layer {fitting(self.group_size, k, self.form.name)}",
             )
         if self.form.name == "fp8_block" and (odd := next((size for size in partitions[:-1] if size % BLOCK), None)):
             raise CheckpointError(
@@ -161,7 +169,7 @@ class _Kernel:
 
 
 class SparkNvfp4Kernel(_Kernel):
-    """NVFP4 as vLLM's schemes prepare it: `weight`, `weight_scale`, and `weight_global_scale` as a factor."""
+    """NVFP4 as vLLM's schemes prepare it: `weight`, `weight_scale`, and `weight_global_scale` as a factor. Activations stay as they are."""
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return packed_linear(x, layer.weight, layer.weight_scale, layer.weight_global_scale.reciprocal().view(-1), bias, "nvfp4")
@@ -230,7 +238,7 @@ def decode(weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str, k: 
         return _scale_blocks(_e4m3(weight), scale * _E4M3_IN_F16)
     codes = weight.view(torch.uint8)
     # gather runs on all threads; index_select on a vector does not, and elementwise arithmetic on the nibbles takes as long in five passes.
-    pairs = _pairs(form == "int4").expand(codes.shape[0], 256)
+    pairs = _pairs(form).expand(codes.shape[0], 256)
     values = torch.gather(pairs, 1, codes.to(torch.int64)).view(torch.float32).unflatten(1, (scale.shape[1], -1))
     if form == "nvfp4":
         scale = _e4m3(scale).mul_(_E4M3_IN_F16).div_(divisor)
@@ -257,6 +265,9 @@ def _packed_linear_shape(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tens
 
 
 LIBRARY = torch.library.Library("sparkd", "FRAGMENT")
+LIBRARY.define("rounded_activations(Tensor x, Tensor divisor) -> Tensor")
+LIBRARY.impl("rounded_activations", rounded_activations, "CPU")
+torch.library.register_fake("sparkd::rounded_activations", lambda x, _divisor: torch.empty_like(x), lib=LIBRARY)
 LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? divisor, Tensor? bias, str form) -> Tensor")
 LIBRARY.impl("packed_linear", _packed_linear, "CPU")
 torch.library.register_fake("sparkd::packed_linear", _packed_linear_shape, lib=LIBRARY)
@@ -289,22 +300,24 @@ def _scale_blocks(values: Tensor, scale: Tensor) -> Tensor:
 
 
 @functools.cache
-def _pairs(integer: bool) -> Tensor:
-    """The values of the two codes of each byte, low nibble first: two float32 as one int64, [1, 256]."""
-    table = torch.arange(-8, 8, dtype=torch.float32) if integer else torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32)
+def _pairs(form: str) -> Tensor:
+    """The values of the two codes of each byte in the order of their columns: two float32 as one int64, [1, 256]."""
+    tables = {"int4": range(-8, 8), "nf4": LEVELS}
+    table = torch.tensor([*tables.get(form, (*E2M1, *(-value for value in E2M1)))], dtype=torch.float32)
     byte = torch.arange(256)
-    return torch.stack([table[byte & 15], table[byte >> 4]], dim=1).view(torch.int64).view(1, 256)
+    nibbles = (byte >> 4, byte & 15) if form == "nf4" else (byte & 15, byte >> 4)
+    return torch.stack([table[nibble] for nibble in nibbles], dim=1).view(torch.int64).view(1, 256)
 
 
 @functools.cache
-def _has_bf16() -> bool:
+def has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16: elsewhere torch does it value by value (28 ms against 3.3 ms for 256x576x1536 on AVX2)."""
     has = torch.cpu.get_capabilities()
     return any(has.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def _multiplies_bf16(tokens: int) -> bool:
-    return tokens >= BF16_TOKENS and _has_bf16()
+    return tokens >= BF16_TOKENS and has_bf16()
 
 
 @functools.cache
@@ -335,10 +348,13 @@ def _parameters(form: str, partitions: list[int], k: int, group: int) -> list[_P
             ("weight_shape", "BasevLLMParameter", (2,), torch.int64, {}),
         ]
     packed: _Parameter = ("weight_packed", "ModelWeightParameter", (n, k // 2), torch.uint8, both)
+    if form == "nf4":
+        return [packed, ("weight_scale", "GroupQuantScaleParameter", (n, k // group), torch.bfloat16, both)]
     if form == "mxfp4":
         return [packed, ("weight_scale", "GroupQuantScaleParameter", (n, k // group), torch.uint8, both)]
+    scales = ("weight_global_scale", "input_global_scale") if form == "nvfp4_a4" else ("weight_global_scale",)
     return [
         packed,
         ("weight_scale", "GroupQuantScaleParameter", (n, k // group), torch.float8_e4m3fn, both),
-        ("weight_global_scale", "PerTensorScaleParameter", (len(partitions),), torch.float32, {}),
+        *((name, "PerTensorScaleParameter", (len(partitions),), torch.float32, {}) for name in scales),
     ]

@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from sparkd.errors import CheckpointError, MissingSymbol
-from workers.quantization.formats import Format
-from workers.stream.vllm.cpu_linear import BLOCK, GROUPS, LIBRARY, matmul
+from workers.quantization.formats import Format, fitting
+from workers.stream.formats.nvfp4 import rounded_activations
+from workers.stream.vllm.cpu_linear import BLOCK, LIBRARY, matmul
 from workers.stream.vllm.symbols import lacking
 
 try:
@@ -25,15 +26,16 @@ except ImportError as error:
     raise MissingSymbol(lacking(str(error))) from error
 
 
-def cpu_moe_method(form: Format, layer: torch.nn.Module) -> CpuMoEMethod | None:
-    """The method that serves a RoutedExperts of this format on a CPU; None where vLLM's own compressed-tensors method does.
+def packed_moe_method(form: Format, layer: torch.nn.Module) -> PackedMoEMethod | None:
+    """The method that serves a RoutedExperts of this format on a CPU, or on a GPU for nf4; None where vLLM's own compressed-tensors method
+    does.
 
     layer: as RoutedExperts.__init__ hands it to a quantization configuration: with moe_config, activation and the swiglu_* values. Raises
     CheckpointError for an activation that is not built.
     """
     if form.name == "bf16" or (form.name == "int4" and _has_stock_int4(form, layer)):
         return None
-    return CpuMoEMethod(form, layer.moe_config, Activation.of(layer))
+    return PackedMoEMethod(form, layer.moe_config, Activation.of(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Activation:
     def of(layer: torch.nn.Module) -> Activation:
         """The layer's values, then its moe_config's, then vLLM's defaults, as its ApplyMoEActivationConfig. Raises CheckpointError."""
         name = str(getattr(layer.activation, "value", layer.activation))
-        if name not in _ACTIVATIONS:
+        if name not in ACTIVATIONS:
             raise CheckpointError(
                 f"experts with the activation {name} cannot be served quantized on a CPU",
                 tensor=layer.layer_name,
@@ -66,7 +68,10 @@ class Activation:
         return Activation(name, said("alpha"), said("beta"), said("limit"))
 
 
-class CpuMoEMethod(FusedMoEMethodBase):
+_SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8, "nf4": torch.bfloat16}
+
+
+class PackedMoEMethod(FusedMoEMethodBase):
     """Parameters as vLLM's compressed-tensors methods make them, so that its weight loaders fill them; nothing is repacked."""
 
     # GptOssRoutedExperts.weight_loader takes a method that says so for one whose experts arrive packed; it does so for every format here.
@@ -76,7 +81,7 @@ class CpuMoEMethod(FusedMoEMethodBase):
         super().__init__(moe_config)
         self.form = form
         self.activation = activation
-        self.group_size = form.group_size or GROUPS.get(form.name, 1)
+        self.group_size = form.group or 1
 
     def create_weights(
         self,
@@ -114,8 +119,9 @@ class CpuMoEMethod(FusedMoEMethodBase):
             topk_weights,
             topk_ids,
             *tensors,
+            *(getattr(layer, f"{half}_input_global_scale", None) for half in ("w13", "w2")),
             layer.expert_map,
-            self.form.name,
+            self.form.weight_name,
             self.activation.name,
             self.activation.alpha,
             self.activation.beta,
@@ -142,10 +148,12 @@ class CpuMoEMethod(FusedMoEMethodBase):
                 }
         parameters: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
             "weight_packed": ("", (n, k // 2), torch.uint8),
-            "weight_scale": ("group", (n, k // self.group_size), torch.float8_e4m3fn if self.form.name == "nvfp4" else torch.uint8),
+            "weight_scale": ("group", (n, k // self.group_size), _SCALES[self.form.weight_name]),
         }
-        if self.form.name == "nvfp4":
+        if self.form.weight_name == "nvfp4":
             parameters["weight_global_scale"] = ("tensor", (parts,) if parts > 1 else (), torch.float32)
+        if self.form.rounds_activations:
+            parameters["input_global_scale"] = parameters["weight_global_scale"]
         return parameters
 
     def _check(self, layer: torch.nn.Module, hidden: int, width: int) -> None:
@@ -154,7 +162,8 @@ class CpuMoEMethod(FusedMoEMethodBase):
             raise CheckpointError(
                 f"{odd} columns of its experts on one rank are not a multiple of the {group} that share a scale in {self.form.spelling}",
                 tensor=layer.layer_name,
-                cure="Lower the tensor-parallel size, turn expert parallelism on, or give the experts another format or group size",
+                cure="Lower the tensor-parallel size, turn expert parallelism on, or give the experts "
+                f"{fitting(group, odd, self.form.name)}",
             )
 
 
@@ -199,6 +208,8 @@ def _packed_experts(
     w2_scale: Tensor,
     w2_divisor: Tensor | None,
     w2_bias: Tensor | None,
+    w13_input: Tensor | None,
+    w2_input: Tensor | None,
     expert_map: Tensor | None,
     form: str,
     activation: str,
@@ -207,14 +218,16 @@ def _packed_experts(
     limit: float | None,
     weight_on_input: bool,
 ) -> Tensor:
-    act = _ACTIVATIONS[activation]
+    act = ACTIVATIONS[activation]
 
     def up(rows: Tensor, expert: int) -> Tensor:
         divisor = None if w13_divisor is None else _by_row(w13_divisor[expert], w13.shape[1])
+        rows = rows if w13_input is None else rounded_activations(rows, w13_input[expert].max())
         product = _gate_up(rows, w13[expert], w13_scale[expert], divisor, form, x.dtype)
         return act(product if w13_bias is None else product.add_(w13_bias[expert]), alpha, beta, limit)
 
     def down(rows: Tensor, expert: int) -> Tensor:
+        rows = rows if w2_input is None else rounded_activations(rows, w2_input[expert])
         product = matmul(rows, w2[expert], w2_scale[expert], None if w2_divisor is None else w2_divisor[expert].view(1), form, x.dtype)
         return product if w2_bias is None else product.add_(w2_bias[expert])
 
@@ -228,6 +241,7 @@ def _packed_experts_shape(x: Tensor, *_more: Any) -> Tensor:
 LIBRARY.define(
     "packed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, "
     "Tensor w13, Tensor w13_scale, Tensor? w13_divisor, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_divisor, Tensor? w2_bias, "
+    "Tensor? w13_input, Tensor? w2_input, "
     "Tensor? expert_map, str form, str activation, float alpha, float beta, float? limit, bool weight_on_input) -> Tensor"
 )
 LIBRARY.impl("packed_experts", _packed_experts, "CPU")
@@ -272,7 +286,7 @@ def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Ten
 
 # The meaning of vLLM's MoEActivation values. Its own functions (fused_moe/activation.py) are operators that its CPU build mostly leaves
 # out.
-_ACTIVATIONS: dict[str, Callable[[Tensor, float, float, float | None], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor, float, float, float | None], Tensor]] = {
     "silu": _silu,
     "gelu": lambda x, *_: F.gelu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
     "gelu_tanh": lambda x, *_: F.gelu(x.chunk(2, dim=-1)[0], approximate="tanh") * x.chunk(2, dim=-1)[1],

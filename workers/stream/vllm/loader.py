@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,13 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
+from workers.quantization.calibration_text import text_of
+from workers.quantization.formats import Format
 from workers.stream.cache.layout import Tensors
 from workers.stream.cache.omitted import can_be_completed, completed, left_out, recipe_without
-from workers.stream.cache.store import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
+from workers.stream.cache.store import SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache.writer import CODES, CacheContent, CacheWriter
+from workers.stream.input_scales import CURE, UNMEASURED, InputScales, measured
 from workers.stream.load_session import LoadSession, virtual_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
@@ -45,6 +48,8 @@ from workers.stream.vllm.warmup import compile_kernels, make_ready
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
+# The first GPUs with FP4 tensor cores.
+_FP4_CAPABILITY = (10, 0)
 # The errors of a model class that does not accept a tensor.
 _MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
@@ -138,6 +143,11 @@ def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
             raise CheckpointError("it holds NaN or Inf, or was made of a tensor that does", file=entry.folder, tensor=name)
 
 
+def _warn_of_unmeasured(count: int) -> None:
+    if count:
+        logger.warning("sparkd: %d modules in nvfp4-a4 have no measured input: they are less accurate. %s", count, CURE)
+
+
 @contextlib.contextmanager
 def _young_garbage_only() -> Iterator[None]:
     """Let the garbage collector look only at objects that the load creates.
@@ -170,6 +180,7 @@ class SparkStreamLoader(DefaultModelLoader):
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._handed = ""
+        self._inputs: InputScales | None = None
         if current_platform.is_cpu():
             try:
                 register_cpu_linear_kernels()
@@ -239,6 +250,8 @@ class SparkStreamLoader(DefaultModelLoader):
         device = next(model.parameters()).device
         if device.type == "cuda":
             repack_in_place()
+            if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
+                logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
         if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint)) is not None:
             try:
                 return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
@@ -252,7 +265,18 @@ class SparkStreamLoader(DefaultModelLoader):
                 entry.close()
                 raise
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
-        return self._source_of(VirtualCheckpoint(checkpoint, formats), formats, model_config, model, device, checkpoint, progress)
+        virtual = VirtualCheckpoint(checkpoint, formats, input_scale=self._input_scale(checkpoint, formats, progress))
+        if self._inputs is not None:
+            _warn_of_unmeasured(len(self._inputs.unmeasured))
+        return self._source_of(virtual, formats, model_config, model, device, checkpoint, progress)
+
+    def _input_scale(self, checkpoint: Checkpoint, formats: Mapping[str, Format], progress: ProgressFile) -> Callable[[str], float]:
+        """The divisors of the layers' inputs. Blocks for minutes where the first load measures them."""
+        if not any(form.rounds_activations for form in formats.values()):
+            return lambda _module: UNMEASURED
+        progress.begin(0, 0, "", "calibration")
+        self._inputs = measured(checkpoint, text_of(self._settings.recipe.calibration), self._settings.cache_dir)
+        return self._inputs.of
 
     def _source_of(
         self,
@@ -271,6 +295,7 @@ class SparkStreamLoader(DefaultModelLoader):
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
         if entry is not None:
             _refuse_damaged(entry, trace)
+            _warn_of_unmeasured(entry.unmeasured_inputs)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
@@ -324,6 +349,7 @@ class SparkStreamLoader(DefaultModelLoader):
             if cached is None:
                 continue
             if served := source.from_cache(cached, wanted):
+                _warn_of_unmeasured(cached.unmeasured_inputs)
                 return served
             cached.close()
         handed = wanted if in_parts else source.pipeline.handed()
@@ -340,7 +366,10 @@ class SparkStreamLoader(DefaultModelLoader):
                 quantization_config(formats, linear_modules(checkpoint)),
                 layout,
                 plain=plain,
-                notes={SPELLINGS: sorted({form.spelling for form in formats.values()})},
+                notes={
+                    SPELLINGS: sorted({form.spelling for form in formats.values()}),
+                    UNMEASURED_INPUTS: 0 if self._inputs is None else len(self._inputs.unmeasured),
+                },
             ),
             self._settings.cache_limit_bytes,
             device=device,

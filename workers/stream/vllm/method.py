@@ -1,5 +1,5 @@
-"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels where vLLM's CPU backend has none. Never decides a
-format, never reads a weight.
+"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none. Never
+decides a format, never reads a weight.
 
 Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/vllm/config.py under the name `spark`,
 so a streamed model and an exported checkpoint have the same description.
@@ -27,8 +27,7 @@ NAME = "spark"
 
 
 class SparkConfig(CompressedTensorsConfig):
-    """Matches modules and chooses schemes as compressed-tensors does; on a CPU each module that stock vLLM cannot run gets a method of
-    ours."""
+    """Matches modules and chooses schemes as compressed-tensors does; each module that stock vLLM cannot run gets a method of ours."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -45,25 +44,35 @@ class SparkConfig(CompressedTensorsConfig):
         return NAME if method == NAME and user_quant in (None, NAME) else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if current_platform.is_cpu() and (own := self._cpu_method(layer, prefix)) is not None:
-            return own
-        return super().get_quant_method(layer, prefix)
+        own = self._own_method(layer, prefix)
+        return super().get_quant_method(layer, prefix) if own is None else own
 
-    def _cpu_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        from workers.stream.vllm.cpu_linear import cpu_scheme
-
+    def _own_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            from workers.stream.vllm.cpu_moe import cpu_moe_method
-
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
-            return None if scheme is None else cpu_moe_method(format_of(scheme), layer)
-        if isinstance(layer, LinearBase | ParallelLMHead) and (scheme_dict := self.get_scheme_dict(layer, prefix)) is not None:
-            cpu = cpu_scheme(format_of(scheme_dict))
-            if cpu is not None:
-                layer.scheme = cpu
+            if scheme is None or not _is_ours(form := format_of(scheme)):
+                return None
+            from workers.stream.vllm.cpu_moe import packed_moe_method
+
+            return packed_moe_method(form, layer)
+        if isinstance(layer, LinearBase | ParallelLMHead) and (scheme := self.get_scheme_dict(layer, prefix)) is not None:
+            if not _is_ours(form := format_of(scheme)):
+                return None
+            from workers.stream.vllm.cpu_linear import packed_scheme
+
+            if (packed := packed_scheme(form)) is not None:
+                layer.scheme = packed
                 return CompressedTensorsLinearMethod(self)
         return None
+
+
+def _is_ours(form: Format) -> bool:
+    """Whether sparkd may have to serve a layer of this format on this platform; for nf4 on a GPU, its products are ready then."""
+    if form.name == "nf4" and not current_platform.is_cpu():
+        import workers.stream.vllm.nf4_products  # noqa: F401 - Triton, which a CPU does without
+
+    return form.name == "nf4" or current_platform.is_cpu()
 
 
 def is_ours(method: Any) -> bool:
@@ -85,4 +94,8 @@ def format_of(scheme: Any) -> Format:
         return Format("fp8_block" if str(getattr(weights.strategy, "value", weights.strategy)) == "block" else "fp8", None)
     if str(getattr(weights.type, "value", weights.type)) == "int":
         return Format("int4", weights.group_size)
-    return Format("nvfp4" if weights.group_size == 16 else "mxfp4", None)
+    if str(weights.scale_dtype) == "torch.bfloat16":
+        return Format("nf4", weights.group_size)
+    if weights.group_size == 32:
+        return Format("mxfp4")
+    return Format("nvfp4" if scheme["input_activations"] is None else "nvfp4_a4")

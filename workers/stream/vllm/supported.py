@@ -75,7 +75,7 @@ def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None
             f"this vLLM takes gpt-oss's experts quantized only as OpenAI published them (MXFP4), not in {form.spelling} made here",
             f"Load the published checkpoint, use vLLM 0.32 or later, or {_KEEP}",
         )
-    if form.name == "nvfp4" and "w13_weight_global_scale" not in taken:
+    if form.weight_name == "nvfp4" and "w13_weight_global_scale" not in taken:
         return (
             "vLLM's gpt-oss has no place for the second scale of nvfp4 experts",
             f"Give them another format with `layers: {{experts: mxfp4}}`, or {_KEEP}",

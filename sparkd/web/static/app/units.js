@@ -91,6 +91,7 @@ export function stage(state, progress) {
     words = "rehearsing the largest batches, to size the KV cache";
   }
   if (state === "LOADING" && facts.phase === "starting") words = "starting its engine";
+  if (state === "LOADING" && facts.source === "calibration") words = "measuring the inputs of its layers over a text, once";
   if (known(facts.fraction) && facts.phase === "loading") {
     const origin = facts.source === "cache" ? " from the quantized cache" : facts.format ? ` as ${facts.format}` : "";
     words += ` ${percent(facts.fraction)}${origin}`;

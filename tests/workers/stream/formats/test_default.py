@@ -8,7 +8,7 @@ import torch
 from workers.quantization.formats import Format
 from workers.stream.formats import amax, global_scale, quantizer
 
-FORMATS = [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("fp8"), Format("fp8_block")]
+FORMATS = [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("nf4", 64), Format("fp8"), Format("fp8_block")]
 
 
 @pytest.fixture

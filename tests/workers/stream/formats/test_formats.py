@@ -37,6 +37,7 @@ QUANTIZED = tuple(spelling for spelling in SPELLINGS if spelling != "bf16")
             "int4-g64",
             {"weight_packed": (torch.int32, (96, 32)), "weight_scale": (torch.bfloat16, (96, 4)), "weight_shape": (torch.int64, (2,))},
         ),
+        ("nf4-g64", {"weight_packed": (torch.uint8, (96, 128)), "weight_scale": (torch.bfloat16, (96, 4))}),
         ("fp8", {"weight": (torch.float8_e4m3fn, (96, 256)), "weight_scale": (torch.float32, (96, 1))}),
         ("fp8-block", {"weight": (torch.float8_e4m3fn, (96, 256)), "weight_scale": (torch.float32, (1, 2))}),
     ],
@@ -45,8 +46,8 @@ def test_parts(spelling: str, parts: dict[str, tuple[torch.dtype, tuple[int, ...
     assert quantizer(Format.parse(spelling)).parts(96, 256) == parts
 
 
-def test_int4_without_a_group_size_has_128() -> None:
-    assert quantizer(Format("int4")).group_size == 128
+def test_without_a_group_size_int4_has_128_and_nf4_has_64() -> None:
+    assert [quantizer(Format(name)).group_size for name in ("int4", "nf4")] == [128, 64]
 
 
 def test_bf16_leaves_a_weight_as_it_is() -> None:
@@ -64,6 +65,9 @@ def test_bf16_leaves_a_weight_as_it_is() -> None:
         ("int4-g128", 48, "nvfp4"),
         ("int4-g64", 96, "int4-g32"),
         ("int4-g32", 40, "fp8"),
+        ("nf4-g512", 640, "nf4-g128 nf4-g64 nf4-g32"),
+        ("nf4-g64", 96, "nf4-g32"),
+        ("nf4-g32", 48, "nvfp4"),
         ("mxfp4", 48, "nvfp4"),
         ("mxfp4", 40, "fp8"),
         ("nvfp4", 24, "fp8"),
@@ -79,7 +83,7 @@ def test_columns_that_do_not_divide_are_refused_with_what_would_fit(spelling: st
 
 @pytest.mark.parametrize("spelling", QUANTIZED)
 def test_columns_that_divide_are_taken(spelling: str) -> None:
-    quantizer(Format.parse(spelling)).check("w", 7, 384)
+    quantizer(Format.parse(spelling)).check("w", 7, 1536)
 
 
 def test_fp8_takes_any_shape() -> None:
@@ -210,7 +214,7 @@ def test_the_gpu_kernels_make_what_torch_makes() -> None:
         assert not torch.cuda.is_available()
         return
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "int4-g128", "fp8", "fp8-block"]
+    command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "int4-g128", "nf4-g32", "nf4-g128", "fp8", "fp8-block"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr
     assert {name: count for name, count in json.loads(ran.stdout).items() if count} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.workers.stream.weights import distribution
 from workers.quantization.recipe import Format
 from workers.stream.formats import quantizer
+from workers.stream.formats.nf4 import LEVELS
 
 with warnings.catch_warnings():
     # What it and torch deprecate among themselves is not ours.
@@ -42,3 +44,12 @@ def test_int4(group: int) -> None:
     value = code.float() * parts["weight_scale"].float().repeat_interleave(group, 1)
     assert torch.equal(form.dequantize(parts, torch.float32), value)
     assert torch.equal(parts["weight_packed"], pack_to_int32(code.to(torch.int8), 4))
+
+
+def test_the_levels_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
+    """Eight steps above zero and seven below it, between the middle and the quantile whose tail holds half a step (1/30 and 1/32)."""
+    quantile, tail = NormalDist().inv_cdf, 1 - (1 / 30 + 1 / 32) / 2
+    above = [quantile(tail + (0.5 - tail) * step / 8) for step in range(8)]
+    below = [-quantile(tail + (0.5 - tail) * step / 7) for step in range(7)]
+    quantiles = [each / above[0] for each in (*below, 0.0, *reversed(above))]
+    assert list(LEVELS) == pytest.approx(quantiles, abs=1e-6)

@@ -155,7 +155,7 @@ def test_a_layer_of_a_tower_that_is_quantized_is_not_left_out_under_another_name
 def test_a_part_that_vllm_puts_elsewhere_is_matched_there() -> None:
     quantized = ["model.language_model.layers.0.mlp.up_proj", "model.language_model.altup_projections.0"]
     config = quantization_config(
-        dict(zip(quantized, FORMATS, strict=False)), [*quantized, "model.language_model.per_layer_model_projection"]
+        dict(zip(quantized, map(Format, ("nvfp4", "mxfp4")), strict=True)), [*quantized, "model.language_model.per_layer_model_projection"]
     )
 
     in_vllm = [f"language_model.model.self_decoder.{name}" for name in ("per_layer_model_projection", "altup_projections.0")]
@@ -174,8 +174,8 @@ def test_nothing_quantized_is_no_description() -> None:
 
 
 def test_a_format_without_a_description_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="nf4 has no"):
-        quantization_config({"lm_head": Format("nf4")}, MOE)
+    with pytest.raises(CheckpointError, match="int3 has no"):
+        quantization_config({"lm_head": Format("int3")}, MOE)
 
 
 def test_which_modules_may_be_linear(tmp_path: Path) -> None:
@@ -229,7 +229,8 @@ def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers:
 
 @pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.spelling)
 def test_its_own_description_is_recognised(chosen: Format) -> None:
-    assert in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))
+    ours = in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))
+    assert ours != chosen.rounds_activations, "vLLM's own scheme serves 4-bit activations from elsewhere"
 
 
 def test_a_mixed_description_is_recognised() -> None:

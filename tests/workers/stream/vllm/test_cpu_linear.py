@@ -14,8 +14,9 @@ from sparkd.errors import CheckpointError, MissingSymbol
 from tests.workers.stream.products import assert_product
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.formats import quantizer
+from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.vllm import cpu_linear
-from workers.stream.vllm.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
+from workers.stream.vllm.cpu_linear import PackedScheme, decode, packed_linear, packed_scheme, register_cpu_linear_kernels
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
@@ -35,7 +36,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.scalar_type import scalar_types
 
-FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
+# The formats that the small weights of these tests can have, and whose products are those of their weights.
+FORMATS = [form for form in map(Format.parse, SPELLINGS) if not form.keeps and not form.rounds_activations and (form.group or 1) <= 128]
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)
 
 
@@ -50,7 +52,7 @@ class OnCpu(CompressedTensorsConfig):
         self.form = form
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        layer.scheme = CpuScheme(self.form)
+        layer.scheme = PackedScheme(self.form)
         return CompressedTensorsLinearMethod(self)
 
 
@@ -110,7 +112,7 @@ def test_a_product_is_that_of_the_decoded_weights(
     form: Format, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Wider ones stay wide on any CPU; what bfloat16 becomes where it is multiplied is the next but one test's.
-    monkeypatch.setattr(cpu_linear, "_has_bf16", lambda: dtype != torch.bfloat16)
+    monkeypatch.setattr(cpu_linear, "has_bf16", lambda: dtype != torch.bfloat16)
     parts, meant = quantized(form, 192, 256)
     x, bias = torch.randn(*shape, 256).to(dtype), torch.randn(192).to(dtype)
     got = packed_linear(x, *packed(parts), bias, form.name)
@@ -137,7 +139,7 @@ def test_rows_decoded_in_pieces_give_the_same(form: Format, n: int, monkeypatch:
 
 @each_format
 def test_a_cpu_that_multiplies_bfloat16_does_so_for_many_tokens(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "_has_bf16", lambda: True)
+    monkeypatch.setattr(cpu_linear, "has_bf16", lambda: True)
     parts, meant = quantized(form, 192, 256)
     many, few = torch.randn(32, 256).bfloat16(), torch.randn(2, 256).bfloat16()
     got = packed_linear(many, *packed(parts), None, form.name)
@@ -185,6 +187,22 @@ def test_query_key_value_fused(form: Format) -> None:
         meant.append(one)
     x = torch.randn(2, 256)
     assert_product(finish(layer)(x)[0], x, torch.cat(meant))
+
+
+def test_activations_in_four_bits_are_rounded_by_the_largest_divisor_of_a_fused_layer() -> None:
+    form = Format("nvfp4_a4")
+    layer = MergedColumnParallelLinear(256, [128, 128], bias=False, quant_config=OnCpu(form), prefix="gate_up", params_dtype=torch.bfloat16)
+    (gate, gate_meant), (up, up_meant) = quantized(form, 128, 256, 1), quantized(form, 128, 256, 2)
+    gate["input_global_scale"].fill_(64.0)
+    up["input_global_scale"].fill_(512.0)
+    for shard, parts in enumerate((gate, up)):
+        load(layer, parts, shard)
+    x = torch.randn(2, 3, 256)
+    x[0, 0] *= 100.0
+    got = finish(layer)(x)[0]
+    rounded = rounded_activations(x, torch.tensor(512.0))
+    assert_product(got, rounded, torch.cat([gate_meant, up_meant]))
+    assert not torch.equal(rounded, rounded_activations(x, torch.tensor(64.0))), "448 * 6 / 512 holds the row; it saturates with neither"
 
 
 @each_format
@@ -239,11 +257,11 @@ def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
 
 
 def test_bf16_is_left_to_vllm_and_int4_to_its_kernel_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_scheme(Format("bf16")) is None
+    assert packed_scheme(Format("bf16")) is None
     monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: True)
-    assert cpu_scheme(Format("int4", 64)) is None
+    assert packed_scheme(Format("int4", 64)) is None
     monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: False)
-    made = cpu_scheme(Format("int4", 64))
+    made = packed_scheme(Format("int4", 64))
     assert made is not None
     assert made.group_size == 64
 
@@ -285,4 +303,4 @@ def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
 def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cpu_linear._SYMBOLS, "ModelWeightParameter", "vllm.model_executor.elsewhere")
     with pytest.raises(MissingSymbol, match=r" vllm\.model_executor\.elsewhere\.ModelWeightParameter"):
-        cpu_scheme(Format("nvfp4"))
+        packed_scheme(Format("nvfp4"))

@@ -18,6 +18,7 @@ from tests.workers.stream.products import assert_near
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.expert_placement import answered, families, place
 from workers.stream.formats import quantizer
+from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import Emitted
 
@@ -34,7 +35,8 @@ with warnings.catch_warnings():
 
     from workers.stream.vllm import cpu_moe
 
-FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
+# The formats that the small weights of these tests can have, and whose products are those of their weights.
+FORMATS = [form for form in map(Format.parse, SPELLINGS) if not form.keeps and not form.rounds_activations and (form.group or 1) <= 128]
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)
 EXPERTS, HIDDEN, TOP_K = 6, 256, 2
 LAYER = itertools.count()
@@ -69,7 +71,7 @@ class OnCpu(QuantizationConfig):
         return cls(Format.parse(config["format"]))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return cpu_moe.cpu_moe_method(self.form, layer)
+        return cpu_moe.packed_moe_method(self.form, layer)
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +185,22 @@ def test_vllm_loads_and_serves_experts(form: Format, tokens: int) -> None:
     meant = filled(layer, form)
     x, weights, ids = routed(tokens)
     assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul))
+
+
+def test_activations_in_four_bits_are_rounded_before_each_of_an_experts_products() -> None:
+    layer = made(Format("nvfp4_a4"))
+    meant = filled(layer, Format("nvfp4_a4"))
+    layer.w13_input_global_scale.data.fill_(256.0)
+    layer.w2_input_global_scale.data.copy_(torch.tensor([64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0]))
+    x, weights, ids = routed(7)
+    out = torch.zeros_like(x)
+    for token, slot in itertools.product(range(7), range(TOP_K)):
+        expert = int(ids[token, slot])
+        up = torch.cat([meant[expert]["gate_proj"], meant[expert]["up_proj"]])
+        hidden = silu_and_mul(linear(rounded_activations(x[token], torch.tensor(256.0)), up))
+        divisor = layer.w2_input_global_scale[expert]
+        out[token] += weights[token, slot] * linear(rounded_activations(hidden, divisor), meant[expert]["down_proj"])
+    assert_near(run(layer, x, weights, ids), out, 5e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -351,13 +369,13 @@ def test_a_share_that_groups_do_not_fit_is_refused() -> None:
 
 
 def test_bf16_is_left_to_vllm() -> None:
-    assert cpu_moe.cpu_moe_method(Format("bf16"), torch.nn.Module()) is None
+    assert cpu_moe.packed_moe_method(Format("bf16"), torch.nn.Module()) is None
 
 
 @pytest.mark.parametrize(("group", "bias", "left"), [(128, False, True), (64, False, True), (32, False, False), (128, True, False)])
 def test_int4_is_left_to_vllms_amx_experts_where_they_take_it(group: int, bias: bool, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(Format("nvfp4"), has_bias=bias)
-    assert cpu_moe.cpu_moe_method(Format("int4", group), layer) is not None or torch.cpu._is_amx_tile_supported()
+    assert cpu_moe.packed_moe_method(Format("int4", group), layer) is not None or torch.cpu._is_amx_tile_supported()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
-    assert (cpu_moe.cpu_moe_method(Format("int4", group), layer) is None) == left
+    assert (cpu_moe.packed_moe_method(Format("int4", group), layer) is None) == left

@@ -166,7 +166,7 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
         {"format": "nvfp4", "layers": {"o_proj": {"format": "int4", "group_size": 96}}},
         "group size 96 is not built",
     ),
-    ("nf4", lambda folder: None, "nf4", "nf4 is not built yet"),
+    ("nf4-g16", lambda folder: None, "nf4-g16", "group size 16"),
 ]
 
 

@@ -93,7 +93,7 @@ def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"quantize": "nf4"}, "nf4.*nvfp4"),
+        ({"quantize": "nf4-g16"}, "16.*nf4"),
         ({"quantize": "int3"}, "int3"),
         ({"quantization": "fp8"}, "--quantization fp8 .*`quantize`"),
         ({"model": "/no/such/folder/at/all"}, "/no/such/folder/at/all"),
@@ -144,7 +144,8 @@ def test_the_loader_does_not_give_its_settings_to_vllms_own():
 
 
 @pytest.mark.parametrize(
-    "form", [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("fp8"), Format("fp8_block")]
+    "form",
+    [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("nf4", 64), Format("fp8"), Format("fp8_block")],
 )
 def test_a_description_is_read_back_as_the_format_it_was_made_from(form):
     described = quantization_config({"model.layers.0.mlp.up_proj": form}, ["model.layers.0.mlp.up_proj", "lm_head"])

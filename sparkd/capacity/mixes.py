@@ -1,0 +1,78 @@
+"""Owns the mixes of formats that `quantize: best` may become for a model: one of a given size, else a ladder of sizes. Counts no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparkd.capacity.weights import Inventory, inventory
+from sparkd.checkpoint import Checkpoint
+from sparkd.errors import ConfigError
+from sparkd.inquiry.mix_measure import kept_errors, mix_folder
+from sparkd.models.shape import shape_of
+from workers.kv.profiles import checkpoint_of as identity_of
+from workers.quantization.best_wish import BestWish
+from workers.quantization.mix import UNMEASURED, MixErrors, recipe_of, select
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+from workers.quantization.units import UnitList, units_of
+
+# Between the model as stored and its smallest mix, in equal ratios: from 16 to 4 bits a step is less than 5 %. Steps and not the exact
+# room, so that a little more or less of free memory at the next start makes the same mix, which the quantized cache has.
+_RUNGS = 32
+
+
+def mixes_of(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
+    """Plain recipes, best first; with a size in the wish one. ranks: of tensor parallelism, each of which gets whole groups.
+
+    Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
+    """
+    key = wish, measured.digest, ranks
+    if key not in model.mixes:
+        model.mixes[key] = tuple(_made(model, wish, measured, ranks))
+    return model.mixes[key]
+
+
+def _made(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
+    source = model.checkpoint.quantization
+    if source is not None and not source.requantizable:
+        yield AS_IT_IS
+        return
+    listed = unit_list(model, ranks)
+    budgets = _ladder(listed) if wish.budget is None else [wish.budget]
+    seen: set[QuantizationRecipe] = set()
+    for budget in budgets:
+        recipe = AS_IT_IS
+        if budget < listed.stored_bytes:
+            recipe = QuantizationRecipe.parse(recipe_of(listed, select(listed, measured, budget)))
+        if recipe not in seen:
+            seen.add(recipe)
+            yield recipe
+
+
+def mix_of(checkpoint: Checkpoint, wish: BestWish, profiles: Path | str | None) -> QuantizationRecipe:
+    """The mix of the size in the wish, for a listing of layers; profiles: as for measured_of. Raises ConfigError without a size, else as
+    mixes_of."""
+    if wish.gib is None:
+        size = "give a size, {format: best, gib: 60}, or ask `sparkd plan`"
+        raise ConfigError(f"`best` depends on the memory that is free for the model: {size}.", param="quantize")
+    model = inventory(checkpoint, shape_of(checkpoint.config))
+    return mixes_of(model, wish, measured_of(checkpoint, profiles))[0]
+
+
+def measured_of(checkpoint: Checkpoint, profiles: Path | str | None) -> MixErrors:
+    """The kept measurement of a checkpoint. profiles: the folder of profiles, which the measurements lie beside; None for none."""
+    if profiles is None or not checkpoint.folder.startswith("/"):
+        return UNMEASURED
+    return kept_errors(identity_of(checkpoint.folder), mix_folder(profiles))
+
+
+def unit_list(model: Inventory, ranks: int = 1) -> UnitList:
+    counts = {part.tensor.name: part.count for part in model.parts}
+    return units_of(model.checkpoint, count=counts.__getitem__, ranks=ranks)
+
+
+def _ladder(listed: UnitList) -> Iterator[int]:
+    ratio = listed.least_bytes / listed.stored_bytes
+    for rung in range(_RUNGS):
+        yield int(listed.stored_bytes * ratio ** (rung / _RUNGS))
+    yield listed.least_bytes

@@ -1,0 +1,140 @@
+"""`quantize: best` as capacity sees it: which mixes there are, and which one an entry gets in the memory that it may take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.capacity import auto_resolve
+from sparkd.capacity.account import machine
+from sparkd.capacity.candidates import candidates_of
+from sparkd.capacity.headers import headers_here
+from sparkd.capacity.mixes import mixes_of, unit_list
+from sparkd.capacity.plan_for_checkpoint import answer
+from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.unloadable import uneven
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config.config import parse_model
+from sparkd.errors import ConfigError
+from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.schema.engine_args import EngineArgs, engine_args
+from tests.support.facts import facts
+from tests.support.sketches import dense, known, mixture, tensors_of, write
+from workers.kv.profiles import checkpoint_of
+from workers.quantization.best_wish import BestWish
+from workers.quantization.mix import UNMEASURED
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+
+LARGE = dense(num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+MODELS = {"dense": (LARGE, False), "mixture": (mixture(num_hidden_layers=4), False), "packed": (mixture(num_hidden_layers=4), True)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("best") / "m", LARGE, tensors_of(LARGE))
+
+
+def asked(folder: Path, quantize: Any, **keys: Any) -> EngineArgs:
+    entry = {"model": str(folder), "max_model_len": 4096, "quantize": quantize, **keys}
+    return engine_args(parse_model("m", entry, over_admin=False), {})
+
+
+def chosen(folder: Path, gib: float, quantize: Any = "best", profiles: Path | None = None) -> tuple[QuantizationRecipe, int]:
+    """(recipe, bytes of the weights) in a Spark with so much memory free."""
+    args = asked(folder, quantize)
+    headers = headers_here(args)
+    assert headers is not None
+    hardware: Hardware = machine("cuda", 121 * GIB, 0)
+    one = auto_resolve.resolved(candidates_of(args, headers, profiles=profiles), hardware, int(gib * GIB))
+    assert one.args.recipe is not None
+    return one.args.recipe, one.model.weights().bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mixes_of_a_model_are_from_as_stored_to_the_smallest(name: str) -> None:
+    config, packed = MODELS[name]
+    model = known(config, tensors_of(config, packed=packed))
+    listed = unit_list(model)
+    recipes = mixes_of(model, BestWish(), UNMEASURED)
+    sizes = [model.formatted(recipe).weights().disk_bytes for recipe in recipes]
+    assert recipes[0] == AS_IT_IS
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == pytest.approx(listed.least_bytes, rel=0.01)
+    assert not any(model.formatted(recipe).notes for recipe in recipes)
+    gaps = [larger / smaller for larger, smaller in pairwise(sizes)]
+    assert max(gaps) < (1.06 if name == "dense" else 1.2)  # which has more units
+
+
+@pytest.mark.parametrize("gib", [5.0, 6.0, 8.0, 12.0])
+def test_a_mix_of_a_given_size_has_it(folder: Path, gib: float) -> None:
+    recipe, size = chosen(folder, 100, {"format": "best", "gib": gib})
+    assert recipe.quantizes
+    assert 0.98 * gib < size / GIB <= gib * 1.001
+
+
+def test_a_size_above_the_stored_model_keeps_everything(folder: Path) -> None:
+    assert chosen(folder, 100, {"format": "best", "gib": 99})[0] == AS_IT_IS
+
+
+def test_a_size_below_the_smallest_mix_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantize\.gib"):
+        chosen(folder, 100, {"format": "best", "gib": 1})
+    refused = uneven(asked(folder, {"format": "best", "gib": 1}))
+    assert refused is not None
+    least = float(facts(refused).split()[1])
+    assert uneven(asked(folder, {"format": "best", "gib": least})) is None, "the size that the refusal names is enough"
+    assert uneven(asked(folder, "best")) is None
+
+
+def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:
+    sizes = [chosen(folder, gib)[1] for gib in (14, 17, 19, 21, 60)]
+    assert sizes == sorted(set(sizes))
+    assert chosen(folder, 60)[0] == AS_IT_IS
+
+
+def test_a_little_more_memory_gives_the_same_mix(folder: Path) -> None:
+    """So the next start finds it in the quantized cache: steps of 5 % are wider than what free memory moves by."""
+    assert len({chosen(folder, 19 + step / 100)[0] for step in range(4)}) <= 2
+
+
+def test_where_nothing_fits_the_smallest_mix_is_refused(folder: Path) -> None:
+    recipe, size = chosen(folder, 4)
+    assert recipe.quantizes
+    assert size == min(chosen(folder, gib)[1] for gib in (4, 14, 60))
+
+
+def test_what_was_measured_decides(folder: Path, tmp_path: Path) -> None:
+    listed = unit_list(known(LARGE, tensors_of(LARGE)))
+    sensitivities = {unit.key: 100.0 if unit.layer == "7" else 0.1 for unit in listed.units}
+    (tmp_path / "mixes").mkdir()
+    (tmp_path / "mixes" / f"{checkpoint_of(str(folder))}.json").write_text(json.dumps({"errors": {}, "sensitivities": sensitivities}))
+    recipe, _ = chosen(folder, 100, {"format": "best", "gib": 3.8}, tmp_path / "kv-profiles")
+    formats = recipe.assign(read_checkpoint(folder))
+    precise = {
+        module
+        for module in (f"model.layers.{layer}.mlp.down_proj" for layer in range(32))
+        if module not in formats or formats[module].spelling == "fp8"
+    }
+    assert precise == {"model.layers.7.mlp.down_proj"}
+
+
+def test_every_rank_gets_whole_groups(tmp_path: Path) -> None:
+    config = dense(hidden_size=768, num_attention_heads=12, intermediate_size=768, num_key_value_heads=4)
+    model = known(config, tensors_of(config))
+    spellings = {rule.format.spelling for recipe in mixes_of(model, BestWish(), UNMEASURED, 4) for rule in recipe.rules}
+    assert "int4-g128" not in spellings
+
+
+def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:
+    def plan(gib: int) -> dict[str, Any]:
+        question = PlanRequest(str(folder), max_model_len=4096, quantize="best")
+        return answer(question, replace(SPARK, memory_bytes=gib * GIB), lambda name: (name, read_checkpoint(folder), None))
+
+    chosen = [plan(gib)["choice"] for gib in (22, 100)]
+    assert [one["format"] for one in chosen] == ["as configured", "as stored"]
+    assert json.dumps(chosen)

@@ -1,0 +1,63 @@
+"""A real child measures a checkpoint. The result is kept by the checkpoint's identity, and a part of it never is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import EngineError
+from sparkd.inquiry import mix_measure
+from tests.support.checkpoints import PRESETS, qwen3_moe
+from workers.kv.profiles import checkpoint_of
+from workers.quantization.mix import UNMEASURED
+from workers.quantization.units import units_of
+
+PYTHON = Path(sys.executable)
+
+
+def test_a_child_measures_a_checkpoint_once_and_it_is_kept(tmp_path: Path) -> None:
+    model, kept = tmp_path / "m", tmp_path / "state" / "mixes"
+    qwen3_moe(model, **PRESETS["smallest"])
+    identity = checkpoint_of(str(model))
+    assert mix_measure.kept_errors(identity, kept) is UNMEASURED
+    heard: list[tuple[int, int]] = []
+    found = mix_measure.measure(
+        str(model), identity, PYTHON, kept, 1 << 40, cancel=threading.Event(), progress=lambda *step: heard.append(step)
+    )
+    keys = [unit.key for unit in units_of(read_checkpoint(model)).units]
+    assert found is not None
+    assert list(found.errors) == list(found.sensitivities) == keys
+    assert heard == [(number, len(keys)) for number in range(len(keys))]
+    assert mix_measure.kept_errors(identity, kept) == found
+
+
+def test_a_child_that_cannot_read_the_checkpoint_is_an_error_with_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        mix_measure.measure(str(tmp_path), "x", PYTHON, tmp_path / "mixes", 1 << 40, cancel=threading.Event())
+    assert not (tmp_path / "mixes").exists()
+
+
+def test_one_that_is_cancelled_keeps_nothing(tmp_path: Path) -> None:
+    qwen3_moe(tmp_path / "m", **PRESETS["smallest"])
+    cancel = threading.Event()
+    cancel.set()
+    assert mix_measure.measure(str(tmp_path / "m"), "x", PYTHON, tmp_path / "mixes", 1 << 40, cancel=cancel) is None
+    assert not (tmp_path / "mixes").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", json.dumps({"errors": {"a": {"fp8": "x"}}, "sensitivities": {}}), json.dumps({"errors": 1, "sensitivities": 2})],
+)
+def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert mix_measure.kept_errors("x", tmp_path) is UNMEASURED
+
+
+def test_a_model_that_is_not_on_this_machine_has_none(tmp_path: Path) -> None:
+    assert mix_measure.kept_errors(None, tmp_path) is UNMEASURED

@@ -1,0 +1,250 @@
+"""The divisors of layers with 4-bit activations: measured over a text in transformers, kept, and loaded into vLLM's own layers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import CheckpointError, ConfigError
+from tests.support.architectures import ARCHITECTURES
+from tests.support.checkpoints import MIB, PRESETS, qwen3_moe, write_checkpoint
+from tests.support.facts import facts
+from workers.quantization.calibration_text import MOST_BYTES, text_of
+from workers.quantization.formats import Format
+from workers.quantization.recipe import QuantizationRecipe
+from workers.stream import calibration_program, input_scales
+from workers.stream.export import ExportRequest, export
+from workers.stream.input_scales import KEPT, LARGEST, UNMEASURED, InputScales, divisor_of, measured
+from workers.stream.virtual import VirtualCheckpoint
+
+PLENTY = 1 << 40
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "m"
+    qwen3_moe(made, **PRESETS["smallest"])
+    return made
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were measured; all have the same two experts' products and query."""
+    folders: list[str] = []
+
+    def measure(checkpoint: Any, _text: str) -> Mapping[str, float]:
+        folders.append(checkpoint.folder)
+        return {f"{LAYER}.mlp.experts.gate_up_proj": 5.0, f"{LAYER}.mlp.experts.down_proj": 300.0, f"{LAYER}.self_attn.q_proj": 2.0}
+
+    monkeypatch.setattr(input_scales, "_measured", measure)
+    return folders
+
+
+@pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 5.9, 3037.2, 1e6])
+def test_a_divisor_is_a_power_of_two_with_room_for_twice_the_largest(largest: float) -> None:
+    divisor = divisor_of(largest)
+    assert torch.frexp(torch.tensor(divisor)).mantissa == 0.5
+    assert largest * 2 <= LARGEST / divisor < largest * 4
+
+
+@pytest.mark.parametrize("largest", [0.0, float("nan"), float("inf")])
+def test_what_nobody_measured_has_a_divisor_too(largest: float) -> None:
+    assert divisor_of(largest) == UNMEASURED
+
+
+def test_the_program_sees_the_input_of_every_layer(folder: Path) -> None:
+    found = calibration_program.largest_inputs(str(folder), PLENTY, text_of(None))
+    assert found.keys() == {
+        *(f"{LAYER}.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        f"{LAYER}.mlp.gate",
+        f"{LAYER}.mlp.experts.gate_up_proj",
+        f"{LAYER}.mlp.experts.down_proj",
+        "lm_head",
+    }
+    assert found[f"{LAYER}.self_attn.q_proj"] == found[f"{LAYER}.self_attn.k_proj"]
+    assert all(value > 0 for value in found.values())
+    # A token's experts get what its router gets, and no expert here was without tokens.
+    assert found[f"{LAYER}.mlp.experts.gate_up_proj"] == found[f"{LAYER}.mlp.gate"]
+
+
+def test_a_model_that_does_not_fit_is_not_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert calibration_program.largest_inputs(str(folder), 1 << 30, text_of(None)) == {}
+    assert "GiB" in capfd.readouterr().err
+
+
+def test_the_program_as_a_child_gives_the_same(folder: Path, tmp_path: Path) -> None:
+    made = measured(read_checkpoint(folder), text_of(None), str(tmp_path)).of
+    found = calibration_program.largest_inputs(str(folder), PLENTY, text_of(None))
+    assert made(f"{LAYER}.self_attn.o_proj") == divisor_of(found[f"{LAYER}.self_attn.o_proj"])
+    (kept,) = (tmp_path / KEPT).iterdir()
+    assert json.loads(kept.read_text()) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj", "w1", "w3", "down_proj", "w2"])
+def test_all_experts_of_a_layer_have_one_divisor_for_each_product(leaf: str, folder: Path, seen: list[str]) -> None:
+    made = measured(read_checkpoint(folder), "a text", None).of
+    largest = 300.0 if leaf in ("down_proj", "w2") else 5.0
+    assert made(f"{LAYER}.mlp.experts.3.{leaf}") == divisor_of(largest)
+    assert made(f"{LAYER}.block_sparse_moe.experts.0.{leaf}") == divisor_of(largest)
+    assert made(f"model.layers.1.mlp.experts.3.{leaf}") == divisor_of(largest)
+
+
+NAMES = {
+    "model.layers.0.self_attn.q_proj": ("model.language_model.layers.0.self_attn.q_proj", "language_model.model.layers.0.self_attn.q_proj"),
+    "backbone.layers.1.mixer.in_proj": ("model.layers.1.mixer.in_proj",),
+    "model.language_model.layers.2.mlp.experts.down_proj": ("model.layers.2.mlp.experts.7.down_proj", "model.layers.2.mlp.experts.w2"),
+}
+
+
+@pytest.mark.parametrize(("measured_name", "names"), NAMES.items())
+def test_a_language_model_is_found_under_each_of_its_names(measured_name: str, names: tuple[str, ...]) -> None:
+    scales = InputScales({measured_name: 3.0})
+    assert {scales.of(name) for name in names} == {divisor_of(3.0)}
+    assert not scales.unmeasured
+
+
+@pytest.mark.parametrize("part", ["mtp", "visual", "vision_tower"])
+def test_a_layer_of_another_part_gets_the_largest_of_its_kind(part: str) -> None:
+    scales = InputScales({f"model.layers.{layer}.self_attn.q_proj": float(layer + 1) for layer in range(3)})
+    assert scales.of(f"{part}.layers.0.self_attn.q_proj") == divisor_of(3.0)
+    assert scales.of(f"{part}.layers.0.mixer.in_proj") == UNMEASURED
+    assert scales.unmeasured == {f"{part}.layers.0.mixer.in_proj"}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h", "deepseek_v3", "granitemoehybrid", "qwen3_next-mtp"])
+def test_every_layer_of_an_architecture_is_measured(name: str, tmp_path: Path) -> None:
+    model = ARCHITECTURES[name]()
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path / "m", model.config, model.entries, shard_bytes=8 * MIB))
+    scales = InputScales(calibration_program.largest_inputs(checkpoint.folder, PLENTY, text_of(None)[:2000]))
+    formats = QuantizationRecipe.parse("nvfp4-a4").assign(checkpoint)
+    VirtualCheckpoint(checkpoint, formats, input_scale=scales.of)
+    assert any(form.rounds_activations for form in formats.values())
+    assert not scales.unmeasured
+
+
+def test_a_measurement_that_failed_is_tried_again_and_kept_nowhere(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, float]] = [{}, {f"{LAYER}.self_attn.q_proj": 2.0}]
+    monkeypatch.setattr(input_scales, "_measured", lambda *_: answers.pop(0))
+    checkpoint = read_checkpoint(folder)
+    assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == UNMEASURED
+    for _ in range(2):
+        assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
+
+
+def test_a_program_that_dies_is_named_and_the_load_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(input_scales, "module_command", lambda python, _module: [python, "-c", script])
+    assert measured(read_checkpoint(folder), "a text", None).of(f"{LAYER}.self_attn.q_proj") == UNMEASURED
+    assert "signal 9" in caplog.text
+
+
+def test_a_checkpoint_is_measured_once_for_each_text(folder: Path, tmp_path: Path, seen: list[str]) -> None:
+    checkpoint = read_checkpoint(folder)
+    for text in ("a text", "a text", "another"):
+        assert measured(checkpoint, text, str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
+    assert len(seen) == 2
+
+
+def test_a_damaged_file_is_measured_again(folder: Path, tmp_path: Path, seen: list[str]) -> None:
+    checkpoint = read_checkpoint(folder)
+    measured(checkpoint, "a text", str(tmp_path))
+    (kept,) = (tmp_path / KEPT).iterdir()
+    for damage in ("", "[1, 2", "[]", '{"a": null}'):
+        kept.write_text(damage)
+        assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
+    assert len(seen) == 5
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, tmp_path: Path, seen: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert measured(read_checkpoint(folder), "a text", str(tmp_path / "file")).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
+
+
+@pytest.fixture
+def loaded(one_rank: None) -> Callable[..., Any]:
+    from tests.workers.stream.loading import load
+    from workers import plugin
+
+    plugin.register()
+    return load
+
+
+def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
+    folder: Path, tmp_path: Path, seen: list[str], loaded: Callable[..., Any]
+) -> None:
+    settings = {"quantize": "nvfp4-a4", "cache_dir": str(tmp_path)}
+    first = dict(loaded(folder, settings).named_parameters())
+    # k and v have no figure here, and the layer takes the largest.
+    assert first[f"{LAYER}.self_attn.qkv_proj.input_global_scale"].tolist() == [divisor_of(2.0)]
+    (up,) = (tensor for name, tensor in first.items() if name.endswith("w13_input_global_scale"))
+    (down,) = (tensor for name, tensor in first.items() if name.endswith("w2_input_global_scale"))
+    assert (up == divisor_of(5.0)).all()
+    assert (down == divisor_of(300.0)).all()
+
+    out = tmp_path / "out"
+    request = ExportRequest(str(folder), QuantizationRecipe.parse("nvfp4-a4").canonical(), str(out), str(tmp_path), "cpu")
+    assert export(request, lambda *_: None)[0] in ("cache", "checkpoint")
+    stored = read_checkpoint(out)
+    assert stored.quantization is not None
+    assert f"{LAYER}.mlp.experts.1.down_proj.input_global_scale" in stored.tensors
+    again = dict(loaded(folder, settings).named_parameters())
+    for name, tensor in first.items():
+        assert torch.equal(again[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+    assert len(seen) == 1
+
+
+def test_latent_attention_in_another_format_keeps_its_groups() -> None:
+    recipe = QuantizationRecipe.parse({"format": "fp8", "layers": {"kv_b_proj": "int4-g64"}})
+    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("int4", 64)
+
+
+def test_latent_attention_keeps_its_activations() -> None:
+    recipe = QuantizationRecipe.parse({"format": "nvfp4-a4", "layers": {"kv_b_proj": "nvfp4-a4"}})
+    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("nvfp4")
+    assert recipe.format_of(f"{LAYER}.self_attn.q_proj", (512, 256)) == Format("nvfp4_a4")
+
+
+UNUSABLE = {"none": None, "blank": b" " * 5000, "empty": b"", "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
+
+
+@pytest.mark.parametrize("data", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_text_that_cannot_be_used_is_refused_before_anything_is_read(data: bytes | None, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    if data is not None:
+        path.write_bytes(data)
+    recipe = QuantizationRecipe.parse({"format": "nvfp4-a4", "calibration": str(path)})
+    with pytest.raises(CheckpointError) as refused:
+        recipe.assign(read_checkpoint(folder))
+    assert str(path) in facts(refused.value.message)
+
+
+def test_a_pipe_is_no_text_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError):
+        text_of(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("value", ["/a\0b", "text.txt", 3, ["/a"], "/" + "x" * 5000])
+def test_a_calibration_is_a_path(value: object) -> None:
+    with pytest.raises(ConfigError, match="calibration"):
+        QuantizationRecipe.parse({"format": "nvfp4-a4", "calibration": value})
+
+
+def test_a_calibration_of_formats_that_have_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nvfp4-a4"):
+        QuantizationRecipe.parse({"format": "nvfp4", "calibration": "/a"})
+
+
+def test_a_recipe_with_a_text_reads_itself_back() -> None:
+    recipe = QuantizationRecipe.parse({"layers": {"o_proj": "nvfp4-a4"}, "calibration": "/a"})
+    assert QuantizationRecipe.parse(recipe.canonical()) == recipe

@@ -1,0 +1,142 @@
+"""Owns the units of a checkpoint, which are the weights that must have one format, with their bytes in each. Never chooses a format.
+
+A unit is what `group_of` joins: the parts of a matrix that vLLM fuses, or all experts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from sparkd.checkpoint import Checkpoint, TensorRef, towers_of
+from sparkd.checkpoint import tensor_class as class_of_tensor
+from workers.quantization.formats import SPELLINGS, Format
+from workers.quantization.fusion import group_of
+from workers.quantization.packed import blocks, packed_of
+from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.recipe import QuantizationRecipe
+
+BF16 = "bf16"
+# fp8-block has the bytes and the error of fp8, and suits fewer weights; nvfp4-a4 has the bytes of nvfp4, and a larger error.
+CANDIDATES = tuple(spelling for spelling in SPELLINGS if spelling not in (BF16, "fp8-block", "nvfp4-a4"))
+_FORMATS = {spelling: Format.parse(spelling) for spelling in CANDIDATES}
+_EVERY = QuantizationRecipe.parse("fp8")
+# The last part of names beside an FP8 weight, which go with it into a new format.
+_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatUnit:
+    """Weights that must have one format. key: as `group_of` gives it; kind: their tensor_class; modules: their paths, without the numbers
+    of experts above 0; stored_bytes: in the checkpoint; nbytes: by the spelling of each format that it can have, bf16 (as stored) among
+    them."""
+
+    key: str
+    kind: str
+    modules: tuple[str, ...]
+    weights: int
+    nbytes: Mapping[str, int]
+
+    @property
+    def layer(self) -> str:
+        """The first number of the key; empty where it has none."""
+        number = _NUMBER.search(f"{self.key}.")
+        return number[0] if number else ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitList:
+    """units: in the order of the checkpoint; kept_bytes: of all tensors that no recipe for `best` changes."""
+
+    units: tuple[FormatUnit, ...]
+    kept_bytes: int
+
+    def nbytes(self, choice: Mapping[str, str]) -> int:
+        """Bytes of the model where the unit of each key has the format of this spelling."""
+        return self.kept_bytes + sum(unit.nbytes[choice[unit.key]] for unit in self.units)
+
+    @property
+    def least_bytes(self) -> int:
+        return self.kept_bytes + sum(min(unit.nbytes.values()) for unit in self.units)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.kept_bytes + sum(unit.nbytes[BF16] for unit in self.units)
+
+
+@dataclass(slots=True)
+class _Sum:
+    kind: str
+    modules: dict[str, None]
+    shapes: dict[tuple[int, int], int]
+    stored: int = 0
+
+
+def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _name: 1, ranks: int = 1) -> UnitList:
+    """The units of the weights that `quantize: fp8` would change. count: how many alike tensors the one of this name stands for; ranks: of
+    tensor parallelism, each of which must get whole groups. Raises CheckpointError as QuantizationRecipe.assign."""
+    formats = _EVERY.assign(checkpoint)
+    towers = towers_of(checkpoint.config)
+    sums: dict[str, _Sum] = {}
+    kept_bytes = 0
+    for name, tensor in checkpoint.tensors.items():
+        module = _module(name, formats)
+        if module is None:
+            kept_bytes += tensor.nbytes * count(name)
+            continue
+        weight = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
+        kind = class_of_tensor(weight.name, weight.shape, towers)
+        unit_sum = sums.setdefault(group_of(module, kind), _Sum(kind, {}, {}))
+        unit_sum.stored += tensor.nbytes * count(name)
+        if name != weight.name:
+            continue
+        unit_sum.modules[_numberless(module)] = None
+        for shape in _shapes(tensor, checkpoint):
+            unit_sum.shapes[shape] = unit_sum.shapes.get(shape, 0) + count(name)
+    units = tuple(
+        FormatUnit(key, one.kind, tuple(one.modules), sum(n * k * c for (n, k), c in one.shapes.items()), _sizes(one, ranks))
+        for key, one in sums.items()
+    )
+    return UnitList(units, kept_bytes)
+
+
+def _module(name: str, formats: Iterable[str]) -> str | None:
+    """The module of a tensor that gets another format with it: its weight, or a scale beside that."""
+    stem, _, last = name.rpartition(".")
+    if last in ("weight", *_SCALES) and stem in formats:
+        return stem
+    if name in formats:
+        return name
+    packed = packed_module_of(name) if "scale" in last else None
+    return packed if packed is not None and packed in formats else None
+
+
+def _numberless(module: str) -> str:
+    """Expert 0 stands for all experts of its layer."""
+    before, mark, after = module.partition(".experts.")
+    number, _, rest = after.partition(".")
+    return f"{before}.experts.0.{rest}" if mark and number.isdigit() else module
+
+
+def _shapes(tensor: TensorRef, checkpoint: Checkpoint) -> Iterable[tuple[int, int]]:
+    """[N, K] of each matrix of a tensor, as vLLM multiplies them."""
+    if len(tensor.shape) == 2:
+        rows, columns = tensor.shape
+        return [(rows, columns)]
+    packed = packed_of(tensor.name)
+    if packed is None:
+        raise ValueError(f"{tensor.name} holds no experts that can be told apart.")  # assign gives it no format
+    _, rows, columns = tensor.shape
+    return [
+        (one.row_count or (columns if one.transposed else rows), rows if one.transposed else columns)
+        for one in blocks(tensor, packed, checkpoint)
+    ]
+
+
+def _sizes(one: _Sum, ranks: int) -> dict[str, int]:
+    fits = {spelling: form for spelling, form in _FORMATS.items() if all(k % ((form.group or 1) * ranks) == 0 for _, k in one.shapes)}
+    sizes = {spelling: sum(times * form.nbytes(n, k) for (n, k), times in one.shapes.items()) for spelling, form in fits.items()}
+    # A format that saves nothing of an FP8 source is none to choose.
+    return {BF16: one.stored} | {spelling: size for spelling, size in sizes.items() if size < one.stored}
