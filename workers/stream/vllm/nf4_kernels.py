@@ -1,9 +1,8 @@
 """NF4 matrix products on a GPU, in Triton: dense layers and groups of experts. It never quantizes, and never routes.
 
-A program holds a tile of packed rows, looks their levels up in a table of 16 in registers, multiplies them by their scales, and leaves
-the products to the tensor cores. Levels and products are rounded to the activations' type. A word has eight columns, and each of the eight
-is a product of its own: the activations are split the same way. Nothing is synchronised and every shape is known from the tensors' sizes,
-so CUDA graphs capture it.
+A program decodes a tile of packed rows in registers, in the very layout in which tensor cores take it, so that no weight passes through
+shared memory. Levels, and levels times scales, are rounded to the activations' type. Nothing is synchronised and every shape is known from
+the tensors' sizes, so CUDA graphs capture it.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -15,207 +14,110 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkd.errors import CheckpointError
 from workers.stream.formats.nf4 import LEVELS
 
-# Selects bytes of a table by the codes of one half of a word: two of 8 codes, then the one that the code's highest bit means.
-_HALF = """
-prmt.b32 a, $10, $12, s; prmt.b32 b, $14, $16, s; prmt.b32 k, 0xFF00, 0, m; lop3.b32 l, a, b, k, 0xD8;
-prmt.b32 a, $18, $20, s; prmt.b32 b, $22, $24, s; lop3.b32 h, a, b, k, 0xD8;
-prmt.b32 e{place}, l, h, 0x7351; prmt.b32 o{place}, l, h, 0x6240;
-"""
 
+def _decode(dtype: torch.dtype, product: str) -> str:
+    """PTX that turns four bytes ($4) and the scale of each, twice in a register ($5 to $8), into four registers of two weights each.
 
-def _lookup() -> str:
-    """PTX that turns two words of eight codes, and the eight words of `table`, into eight registers: the levels of both words' columns 0,
-    1, ..
-
-    prmt picks four bytes by four nibbles at once, so the table stays in registers. Its words are arguments, not constants, because a
-    constant would be put into a register again for each use.
+    prmt picks four bytes of eight by four nibbles at once: the low bytes of four levels, then their high ones, each from the levels 0 to 7
+    and from 8 to 15, of which a nibble's highest bit then picks one. The table is constants, because Triton would decode a table that is
+    loaded before it converts to the tensor cores' layout. product: what multiplies two values of dtype.
     """
-    lines = [".reg .b32 a, b, k, l, h, c, t, s, m, e<4>, o<4>;"]
-    for number, word in enumerate(("$8", "$9")):
-        lines.append(f"and.b32 c, {word}, 0x77777777; shr.u32 t, {word}, 3; and.b32 t, t, 0x11111111;")
-        for half in (0, 1):
-            lines.append("mov.b32 s, c; mov.b32 m, t;" if half == 0 else "shr.u32 s, c, 16; shr.u32 m, t, 16;")
-            lines.append(_HALF.format(place=2 * number + half))
+    table = torch.tensor(LEVELS).to(dtype).view(torch.uint8).view(16, 2).t().contiguous().view(torch.int32).flatten()
+    lines = [".reg .b32 c, t, s, m, a, b, l, h, p, w<8>;"]
+    lines += [f"mov.b32 w{place}, {word & 0xFFFFFFFF:#x};" for place, word in enumerate(table.tolist())]
+    lines.append("and.b32 c, $4, 0x77777777; shr.u32 t, $4, 1; lop3.b32 t, t, 0x44444444, 0x32103210, 0xEA;")
     for half in (0, 1):
-        for parity, name in ((0, "e"), (1, "o")):
-            lines.append(f"prmt.b32 ${4 * half + parity}, {name}{half}, {name}{half + 2}, 0x5410;")
-            lines.append(f"prmt.b32 ${4 * half + parity + 2}, {name}{half}, {name}{half + 2}, 0x7632;")
+        lines.append("mov.b32 s, c; mov.b32 m, t;" if half == 0 else "shr.u32 s, c, 16; shr.u32 m, t, 16;")
+        lines.append("prmt.b32 a, w0, w1, s; prmt.b32 b, w2, w3, s; prmt.b32 l, a, b, m;")
+        lines.append("prmt.b32 a, w4, w5, s; prmt.b32 b, w6, w7, s; prmt.b32 h, a, b, m;")
+        for place, order in ((2 * half, 0x4051), (2 * half + 1, 0x6273)):
+            lines.append(f"prmt.b32 p, l, h, {order:#x}; {product} ${place}, p, ${place + 5};")
     return "{" + "\n".join(lines) + "}"
 
 
-def table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The levels in this type of two bytes, int32 [8]: their low bytes, four a word, then their high bytes."""
-    if dtype.itemsize != 2:
-        raise CheckpointError(f"nf4 computes in bfloat16 or float16 on a GPU, not in {dtype}", cure="Leave `dtype` out")
-    levels = torch.tensor(LEVELS).to(dtype).view(torch.uint8).view(16, 2)
-    return levels.t().contiguous().view(torch.int32).flatten().to(device)
-
-
-_PTX = tl.constexpr(_lookup())
-_REGISTERS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
+_BF16 = tl.constexpr(_decode(torch.bfloat16, "mul.bf16x2"))
+_FP16 = tl.constexpr(_decode(torch.float16, "mul.f16x2"))
+_REGISTERS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 5))
 _LEVELS = tl.constexpr(LEVELS)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _table(table):
-    """Its words, which stay in registers."""
-    return (
-        tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3),
-        tl.load(table + 4), tl.load(table + 5), tl.load(table + 6), tl.load(table + 7),
-    )  # fmt: skip
-
-
-@triton.jit
-def _levels(words, low0, low1, low2, low3, high0, high1, high2, high3, TYPE: tl.constexpr):
-    """The levels of columns 0 to 7 of each word, eight tensors of its shape."""
+def _decoded(codes, scale, TYPE: tl.constexpr):
+    """The weights of the even columns (high nibbles) of these bytes, and of the odd ones. scale: int32, each byte's twice."""
     if _INTERPRETED:
-        return (
-            _level(words >> 4, TYPE), _level(words, TYPE), _level(words >> 12, TYPE), _level(words >> 8, TYPE),
-            _level(words >> 20, TYPE), _level(words >> 16, TYPE), _level(words >> 28, TYPE), _level(words >> 24, TYPE),
-        )  # fmt: skip
+        factor = scale.to(tl.int16).to(TYPE, bitcast=True)
+        return _level(codes >> 4, TYPE) * factor, _level(codes, TYPE) * factor
     elif TYPE == tl.bfloat16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            _PTX, _REGISTERS, [words, low0, low1, low2, low3, high0, high1, high2, high3],
-            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
+        pair = tl.inline_asm_elementwise(_BF16, _REGISTERS, [codes, scale], tl.int32, is_pure=True, pack=4)
     else:
-        return tl.inline_asm_elementwise(
-            _PTX, _REGISTERS, [words, low0, low1, low2, low3, high0, high1, high2, high3],
-            (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        pair = tl.inline_asm_elementwise(_FP16, _REGISTERS, [codes, scale], tl.int32, is_pure=True, pack=4)
+    return (pair & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True), (pair >> 16).to(tl.int16).to(TYPE, bitcast=True)
 
 
 @triton.jit
-def _level(words, TYPE: tl.constexpr):
-    level = tl.zeros(words.shape, tl.float32)
+def _level(codes, TYPE: tl.constexpr):
+    level = tl.zeros(codes.shape, tl.float32)
     for number in tl.static_range(16):
-        level = tl.where((words & 15) == number, _LEVELS[number], level)
+        level = tl.where((codes & 15) == number, _LEVELS[number], level)
     return level.to(TYPE)
 
 
 @triton.jit
-def _decoded(
-    packed, scales, table, n, k, K, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr
-):
-    """Rows n [ROWS] and COLUMNS columns from k on: columns 0, 8, .. of the block, columns 1, 9, .., and so on: eight of [ROWS, COLUMNS/8].
-
-    0 beyond K; EVEN: nothing is beyond it. table: what `_table` returned."""
-    WORDS: tl.constexpr = COLUMNS // 8
-    SHARED: tl.constexpr = WORDS if GROUP >= COLUMNS else GROUP // 8
-    COUNT: tl.constexpr = WORDS // SHARED
-    word = k // 8 + tl.arange(0, WORDS)
+def _scales(scales, row, k, K, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """The scales of rows `row` and COLUMNS columns from k on, [ROWS, groups]; 0 beyond K."""
+    COUNT: tl.constexpr = 1 if GROUP >= COLUMNS else COLUMNS // GROUP
     group = k // GROUP + tl.arange(0, COUNT)
-    place = packed + n[:, None] * (K // 8) + word[None, :]
-    scale_place = scales + n[:, None] * (K // GROUP) + group[None, :]
-    if EVEN:
-        codes = tl.load(place)
-        scale = tl.load(scale_place)
-    else:
-        codes = tl.load(place, mask=word[None, :] < K // 8, other=0)
-        scale = tl.load(scale_place, mask=group[None, :] < K // GROUP, other=0.0)
-    scale = scale.to(TYPE)
-    if COUNT == 1:
-        scale = tl.broadcast_to(scale, (ROWS, WORDS))
-    else:
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, COUNT, SHARED)), (ROWS, WORDS))
-    low0, low1, low2, low3, high0, high1, high2, high3 = table
-    a, b, c, d, e, f, g, h = _levels(codes, low0, low1, low2, low3, high0, high1, high2, high3, TYPE)
-    return a * scale, b * scale, c * scale, d * scale, e * scale, f * scale, g * scale, h * scale
+    return tl.load(scales + row[:, None] * (K // GROUP) + group[None, :], mask=group[None, :] < K // GROUP, other=0.0)
 
 
 @triton.jit
-def _product(tokens, weights, total, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total plus tokens [TOKENS, COLUMNS] times what `_decoded` returned."""
-    even, odd = tl.split(tl.reshape(tokens, (TOKENS, COLUMNS // 8, 2, 2, 2)))
-    even0, even1 = tl.split(even)
-    odd0, odd1 = tl.split(odd)
-    t0, t4 = tl.split(even0)
-    t2, t6 = tl.split(even1)
-    t1, t5 = tl.split(odd0)
-    t3, t7 = tl.split(odd1)
-    a, b, c, d, e, f, g, h = weights
-    total = tl.dot(t0, tl.trans(a), total)
-    total = tl.dot(t1, tl.trans(b), total)
-    total = tl.dot(t2, tl.trans(c), total)
-    total = tl.dot(t3, tl.trans(d), total)
-    total = tl.dot(t4, tl.trans(e), total)
-    total = tl.dot(t5, tl.trans(f), total)
-    total = tl.dot(t6, tl.trans(g), total)
-    return tl.dot(t7, tl.trans(h), total)
+def _weights(packed, scale, row, k, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr):
+    """Rows `row` and COLUMNS columns from k on, [ROWS, COLUMNS]; 0 beyond K. scale: what `_scales` returned. EVEN: nothing is beyond K."""
+    BYTES: tl.constexpr = COLUMNS // 2
+    COUNT: tl.constexpr = scale.shape[1]
+    byte = k // 2 + tl.arange(0, BYTES)
+    place = packed + row[:, None] * (K // 2) + byte[None, :]
+    if EVEN:
+        codes = tl.load(place)
+    else:
+        codes = tl.load(place, mask=byte[None, :] < K // 2, other=0)
+    twice = (scale.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    twice = tl.reshape(tl.broadcast_to(twice[:, :, None], (ROWS, COUNT, BYTES // COUNT)), (ROWS, BYTES))
+    even, odd = _decoded(codes, twice, TYPE)
+    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
 
 
 # The number of tokens changes from call to call: no variants for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, packed, scales, table, bias, out, M, N, K, stride, parts,
+    x, packed, scales, bias, out, M, N, K, stride, part_columns,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out [parts, M, N] = x [M, K] times the transpose of [N, K]; part p sums every parts-th block of columns, part 0 adds the bias."""
+    """out [parts, M, N] = x [M, K] times the transpose of [N, K]; part p sums its part_columns columns, and part 0 adds the bias."""
     part = tl.program_id(2)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = (n % N).to(tl.int64)
-    words = _table(table)
-    total = tl.zeros((TOKENS, ROWS), tl.float32)
-    for block in range(part, tl.cdiv(K, COLUMNS), parts):
-        k = block * COLUMNS
-        weights = _decoded(packed, scales, words, row, k, K, GROUP, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    first = part * part_columns
+    # Triton copies nothing ahead that is as narrow as a scale, so those of the next block are loaded here.
+    ahead = _scales(scales, row, first, K, GROUP, COLUMNS)
+    for k in range(first, tl.minimum(K, first + part_columns), COLUMNS):
+        scale = ahead
+        ahead = _scales(scales, row, k + COLUMNS, K, GROUP, COLUMNS)
+        matrix = _weights(packed, scale, row, k, K, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
         column = k + tl.arange(0, COLUMNS)
         inside = (m < M)[:, None] if EVEN else (m < M)[:, None] & (column < K)[None, :]
         tokens = tl.load(x + m[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
-        total = _product(tokens, weights, total, TOKENS, COLUMNS)
+        total = tl.dot(matrix, tl.trans(tokens), total)
     if HAS_BIAS:
-        total += tl.where(part == 0, tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), 0.0)[None, :]
-    place = out + part.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def vector_kernel(
-    x, packed, scales, table, bias, out, weights, experts, N, K, stride,
-    TOP: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Row i of out [pairs, N] = row i // TOP of x times the transpose of [N, K], the one of expert i where it is ROUTED; -1 gives zeros.
-
-    Without tensor cores: for one token they would be idle for 15 of 16 rows.
-    """
-    pair = tl.program_id(1)
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = out + pair.to(tl.int64) * N + n
-    expert = pair.to(tl.int64) * 0
-    if ROUTED:
-        expert = tl.load(experts + pair).to(tl.int64)
-    if expert < 0:
-        tl.store(place, tl.zeros((ROWS,), out.dtype.element_ty), mask=n < N)
-        return
-    WORDS: tl.constexpr = COLUMNS // 8
-    words = _table(table)
-    row = (n % N).to(tl.int64)
-    packed += expert * N * (K // 8)
-    scales += expert * N * (K // GROUP)
-    source = x + (pair // TOP).to(tl.int64) * stride
-    total = tl.zeros((ROWS, WORDS), tl.float32)
-    for k in range(0, K, COLUMNS):
-        columns = _decoded(packed, scales, words, row, k, K, GROUP, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
-        word = k + 8 * tl.arange(0, WORDS)
-        for number in tl.static_range(8):
-            if EVEN:
-                token = tl.load(source + word + number)
-            else:
-                token = tl.load(source + word + number, mask=word < K, other=0.0)
-            total += columns[number].to(tl.float32) * token.to(tl.float32)[None, :]
-    result = tl.sum(total, axis=1)
-    if HAS_BIAS:
-        result += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)
-    if WEIGHTED:
-        result *= tl.load(weights + pair).to(tl.float32)
-    tl.store(place, result.to(out.dtype.element_ty), mask=n < N)
+        total += tl.where(part == 0, tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), 0.0)[:, None]
+    place = out + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit
@@ -229,73 +131,77 @@ def sum_kernel(parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(packed, scales, table, out, N, K, GROUP: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def decode_kernel(packed, scales, out, N, K, GROUP: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out [N, K]: the weights themselves."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS
-    a, b, c, d, e, f, g, h = _decoded(packed, scales, _table(table), n % N, k, K, GROUP, ROWS, COLUMNS, EVEN, out.dtype.element_ty)
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    row = n % N
+    scale = _scales(scales, row, k, K, GROUP, COLUMNS)
+    value = _weights(packed, scale, row, k, K, ROWS, COLUMNS, EVEN, out.dtype.element_ty)
     column = k + tl.arange(0, COLUMNS)
-    value = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
     tl.store(out + n[:, None] * K + column[None, :], value, mask=(n < N)[:, None] & (column < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
 def experts_kernel(
-    x, packed, scales, table, bias, out, weights, sorted_ids, expert_ids, padded, M, N, K, stride,
-    TOP: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr,
+    x, packed, scales, bias, out, weights, sorted_ids, expert_ids, padded, M, N, K, stride,
+    TOP: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, PAIRED: tl.constexpr, EVEN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row i of out [M, N] = row i // TOP of x times the transpose of its expert's [N, K], for the rows that moe_align_block_size sorted.
+    """Row i of out [M, N] = row i // TOP of x times the transpose of its expert's [N, K].
 
-    M: rows of out; ids from M on are padding. A block of an expert that is not on this rank (-1) is zeros.
+    A block is TOKENS rows of one expert, as moe_align_block_size sorted them, and ids from M on are padding; PAIRED: it is row `block`
+    alone. A block of an expert that is not on this rank (-1) is zeros.
     """
     block = tl.program_id(1)
-    if block * TOKENS >= tl.load(padded):
-        return
-    row = tl.load(sorted_ids + block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    if PAIRED:
+        row = tl.where(tl.arange(0, TOKENS) == 0, block, M).to(tl.int64)
+    else:
+        if block * TOKENS >= tl.load(padded):
+            return
+        row = tl.load(sorted_ids + block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = row < M
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = out + row[:, None] * N + n[None, :]
-    kept = inside[:, None] & (n < N)[None, :]
+    place = out + row[None, :] * N + n[:, None]
+    kept = inside[None, :] & (n < N)[:, None]
     expert = tl.load(expert_ids + block).to(tl.int64)
     if expert < 0:
-        tl.store(place, tl.zeros((TOKENS, ROWS), out.dtype.element_ty), mask=kept)
+        tl.store(place, tl.zeros((ROWS, TOKENS), out.dtype.element_ty), mask=kept)
         return
-    words = _table(table)
     matrix_row = (n % N).to(tl.int64)
-    packed += expert * N * (K // 8)
+    packed += expert * N * (K // 2)
     scales += expert * N * (K // GROUP)
     source = x + (row // TOP)[:, None] * stride
-    total = tl.zeros((TOKENS, ROWS), tl.float32)
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    ahead = _scales(scales, matrix_row, 0, K, GROUP, COLUMNS)
     for k in range(0, K, COLUMNS):
-        matrix = _decoded(packed, scales, words, matrix_row, k, K, GROUP, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
+        scale = ahead
+        ahead = _scales(scales, matrix_row, k + COLUMNS, K, GROUP, COLUMNS)
+        matrix = _weights(packed, scale, matrix_row, k, K, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
         column = k + tl.arange(0, COLUMNS)
         read = inside[:, None] if EVEN else inside[:, None] & (column < K)[None, :]
-        total = _product(tl.load(source + column[None, :], mask=read, other=0.0), matrix, total, TOKENS, COLUMNS)
+        tokens = tl.load(source + column[None, :], mask=read, other=0.0)
+        total = tl.dot(matrix, tl.trans(tokens), total)
     if HAS_BIAS:
-        total += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if WEIGHTED:
-        total *= tl.load(weights + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total *= tl.load(weights + row, mask=inside, other=0.0).to(tl.float32)[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=kept)
 
 
 class Matrix(NamedTuple):
-    """packed: int32 [N, K/8], or [experts, N, K/8]; scale: bfloat16, as many rows, K/group columns; table: what `table` returned for the
-    activations' type; bias: [N], or [experts, N]."""
+    """packed: uint8 [N, K/2], or [experts, N, K/2]; scale: bfloat16, as many rows, K/group columns; bias: [N], or [experts, N]."""
 
     packed: Tensor
     scale: Tensor
-    table: Tensor
     bias: Tensor | None = None
 
 
 class Routing(NamedTuple):
-    """order: what moe_align_block_size returned for the tile's tokens; pairs: of a token and an expert; top: the pairs that have one row of
-    the activations; weights: the router's, float32 [pairs], or None."""
+    """order: what moe_align_block_size returned for the tile's tokens, or the expert of each pair, -1 for none here; pairs: of a token and
+    an expert; top: the pairs that have one row of the activations; weights: the router's, float32 [pairs], or None."""
 
-    order: tuple[Tensor, Tensor, Tensor]
+    order: tuple[Tensor, Tensor, Tensor] | Tensor
     pairs: int
     top: int
     weights: Tensor | None = None
@@ -304,31 +210,19 @@ class Routing(NamedTuple):
 def linear(x: Tensor, matrix: Matrix, tile: tuple[int, ...]) -> Tensor:
     """x [M, K] -> [M, N]. tile: (tokens, rows, columns, parts, warps, stages)."""
     tokens, rows, columns, parts, warps, stages = tile
-    packed, scale, table, bias = matrix
+    packed, scale, bias = matrix
     (m, k), n = x.shape, packed.shape[0]
+    share = triton.cdiv(triton.cdiv(k, columns), parts) * columns
+    parts = triton.cdiv(k, share)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, m, n), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(n, rows), triton.cdiv(m, tokens), parts)
     constants = {"GROUP": k // scale.shape[1], "HAS_BIAS": bias is not None, "EVEN": k % columns == 0, "TOKENS": tokens, "ROWS": rows}
-    arguments = (x, packed, scale, table, x if bias is None else bias, sums, m, n, k, x.stride(0), parts)
+    arguments = (x, packed, scale, x if bias is None else bias, sums, m, n, k, x.stride(0), share)
     with torch.cuda.device_of(x):
         linear_kernel[grid](*arguments, **constants, COLUMNS=columns, num_warps=warps, num_stages=stages)
         if parts > 1:
             sum_kernel[(triton.cdiv(m * n, 256),)](sums, out, m * n, PARTS=parts, BLOCK=256, num_warps=2)
-    return out
-
-
-def vectors(x: Tensor, matrix: Matrix, pairs: int, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """x [rows, K] -> [pairs, N], pairs / rows of them for each row. chosen: the expert of each pair, -1 for none here; None where there are
-    no experts. weights: the router's, float32 [pairs], or None."""
-    packed, scale, table, bias = matrix
-    n, k = packed.shape[-2], x.shape[1]
-    out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    constants = {"TOP": pairs // x.shape[0], "GROUP": k // scale.shape[-1], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None}
-    constants |= {"ROUTED": chosen is not None, "EVEN": k % 512 == 0, "ROWS": 16, "COLUMNS": 512}
-    tensors = (x, packed, scale, table, *(x if each is None else each for each in (bias, out, weights, chosen)))
-    with torch.cuda.device_of(x):
-        vector_kernel[(triton.cdiv(n, 16), pairs)](*tensors, n, k, x.stride(0), **constants, num_warps=8, num_stages=2)
     return out
 
 
@@ -337,22 +231,26 @@ def decoded(matrix: Matrix, out: Tensor) -> Tensor:
     n, k = out.shape
     constants = {"GROUP": k // matrix.scale.shape[1], "EVEN": k % 256 == 0, "ROWS": 8, "COLUMNS": 256}
     with torch.cuda.device_of(out):
-        decode_kernel[(triton.cdiv(n, 8), triton.cdiv(k, 256))](*matrix[:3], out, n, k, **constants, num_warps=4)
+        decode_kernel[(triton.cdiv(n, 8), triton.cdiv(k, 256))](*matrix[:2], out, n, k, **constants, num_warps=4)
     return out
 
 
 def experts(x: Tensor, matrix: Matrix, routing: Routing, tile: tuple[int, ...]) -> Tensor:
     """x [pairs / top, K] -> [pairs, N], each row by the expert that it is for. tile: (tokens, rows, columns, warps, stages)."""
     tokens, rows, columns, warps, stages = tile
-    packed, scale, table, bias = matrix
-    pairs, weights = routing.pairs, routing.weights
+    packed, scale, bias = matrix
+    order, pairs, top, weights = routing
     n, k = packed.shape[1], x.shape[1]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
+    paired = isinstance(order, Tensor)
+    sorted_ids, expert_ids, padded = (order, order, order) if paired else order
     # A block holds the tokens of one expert: no more blocks than pairs can have something in them.
-    grid = (triton.cdiv(n, rows), min(triton.cdiv(routing.order[0].shape[0], tokens), pairs))
-    constants = {"TOP": routing.top, "GROUP": k // scale.shape[2], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None}
+    blocks = pairs if paired else min(triton.cdiv(sorted_ids.shape[0], tokens), pairs)
+    constants = {"TOP": top, "GROUP": k // scale.shape[2], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None, "PAIRED": paired}
     constants |= {"EVEN": k % columns == 0, "TOKENS": tokens, "ROWS": rows, "COLUMNS": columns}
-    tensors = (x, packed, scale, table, x if bias is None else bias, out, x if weights is None else weights, *routing.order)
+    tensors = (x, packed, scale, x if bias is None else bias, out, x if weights is None else weights, sorted_ids, expert_ids, padded)
     with torch.cuda.device_of(x):
-        experts_kernel[grid](*tensors, pairs, n, k, x.stride(0), **constants, num_warps=warps, num_stages=stages)
+        experts_kernel[triton.cdiv(n, rows), blocks](
+            *tensors, pairs, n, k, x.stride(0), **constants, num_warps=warps, num_stages=stages
+        )
     return out
