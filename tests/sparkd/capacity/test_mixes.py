@@ -91,6 +91,21 @@ def test_a_size_below_the_smallest_mix_is_refused(folder: Path) -> None:
     assert uneven(asked(folder, "best")) is None
 
 
+def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
+    """A check that counted less than a start would let it be tried again and again."""
+    config = dense(num_nextn_predict_layers=1)
+    own, ahead = tensors_of(config), ("model.layers.4.mlp.down_proj.weight", (8192, 8192), "BF16")
+    folder = write(tmp_path / "m", config, [*own, ("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ahead])
+    mtp = {"extra_args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']}
+    plain, drafted = (asked(folder, {"format": "best", "gib": 0.001}, **keys) for keys in ({}, mtp))
+    least, with_draft = (float(facts(uneven(args) or "").split()[1]) for args in (plain, drafted))
+    assert with_draft > least
+    enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
+    headers = headers_here(enough)
+    assert headers is not None and len(candidates_of(enough, headers)) == 1
+    assert uneven(enough) is None
+
+
 def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:
     sizes = [chosen(folder, gib)[1] for gib in (14, 17, 19, 21, 60)]
     assert sizes == sorted(set(sizes))
