@@ -8,7 +8,6 @@ of two here leaves room for activations twice as large as the largest of the tex
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -24,7 +23,7 @@ from typing import IO, Any
 from sparkd.checkpoint import Checkpoint
 from workers.host.interpreter import module_command, program_environment
 from workers.host.meminfo import mem_available_bytes
-from workers.stream.cache.store import entry_name
+from workers.quantization.calibration_file import SPARE_BYTES, calibration_file
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -34,10 +33,7 @@ ROOM = 2.0
 # The divisor of an input that was not measured: LARGEST is held, and a block of less than 0.006 becomes zero. SmolLM2-135M answers
 # as well with it as with its own (0.139 nats against 0.140, activations alone).
 UNMEASURED = 1.0
-KEPT = ".calibrations"
 CURE = "Free memory and remove its quantized weights (`sparkd rm --cached`), so that the next load measures; or use nvfp4."
-# A higher number where the same text would give other figures.
-_VERSION = 1
 _PROGRAM = "workers.stream.calibration_program"
 _LIMIT_S = 1800.0
 _DOWN = ("down_proj", "w2")
@@ -45,8 +41,6 @@ _DOWN = ("down_proj", "w2")
 # tower's, `mtp`) is another layer of the same number.
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|decoder)\.)*(?P<rest>layers\.\d+\..+)")
 _EXPERTS = re.compile(r"(?P<layer>.*?\d+)\..*\bexperts\.(?:\d+\.)?(?P<leaf>\w+)")
-# Memory that stays free for the rank and for others while the model runs: above the guard's first limit.
-_SPARE_BYTES = 8 << 30
 
 
 def divisor_of(largest: float) -> float:
@@ -94,9 +88,7 @@ def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputS
     ranks of the machine wait for the one that measures. Without cache_dir each load measures."""
     if cache_dir is None:
         return InputScales(_measured(checkpoint, text))
-    folder = Path(cache_dir) / KEPT
-    recipe = {"format": "nvfp4-a4", "text": hashlib.sha256(text.encode()).hexdigest(), "version": _VERSION}
-    path = folder / f"{entry_name(checkpoint, recipe)}.json"
+    path = calibration_file(cache_dir, checkpoint, text)
     with _locked(path) as file:
         largest = _read(file)
         if not largest:
@@ -146,7 +138,7 @@ def _measured(checkpoint: Checkpoint, text: str) -> dict[str, float]:
     logger.info("sparkd: the inputs of the layers are measured over a text: transformers runs the model once, unquantized.")
     request: dict[str, Any] = {
         "folder": checkpoint.folder,
-        "free_bytes": mem_available_bytes() - _SPARE_BYTES,
+        "free_bytes": mem_available_bytes() - SPARE_BYTES,
         "text": text,
         "parent": os.getpid(),
     }

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkd.checkpoint import Checkpoint
-
-# Beside the model: the layers' outputs, the probabilities of all tokens, and one layer more.
-BESIDE_BYTES = 4 << 30
+from workers.quantization.calibration_file import BESIDE_BYTES
 
 
 def running(

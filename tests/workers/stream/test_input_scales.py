@@ -16,12 +16,13 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import MIB, PRESETS, qwen3_moe, write_checkpoint
 from tests.support.facts import facts
+from workers.quantization.calibration_file import FOLDER
 from workers.quantization.calibration_text import MOST_BYTES, text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import calibration_program, input_scales
 from workers.stream.export import ExportRequest, export
-from workers.stream.input_scales import KEPT, LARGEST, UNMEASURED, InputScales, divisor_of, measured
+from workers.stream.input_scales import LARGEST, UNMEASURED, InputScales, divisor_of, measured
 from workers.stream.virtual import VirtualCheckpoint
 
 PLENTY = 1 << 40
@@ -84,7 +85,7 @@ def test_the_program_as_a_child_gives_the_same(folder: Path, tmp_path: Path) -> 
     made = measured(read_checkpoint(folder), text_of(None), str(tmp_path)).of
     found = calibration_program.largest_inputs(str(folder), PLENTY, text_of(None))
     assert made(f"{LAYER}.self_attn.o_proj") == divisor_of(found[f"{LAYER}.self_attn.o_proj"])
-    (kept,) = (tmp_path / KEPT).iterdir()
+    (kept,) = (tmp_path / FOLDER).iterdir()
     assert json.loads(kept.read_text()) == pytest.approx(found)
 
 
@@ -158,7 +159,7 @@ def test_a_checkpoint_is_measured_once_for_each_text(folder: Path, tmp_path: Pat
 def test_a_damaged_file_is_measured_again(folder: Path, tmp_path: Path, seen: list[str]) -> None:
     checkpoint = read_checkpoint(folder)
     measured(checkpoint, "a text", str(tmp_path))
-    (kept,) = (tmp_path / KEPT).iterdir()
+    (kept,) = (tmp_path / FOLDER).iterdir()
     for damage in ("", "[1, 2", "[]", '{"a": null}'):
         kept.write_text(damage)
         assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
