@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
-from sparkd.capacity.parallelism import unfit, unsplit
+from sparkd.capacity.parallelism import uneven_groups, unfit, unsplit
 from sparkd.capacity.speculative import Drafting
 from sparkd.capacity.sureness import CHECKED_METHODS
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
@@ -226,10 +226,13 @@ def _option(
     if tensor > 1 and tensor * pipeline in wish.unlinked:
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
+        model = inventory.formatted(recipe)
+        if reason := next(uneven_groups(model), None):
+            # Before vLLM's own refusal, which names no format that fits.
+            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
         exact = wish.exact(recipe, serving)
         if exact.refusal is not None:
             return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
-        model = inventory.formatted(recipe)
         if not exact.decides and (reason := unsplit(model, tensor, pipeline)):
             return Option(name, tensor, pipeline, serving, None, reason, cause="split")
         if reason := unfit(model, tensor, serving.platform):

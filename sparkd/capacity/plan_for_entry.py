@@ -178,7 +178,9 @@ def answer(
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
         best = taken[0].choice.options[0], candidate
-    notes = [] if best is not None or is_open(spec.quantize) else [_advice(args, hardware)]
+    # The refusal of a format names those that fit.
+    advises = best is None and not is_open(spec.quantize) and not all(option.cause == "format" for option, _ in options)
+    notes = [_advice(args, hardware)] if advises else []
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
     notes += format_notes(None if best is None else best[0])
@@ -197,7 +199,8 @@ def answer(
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
     choice = FitResult(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], decided(spec, best[1]), hardware)
-    plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
+    asked = replace(wish, quantize=informed.quantize)
+    plan = to_json(spec.model, headers.model, hardware, asked, choice, taken, how)
     if short is not None:
         plan["refusal"] = short.to_json()
     plan["entry"] = {"name": spec.name, "origin": entry.origin}
