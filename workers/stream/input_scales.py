@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -52,10 +52,9 @@ def divisor_of(largest: float) -> float:
 
 class InputScales:
     """The divisors of a checkpoint's inputs. largest: the largest magnitude of what is multiplied with each parameter, by transformers'
-    name of it without `.weight`. unmeasured: the modules that were asked for and have no figure."""
+    name of it without `.weight`."""
 
     def __init__(self, largest: Mapping[str, float]) -> None:
-        self.unmeasured: set[str] = set()
         self._largest: dict[str, float] = {}
         for name, value in largest.items():
             site = _site(name)
@@ -65,11 +64,14 @@ class InputScales:
     def of(self, module: str) -> float:
         """The divisor of a module, by its name in the checkpoint. All experts of a layer have one for each product. A layer that
         transformers leaves out (MTP) gets that of the layers with the largest input of its kind."""
-        site = _site(module)
-        largest = self._largest.get(site) or self._largest.get(_kind(site), 0.0)
-        if not largest:
-            self.unmeasured.add(module)
-        return divisor_of(largest)
+        return divisor_of(self._of_site(_site(module)))
+
+    def unmeasured(self, modules: Iterable[str]) -> int:
+        """How many of these have no figure; all experts of a layer are one for each product."""
+        return sum(not self._of_site(site) for site in {_site(module) for module in modules})
+
+    def _of_site(self, site: str) -> float:
+        return self._largest.get(site) or self._largest.get(_kind(site), 0.0)
 
 
 def _site(name: str) -> str:
@@ -85,7 +87,7 @@ def _kind(site: str) -> str:
 
 def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputScales:
     """The first load of a checkpoint measures it, which reads the whole of it once more; the result is kept in cache_dir. Blocks; other
-    ranks of the machine wait for the one that measures. Without cache_dir each load measures."""
+    ranks of the machine wait for the one that measures. Without cache_dir each call measures."""
     if cache_dir is None:
         return InputScales(_measured(checkpoint, text))
     path = calibration_file(cache_dir, checkpoint, text)
@@ -106,6 +108,7 @@ def _locked(path: Path) -> Iterator[IO[str] | None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(open(path, "a+", encoding="utf-8"))
+            os.utime(path)  # it is used
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             _not_kept(error, path)
