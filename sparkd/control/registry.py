@@ -98,15 +98,6 @@ class Roster:
             "preload": [name for name in self.config.preload() if name not in preloaded],
         }
 
-    def replaced(self, base: Config) -> list[ModelConfig]:
-        """The entries with which this configuration of the file would restart READY engines. Changes nothing."""
-        entries = [
-            (record, base.models.get(name) or (record.spec if record.origin == "api" else None))
-            for name, record in self.records.items()
-            if record.state is ModelState.READY
-        ]
-        return [spec for record, spec in entries if spec is not None and config_hash(spec, base.engine) != record.hash]
-
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
         """The entry that `add` would accept. Raises the same errors and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
@@ -287,6 +278,16 @@ class Roster:
             forget()
         except StateError as error:
             log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
+
+
+def replaced(roster: Roster, base: Config) -> list[ModelConfig]:
+    """The entries with which this configuration of the file would restart READY engines. Changes nothing."""
+    entries = [
+        (record, base.models.get(name) or (record.spec if record.origin == "api" else None))
+        for name, record in roster.records.items()
+        if record.state is ModelState.READY
+    ]
+    return [spec for record, spec in entries if spec is not None and config_hash(spec, base.engine) != record.hash]
 
 
 def _text(spec: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ async def predicted(registry: Roster, cluster: Cluster, snapshot: Callable[[], S
     first_load_s = figures["first_load_s"]
     return Predicted(
         decode_tokens_per_s=figures["decode_tokens_s"],
-        # Of the weights alone: only the first of a bench's loads may have to calibrate.
+        # The weights alone: only the first load of a bench may have to calibrate.
         first_load_s=None if first_load_s is None else first_load_s - (figures["calibration_s"] or 0.0),
         next_load_s=figures["next_load_s"],
         active_bytes=figures["active_bytes"],

@@ -34,7 +34,7 @@ from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
 from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Roster, replaced
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
@@ -324,7 +324,7 @@ class Daemon:
         return config
 
     async def _judge(self, config: Config) -> None:
-        if specs := self._registry.replaced(config):
+        if specs := replaced(self._registry, config):
             await asyncio.to_thread(refuse_faulty, specs, config)
 
     def _take(self, config: Config) -> dict[str, list[str]]:

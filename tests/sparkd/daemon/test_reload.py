@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import Config, load_config
+from sparkd.control.registry import replaced
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError
 from sparkd.state.nouns import Desired, Want
@@ -168,11 +169,11 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
 async def test_only_the_new_entries_of_ready_models_would_restart_an_engine(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         roster, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
-        assert roster.replaced(changed) == [], "nothing runs"
+        assert replaced(roster, changed) == [], "nothing runs"
         await make_ready(made)
-        assert roster.replaced(changed) == [changed.models["m"]]
-        assert roster.replaced(of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
-        assert roster.replaced(of(made, other={})) == [], "it goes without a restart"
+        assert replaced(roster, changed) == [changed.models["m"]]
+        assert replaced(roster, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
+        assert replaced(roster, of(made, other={})) == [], "it goes without a restart"
 
 
 async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_settings(tmp_path: Path) -> None:
@@ -181,8 +182,8 @@ async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_setti
         await make_ready(made, "added")
         settings = {"models": {"m": {"model": "/x"}}, "state_dir": str(made.config.state_dir)}
         same, other = (load_config(None, flags=settings | {"engine": engine}, environ={}) for engine in ({}, {"env": {"A": "1"}}))
-        assert made.supervisor.registry.replaced(same) == []
-        assert [spec.name for spec in made.supervisor.registry.replaced(other)] == ["added"]
+        assert replaced(made.supervisor.registry, same) == []
+        assert [spec.name for spec in replaced(made.supervisor.registry, other)] == ["added"]
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:

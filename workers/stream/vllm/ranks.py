@@ -25,7 +25,7 @@ def tensor_parallel_rank() -> int:
 
 
 def of_first_rank(make: Callable[[], T]) -> T:
-    """What the first tensor-parallel rank makes, in each of these ranks; the others wait for it."""
+    """Have the first tensor-parallel rank make a value, and return it in each of them; the others wait."""
     group = symbol("vllm.distributed", "get_tp_group")()
     made: T = group.broadcast_object(make() if group.rank_in_group == 0 else None)
     return made
