@@ -551,9 +551,9 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
     until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
     quick = given["models"]["quick"]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    given["models"]["quick"] = quick | {"model": str(empty)}
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    given["models"]["quick"] = quick | {"model": str(file)}
     made.configure(given)
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
     until(lambda: "models.quick.model" in made.tail(), 10, "its new entry is refused")
