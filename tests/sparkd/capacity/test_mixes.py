@@ -17,10 +17,11 @@ from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_of, unit_list
 from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.unloadable import uneven
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config.config import parse_model
-from sparkd.errors import ConfigError
+from sparkd.config.config import load_config, parse_model
+from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.schema.engine_args import EngineArgs, engine_args
 from tests.support.facts import facts
@@ -100,6 +101,10 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
     plain, drafted = (asked(folder, {"format": "best", "gib": 0.001}, **keys) for keys in ({}, mtp))
     least, with_draft = (float(facts(uneven(args) or "").split()[1]) for args in (plain, drafted))
     assert with_draft > least
+    entry = {"model": str(folder), "max_model_len": 4096, "quantize": {"format": "best", "gib": least}, **mtp}
+    config = load_config(None, flags={"models": {"m": entry}}, environ={})
+    with pytest.raises(LoadRefused):  # which is not tried again
+        refuse_unloadable(config.models["m"], config)
     enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
     headers = headers_here(enough)
     assert headers is not None and len(candidates_of(enough, headers)) == 1

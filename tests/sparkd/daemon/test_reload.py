@@ -19,6 +19,7 @@ from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fakes import Scene, stage
+from tests.support.sketches import dense, tensors_of, write
 
 
 class Taker:
@@ -184,6 +185,19 @@ async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_setti
         same, other = (load_config(None, flags=settings | {"engine": engine}, environ={}) for engine in ({}, {"env": {"A": "1"}}))
         assert replaced(made.supervisor.registry, same) == []
         assert [spec.name for spec in replaced(made.supervisor.registry, other)] == ["added"]
+
+
+async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse(tmp_path: Path) -> None:
+    shape = dense(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
+    folder = write(tmp_path / "uneven", shape, tensors_of(shape))
+    async with stage(tmp_path) as made:
+        entry = {"model": str(folder), "max_model_len": 4096}
+        made.operator.add("added", entry)
+        assert await made.operator.unusable("added", entry | {"quantize": "nf4-g128"}) is None, "its start says it"
+        await make_ready(made, "added")
+        with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
+            await made.operator.unusable("added", entry | {"quantize": "nf4-g128"})
+        assert await made.operator.unusable("added", entry | {"quantize": "nf4-g64"}) is None
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
