@@ -363,8 +363,8 @@ def format_notes(best: Option | None) -> Iterator[str]:
         cause = f"nvfp4-a4 cannot be calibrated on this node, because transformers would need {memory} of free memory"
         yield f"{cause}. Without it the model may be less accurate: use nvfp4, or a node with more memory."
         return
-    counted = f", {calibration.seconds:.0f} s of FIRST LOAD" if calibration.seconds is not None else ""
-    run = f"transformers runs the unquantized model once over a text{counted}, with {memory} of free memory"
+    counted = f" ({calibration.seconds:.0f} s of FIRST LOAD)" if calibration.seconds is not None else ""
+    run = f"transformers runs the unquantized model once over a text{counted} and needs {memory} of free memory"
     yield f"nvfp4-a4 is calibrated before its first load: {run}."
 
 
