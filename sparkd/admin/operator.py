@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster.cluster import Cluster
+from sparkd.config.config import config_hash
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
 from sparkd.errors import Conflict, ModelUnusable
-from sparkd.state.nouns import Operation, OperationState, Want
+from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
 
 class Operator:
@@ -22,13 +25,16 @@ class Operator:
         self._cluster = cluster
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
-        """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`.
+        """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`, and ConfigError for an entry with which a
+        READY model would not start again.
 
         None for a model that is known by this name: the files of what may run now are the supervisor's business.
         """
-        spec = self._registry.judged(name, raw)
+        spec, config = self._registry.judged(name, raw), self._registry.config
         record = self._registry.records.get(name)
         if record is not None and record.spec is not None and record.spec.model == spec.model:
+            if record.state is ModelState.READY and config_hash(spec, config.engine) != record.hash:
+                await asyncio.to_thread(refuse_faulty, [spec], config)
             return None
         return await self._cluster.models.unusable(spec)
 

@@ -14,8 +14,8 @@ from sparkd.state.snapshot import ModelView, Snapshot
 
 # In the order in which a start goes through them; it may leave some out, and never goes back. A loader that quantizes reads while it does,
 # so all bytes of its load are those of `quantize`, and there is no `read`.
-PHASES = MEMORY, ENGINE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
-    *("memory back", "engine", "read", "quantize"),
+PHASES = MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
+    *("memory back", "engine", "measuring inputs", "read", "quantize"),
     *("compile", "rehearse", "graphs", "first answer"),
 )
 
@@ -53,8 +53,8 @@ class _Start:
 
     def look(self, phase: str, read_bytes: int | None, now_s: float) -> None:
         last = self.phases[-1] if self.phases else None
-        if phase == QUANTIZE and last is not None and last.name == READ:
-            last.name = QUANTIZE  # its loader had not said yet that it quantizes
+        if phase in (MEASURE, QUANTIZE) and last is not None and last.name == READ:
+            last.name = phase  # its loader had not said yet what it does
         if last is None or PHASES.index(phase) > PHASES.index(last.name):
             self._close(now_s)
             last = _Phase(phase, now_s)
@@ -135,6 +135,8 @@ def _phase_of(view: ModelView) -> str:
         return ANSWER
     if progress.phase == "starting":
         return ENGINE
+    if progress.phase == "loading" and progress.source == "calibration":
+        return MEASURE
     if progress.phase == "loading":
         # The loader of a format quantizes while it reads; from the cache, and without a format, it only reads.
         return QUANTIZE if progress.format not in (None, AS_STORED) and progress.source == "checkpoint" else READ

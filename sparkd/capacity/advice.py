@@ -16,8 +16,9 @@ from sparkd.capacity.auto_resolve import cache_limit
 from sparkd.capacity.fit import AS_STORED, Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
-from sparkd.capacity.parallelism import possible_ranks
+from sparkd.capacity.parallelism import even_formats, possible_ranks
 from sparkd.capacity.weights import Inventory, inventory
+from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.prequantized import prequantized
 from sparkd.models.shape import shape_of
@@ -217,7 +218,7 @@ def _plan_cures(option: Option, options: Sequence[Option], inventory: Inventory,
         case "split":
             yield Cure(deed=f"choose another tensor_parallel: {possible_ranks(inventory.shape, option.tensor)}")
         case "format":
-            yield Cure(deed="choose another format (--quantize, or quantize of the entry)")
+            yield Cure(deed=f"choose {_even(inventory, wish) or 'another format'} (--quantize, or quantize of the entry)")
         case "uncounted":
             yield Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
         case _ if option.longest:
@@ -229,3 +230,11 @@ def _plan_cures(option: Option, options: Sequence[Option], inventory: Inventory,
         case _:
             yield Cure(deed=f"share it by more than {wish.nodes} node{'s' if wish.nodes > 1 else ''} (--nodes)")
             yield Cure(deed="choose a smaller model")
+
+
+def _even(inventory: Inventory, wish: FitRequest) -> str | None:
+    """The formats whose groups divide the columns that those of the request do not."""
+    try:
+        return None if wish.quantize is None else even_formats(inventory.formatted(wish.quantize))
+    except CheckpointError:
+        return None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
-from sparkd.capacity.parallelism import unfit, unsplit
+from sparkd.capacity.parallelism import uneven_groups, unfit, unsplit
 from sparkd.capacity.speculative import Drafting
 from sparkd.capacity.sureness import CHECKED_METHODS
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
@@ -56,6 +56,7 @@ class FitRequest:
     beyond: whether a length may exceed the model's own.
     learned: the measurements of an earlier start; None without one.
     exact: vLLM's numbers for a format and a split.
+    calibrated: whether the calibration of a recipe is kept already.
     """
 
     max_model_len: int | None = None
@@ -77,6 +78,7 @@ class FitRequest:
     learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
     exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
     counted: bool = False
+    calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +226,13 @@ def _option(
     if tensor > 1 and tensor * pipeline in wish.unlinked:
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
+        model = inventory.formatted(recipe)
+        if reason := next(uneven_groups(model), None):
+            # Before vLLM's own refusal, which names no format that fits.
+            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
         exact = wish.exact(recipe, serving)
         if exact.refusal is not None:
             return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
-        model = inventory.formatted(recipe)
         if not exact.decides and (reason := unsplit(model, tensor, pipeline)):
             return Option(name, tensor, pipeline, serving, None, reason, cause="split")
         if reason := unfit(model, tensor, serving.platform):
@@ -245,6 +250,7 @@ def _option(
                 exact=exact,
                 cache=wish.cache,
                 limit_bytes=None if wish.limit is None else wish.limit[0],
+                calibrated=wish.calibrated(recipe),
             )
             return footprint(model, there, hardware, terms)
 
@@ -339,14 +345,27 @@ def _notes(inventory: Inventory, wish: FitRequest, ranked: Sequence[Option]) -> 
         yield from _three(ranked)
 
 
-def fp4_note(best: Option | None) -> tuple[str, ...]:
-    """Names the format that computes prompts faster, beside the one that has its size and is more accurate."""
-    if best is None or best.format != "nvfp4" or best.serving.platform != "cuda":
-        return ()
-    return (
-        "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "
-        "less accurate (docs/formats.md).",
-    )
+def format_notes(best: Option | None) -> Iterator[str]:
+    """Names the format that computes prompts faster, beside the one that has its size and is more accurate; of that format, what its first
+    load does before it reads the weights."""
+    if best is None or best.footprint is None:
+        return
+    if best.format == "nvfp4" and best.serving.platform == "cuda":
+        yield (
+            "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "
+            "less accurate (docs/formats.md)."
+        )
+    calibration = best.footprint.calibration
+    if calibration is None:
+        return
+    memory = gib(calibration.free_bytes)
+    if not calibration.fits:
+        cause = f"nvfp4-a4 cannot be calibrated on this node, because transformers would need {memory} of free memory"
+        yield f"{cause}. Without it the model may be less accurate: use nvfp4, or a node with more memory."
+        return
+    counted = f" ({calibration.seconds:.0f} s of FIRST LOAD)" if calibration.seconds is not None else ""
+    run = f"transformers runs the unquantized model once over a text{counted} and needs {memory} of free memory"
+    yield f"nvfp4-a4 is calibrated before its first load: {run}."
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:

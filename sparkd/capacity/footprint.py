@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any
 
 from sparkd.capacity.activations import step_bytes
+from sparkd.capacity.calibration import Calibration, calibration_of
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.sureness import of_both
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
@@ -56,6 +57,7 @@ class Terms:
     requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default.
     learned: measured peaks, which replace the formulas; so does exact, vLLM's own answer.
     cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. limit_bytes: see Footprint.
+    calibrated: what a calibration would measure is kept already.
     """
 
     requests: float = 1
@@ -65,6 +67,7 @@ class Terms:
     exact: Exact | None = None
     cache: Mapping[str, Any] | None = None
     limit_bytes: int | None = None
+    calibrated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Footprint:
     limit_bytes: most bytes of the whole engine; None for all of the node.
     sureness: of weights and cache, one of sparkd.capacity.vllm_figures.
     upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
+    calibration: of the first load, which counts it; None without one.
     """
 
     parts: Mapping[str, int]
@@ -94,6 +98,7 @@ class Footprint:
     sureness: str = EXACT
     upper_weight_bytes: int = 0
     upper_cache_bytes: int = 0
+    calibration: Calibration | None = None
 
     @property
     def upper_bytes(self) -> int:
@@ -164,6 +169,9 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     available = hardware.memory_bytes
     margin = terms.margin_bytes if terms.margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
+    calibration = None if terms.calibrated else calibration_of(model, hardware)
+    if first_load_s is not None and calibration is not None:
+        first_load_s += calibration.seconds or 0.0
     return Footprint(
         parts=parts,
         kv=kv,
@@ -181,6 +189,7 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
         sureness=sureness,
         upper_weight_bytes=upper_weights(serving, held) if of_weights == GUESS else 0,
         upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], terms.requests) if guessed_cache else 0,
+        calibration=calibration,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkd.capacity.consultation import Consultation
 from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.parallelism import even_formats
 from sparkd.capacity.sureness import of_weights
 from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import inventory, refuse_incomplete
@@ -132,7 +133,7 @@ def listing(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
     )
     warnings = (
         f"{form.spelling} needs a multiple of {form.group} columns, and there are {columns} in {count} weights: loading them would fail, "
-        f"so leave them unquantized or give them {fitting(form.group or columns, columns)}."
+        f"so leave them unquantized or give them {fitting(form.group or columns, columns, form.name)}."
         for (form, columns), count in misfits.items()
     )
     source = checkpoint.quantization.method if checkpoint.quantization else None
@@ -148,13 +149,15 @@ def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | 
         contents = inventory(checkpoint, shape_of(checkpoint.config))
         refuse_incomplete(contents)
         contents = contents.widened() if wide else contents
-        weights = contents.formatted(recipe).weights()
+        formatted = contents.formatted(recipe)
+        weights = formatted.weights()
     except CheckpointIncomplete:
         raise
     except CheckpointError:
         return None
     exact = Exact()
-    if consult is not None and not wide:
+    # Groups that do not divide the columns are among the notes, with what would fit; vLLM would name nothing.
+    if consult is not None and not wide and even_formats(formatted) is None:
         consultation = consult(contents.checkpoint)
         consultation.ask([(recipe, 1, 1)])
         contents = consultation.completed(contents)

@@ -72,13 +72,23 @@ def _torn_blocks(model: FormattedModel) -> Iterator[str]:
 
 def uneven_groups(model: FormattedModel) -> Iterator[str]:
     """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
+    for name, columns, form, fits in _uneven(model):
+        yield f"{columns} columns of {name} do not divide into groups of {form.group}: {fits} would fit"
+
+
+def even_formats(model: FormattedModel) -> str | None:
+    """The formats for the first weight of `uneven_groups`, in words; None where there is none."""
+    return next((fits for *_, fits in _uneven(model)), None)
+
+
+def _uneven(model: FormattedModel) -> Iterator[tuple[str, int, Format, str]]:
+    """(tensor, its columns, its format, formats that fit)."""
     for one in model.groups:
         if one.form is None or one.form.group is None:
             continue
         columns = sides(one.part.tensor, model.inventory.shape)[1]
         if columns % one.form.group:
-            fits = fitting(one.form.group, columns, one.form.name)
-            yield f"{columns} columns of {one.part.tensor.name} do not divide into groups of {one.form.group}: {fits} would fit"
+            yield one.part.tensor.name, columns, one.form, fitting(one.form.group, columns, one.form.name)
 
 
 def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:

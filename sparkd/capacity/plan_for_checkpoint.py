@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from sparkd.capacity.calibration import kept_in
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.fit import FitRequest, choose, fp4_note, is_answered, refuse_uncounted, unread
+from sparkd.capacity.fit import FitRequest, choose, format_notes, is_answered, refuse_uncounted, unread
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.capacity.mixes import measured_of, mixes_of
 from sparkd.capacity.plan_report import Offer, Site, learned_with, to_json
@@ -77,6 +78,7 @@ def answer(
         eager=bool(question.enforce_eager),
         margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
         unlinked=unlinked or {},
+        calibrated=kept_in(site.quantized, checkpoint),
     )
     if drafted is not None:
         wish = replace(wish, serving=drafted.serving(wish.serving))
@@ -94,7 +96,7 @@ def answer(
     if best is not None:
         wish = _mixed(known, hardware, wish, best, site)
     choice = choose(known, hardware, wish)
-    choice = replace(choice, notes=(*choice.notes, *fp4_note(choice.best), *unread(known, choice.options, consulted.doubt())))
+    choice = replace(choice, notes=(*choice.notes, *format_notes(choice.best), *unread(known, choice.options, consulted.doubt())))
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
     # A configuration in Mistral's format names no architecture, and a model that vLLM has built is known to vLLM.
     named = checkpoint.config_file == CONFIG and not is_answered(choice.options)

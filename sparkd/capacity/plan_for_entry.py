@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from sparkd.capacity.account import Evidence, needed_gib, serving_of
 from sparkd.capacity.advice import advice, share_too_large
 from sparkd.capacity.auto_resolve import resolved, room_of
+from sparkd.capacity.calibration import kept_in
 from sparkd.capacity.candidates import candidates_of
 from sparkd.capacity.consultation import Answers, Ask, nobody
 from sparkd.capacity.container import hidden
@@ -27,7 +28,7 @@ from sparkd.capacity.fit import (
     Option,
     choose,
     doubt_in_short,
-    fp4_note,
+    format_notes,
     gib,
     is_answered,
     quality_of,
@@ -144,7 +145,8 @@ def answer(
     answers = Answers(ask)
     draft = headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
-    wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked)
+    kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
+    wish = replace(_wish(plain, args, headers, hardware, serving, evidence), nodes=nodes, unlinked=unlinked, calibrated=kept)
     informed = replace(wish, ways=tuple(tried), quantize=None if is_open(spec.quantize) else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed, informed = consultation.informed(headers.model, informed)
@@ -176,10 +178,12 @@ def answer(
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
         best = taken[0].choice.options[0], candidate
-    notes = [] if best is not None or is_open(spec.quantize) else [_advice(args, hardware)]
+    # The refusal of a format names those that fit.
+    advises = best is None and not is_open(spec.quantize) and not all(option.cause == "format" for option, _ in options)
+    notes = [_advice(args, hardware)] if advises else []
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
-    notes += fp4_note(None if best is None else best[0])
+    notes += format_notes(None if best is None else best[0])
     if is_best(spec.quantize) and measured_of(checkpoint, entry.config.profiles_path) is UNMEASURED:
         notes.append("The mix of `quantize: best` follows the classes of layers: the daemon has not measured this model's weights yet.")
     if written != spec.tensor_parallel:
@@ -195,7 +199,8 @@ def answer(
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
     choice = FitResult(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], decided(spec, best[1]), hardware)
-    plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
+    asked = replace(wish, quantize=informed.quantize)
+    plan = to_json(spec.model, headers.model, hardware, asked, choice, taken, how)
     if short is not None:
         plan["refusal"] = short.to_json()
     plan["entry"] = {"name": spec.name, "origin": entry.origin}

@@ -204,6 +204,8 @@ def option_json(option: Option) -> dict[str, Any]:
             "by_class": dict(found.weights.by_kind),
             "first_load_s": found.first_load_s,
             "next_load_s": found.next_load_s,
+            "calibration_s": None if found.calibration is None else found.calibration.seconds,
+            "calibration_free": 0 if found.calibration is None else found.calibration.free_bytes,
             "decode_tokens_s": found.decode_tokens_s,
             "active_bytes": found.weights.active_bytes,
             "notes": list(found.weights.notes),

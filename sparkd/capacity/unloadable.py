@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.account import is_other
-from sparkd.capacity.headers import inventory_in
+from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups
 from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
@@ -101,10 +101,11 @@ def unmet(args: EngineArgs) -> tuple[str, ...]:
 
 
 def _too_small(args: EngineArgs, wish: BestWish) -> str | None:
-    model = _weights_here(args) if wish.gib is not None else None
+    # With the draft and the precision that its flags ask for, as a start counts it.
+    headers = headers_here(args) if wish.gib is not None else None
     try:
-        if model is not None:
-            mixes_of(model, wish, UNMEASURED, args.tensor_parallel or 1)
+        if headers is not None:
+            mixes_of(headers.model, wish, UNMEASURED, args.tensor_parallel or 1)
     except ConfigError as error:
         return error.explanation
     except CheckpointError:

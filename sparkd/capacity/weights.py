@@ -24,6 +24,7 @@ from sparkd.models.architectures import is_checked
 from sparkd.models.shape import LAYERS, Attention, Shape, of_layers, text_config
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
+from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
@@ -159,6 +160,8 @@ class Inventory:
 
         Raises CheckpointError as QuantizationRecipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
+        if recipe.calibration is not None:
+            text_of(recipe.calibration)  # each time: the text may change while the checkpoint stays
         formatted = self._formatted.get(recipe)
         if formatted is None:
             try:

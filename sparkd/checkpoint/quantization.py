@@ -17,7 +17,7 @@ _BLOCK = [128, 128]
 
 @dataclass(frozen=True, slots=True)
 class SourceQuantization:
-    """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, modelopt_mixed, compressed-tensors, awq, gptq or other.
+    """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, nvfp4-a4, modelopt_mixed, compressed-tensors, awq, gptq or other.
 
     details: the section of the configuration. For the fp8 methods, each `weight` has a `weight_scale_inv` or `weight_scale`.
     apart: the section is in hf_quant_config.json, and config.json has none.
@@ -130,8 +130,10 @@ def _compressed_tensors(details: Mapping[str, Any]) -> str:
     if len(formats) > 1:
         return "compressed-tensors"
     form = next(iter(formats))
-    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        return form.partition("-")[0]
+    if form == "nvfp4-pack-quantized":
+        return "nvfp4-a4" if any(group.get("input_activations") for group in members) else "nvfp4"
+    if form == "mxfp4-pack-quantized":
+        return "mxfp4"
     if form not in ("float-quantized", "naive-quantized"):
         return "compressed-tensors"
     weights = [group["weights"] for group in members if isinstance(group.get("weights"), Mapping)]

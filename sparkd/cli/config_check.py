@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ from pydantic import ValidationError
 from sparkd.config import config
 from sparkd.config.api_keys import KeyRing, load_keys
 from sparkd.config.config import Config, ConfigReading, check_bind
-from sparkd.errors import CheckpointUncounted, ConfigError
-from sparkd.models.folder import unusable
-from sparkd.models.source import folder_of
+from sparkd.errors import ConfigError
 from sparkd.schema import kv_cache, quantize, yaml_file
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
@@ -316,42 +314,11 @@ class _Entry:
                 yield self._at_flag(refusal)
 
     def _of_files(self) -> Iterator[ConfigProblem]:
-        if absent := unusable(self._model.model, vllm=self._vllm):
-            # A folder may lie on the node that this file is for.
-            yield self._at("model", absent.message, "error" if os.path.lexists(self._model.model) else "warning")
-            return
-        if not self._vllm:
-            return
-        from sparkd.entry.trusted_commits import at_trusted_commit, refusal
+        from sparkd.capacity.entry_faults import entry_faults
 
-        model = at_trusted_commit(self._model, self._config)
-        if reason := refusal(self._model, self._config):
-            yield self._at("trust_remote_code", reason)
-        if folder_of(model.model, model.revision, self._env) is None:
-            return
-        from sparkd.capacity.account import Evidence
-        from sparkd.capacity.entry_check import misfits
-        from sparkd.capacity.unloadable import fault, too_long, uneven, unmet
-        from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
-        from sparkd.schema.engine_args import engine_args
-
-        try:
-            args = engine_args(model, self._env)
-        except ConfigError:
-            return  # of a flag's value, which is said where it stands
-        if (broken := fault(args)) is not None:
-            counted = not isinstance(broken, CheckpointUncounted)
-            yield self._at("model", broken.message, "error" if counted else "warning")
-        reasons = {
-            "max_model_len": too_long(args, release_in(self.runtime)),
-            "quantize": uneven(args),
-        }
-        for sentence in unmet(args):
-            yield self._at("quantize", sentence, "warning", bare=True)
-        answers = partial(kept_here, runtime=InquiryRuntime(self.runtime, places(self._config.state_dir)))
-        for key, reason in [*reasons.items(), *misfits(args, model.speculative, self._config.engine.platform, Evidence(ask=answers))]:
-            if reason:
-                yield self._at(key, reason)
+        with suppress(ConfigError):  # of a flag's value, which is said where it stands
+            for found in entry_faults(self._model, self._env, self._config):
+                yield self._at(found.key, found.message, "error" if found.ends_start else "warning", bare=found.names_key)
 
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""

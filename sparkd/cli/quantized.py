@@ -33,8 +33,8 @@ class Chosen:
 
 
 def listing(config: Config) -> dict[str, Any]:
-    """The answer of `ls --cached`: the folder, its entries, what is being written, and how much of killed loads was removed at this look
-    (or why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
+    """The answer of `ls --cached`: the folder, its entries, what is being written, and how much was removed at this look of what earlier
+    loads left (or why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
     limit_gib, folder = config.quantized_cache.limit_gib, str(config.quantized_path)
     entries = _entries(config)
     swept_bytes, sweep_fault = 0, None
@@ -53,7 +53,7 @@ def listing(config: Config) -> dict[str, Any]:
 
 
 def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
-    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry; and what killed loads have left of any.
+    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry; and what earlier loads have left of any.
 
     Returns what it removed, and the bytes of the latter. Raises ConfigError where there is nothing, Conflict where an engine reads one;
     the others are removed all the same.
@@ -65,7 +65,7 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
         raise ConfigError(f"{error.filename or config.quantized_path}: {error.strerror}. {_AS_ITS_USER}") from None
     if not entries:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
-        freed = f" Leftovers of killed loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
+        freed = f" Leftovers of earlier loads were removed anyway: {swept_bytes:,} bytes." if swept_bytes else ""
         raise ConfigError(f"{config.quantized_path} has no weights of {model}. `sparkd ls --cached` lists them{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []

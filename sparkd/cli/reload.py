@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
 def reload(session: Session) -> None:
     """Make the daemon read its configuration again.
 
-    An invalid file is refused with its problems, and the old configuration stays. Engines whose settings did not change keep running, and
-    so do all streams.
+    An invalid file is refused with its problems, and the old configuration stays. So is an entry with which a READY model would not start
+    again, by its files. Engines whose settings did not change keep running, and so do all streams.
     """
     changes = session.client.post("/reload")
     if session.json:

@@ -280,6 +280,16 @@ class Roster:
             log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
 
 
+def replaced(roster: Roster, base: Config) -> list[ModelConfig]:
+    """The entries with which this configuration of the file would restart READY engines. Changes nothing."""
+    entries = [
+        (record, base.models.get(name) or (record.spec if record.origin == "api" else None))
+        for name, record in roster.records.items()
+        if record.state is ModelState.READY
+    ]
+    return [spec for record, spec in entries if spec is not None and config_hash(spec, base.engine) != record.hash]
+
+
 def _text(spec: Mapping[str, Any]) -> str:
     """To be compared, as the database keeps it."""
     return json.dumps(dict(spec), sort_keys=True)

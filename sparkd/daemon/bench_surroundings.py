@@ -162,9 +162,11 @@ async def predicted(registry: Roster, cluster: Cluster, snapshot: Callable[[], S
     if plan["choice"] is None:
         return None
     figures = plan["choice"]["footprint"]
+    first_load_s = figures["first_load_s"]
     return Predicted(
         decode_tokens_per_s=figures["decode_tokens_s"],
-        first_load_s=figures["first_load_s"],
+        # The weights alone: only the first load of a bench may have to calibrate.
+        first_load_s=None if first_load_s is None else first_load_s - (figures["calibration_s"] or 0.0),
         next_load_s=figures["next_load_s"],
         active_bytes=figures["active_bytes"],
     )

@@ -26,6 +26,7 @@ from sparkd.admin.bandwidth import Measures
 from sparkd.admin.benches import Benches
 from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
+from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_paths import remove_empty
@@ -33,7 +34,7 @@ from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
 from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Roster, replaced
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
@@ -184,7 +185,8 @@ class Daemon:
         )
         self._traces = TraceSettings()
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
-        self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
+        told = self._supervisor.tell_refused
+        self._reloader = Reloader(config, systemd, load=self._load, judge=self._judge, take=self._take, refused=told)
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
         needs_key = not self._edge.settings.keys.open
@@ -320,6 +322,10 @@ class Daemon:
             _check_inherited(config, listening, self._environ)
         self._keys(config)
         return config
+
+    async def _judge(self, config: Config) -> None:
+        if specs := replaced(self._registry, config):
+            await asyncio.to_thread(refuse_faulty, specs, config)
 
     def _take(self, config: Config) -> dict[str, list[str]]:
         self._edge.settings = self._edge_settings(config)

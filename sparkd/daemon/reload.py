@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from sparkd.config.config import Config
@@ -18,8 +18,8 @@ _AT_START = ("listen", "state_dir", "runtime_dir", "cluster", "memory")
 
 
 class Reloader:
-    """`load()` reads files and blocks. `take(config)` applies the configuration on the loop and returns names of models by key: added,
-    removed, restarted, adjusted.
+    """`load()` reads files and blocks. `judge(config)` raises ConfigError for entries with which READY models would not start again.
+    `take(config)` applies the configuration on the loop and returns names of models by key: added, removed, restarted, adjusted.
 
     `refused(message)` receives the reason why a configuration was refused, and None once one is accepted.
     """
@@ -30,12 +30,14 @@ class Reloader:
         systemd: Systemd,
         *,
         load: Callable[[], Config],
+        judge: Callable[[Config], Awaitable[None]],
         take: Callable[[Config], Mapping[str, list[str]]],
         refused: Callable[[str | None], None],
     ) -> None:
         self._config = self._started_with = config
         self._systemd = systemd
         self._load = load
+        self._judge = judge
         self._take = take
         self._refused = refused
         self._asked = asyncio.Event()
@@ -60,12 +62,13 @@ class Reloader:
 
         `later`: the keys that are not in force, changed now or before, because the daemon was started with another value.
 
-        Raises ConfigError with every problem of the file, and StateError; the old configuration stays then.
+        Raises ConfigError with every problem of the file, or of entries with which READY models would not start again, and StateError; the
+        old configuration stays then.
         """
         async with self._one_at_a_time:
             self._systemd.reloading("reading the configuration")
             try:
-                config = await asyncio.to_thread(self._read)
+                config = await self._accepted()
             except SparkdError as error:
                 log.error("the new configuration was refused and the old one stays: %s", error.message)
                 self._refused(error.message)
@@ -86,16 +89,18 @@ class Reloader:
             self._systemd.ready("serving")
             return {"changed": changed, "later": later, **models}
 
-    def _read(self) -> Config:
-        """Turns any error of reading the file into a ConfigError, because the daemon and its streams must survive it."""
+    async def _accepted(self) -> Config:
+        """Turns any error of reading the files into a ConfigError, because the daemon and its streams must survive it."""
         try:
-            return self._load()
+            config = await asyncio.to_thread(self._load)
+            await self._judge(config)
         except SparkdError:
             raise
         except Exception as error:
             log.exception("the configuration could not be read")
             problem = f"sparkd made an error while it read the configuration ({type(error).__name__}); its log has more. Please report it."
             raise ConfigError(problem) from error
+        return config
 
 
 def _waits(name: str, config: Config, started_with: Config) -> bool:

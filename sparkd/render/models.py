@@ -256,7 +256,7 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
         slice_of = "" if row["tensor_parallel"] is None else f" {row['tensor_parallel'][0] + 1}/{row['tensor_parallel'][1]}"
         table.add_row(
             escape(row["model"] or row["name"]),
-            f"{row['format'] or '-'}{slice_of}",
+            f"{row['format'] or '-'}{slice_of}{_calibrated(row)}",
             size(row["size_bytes"]),
             _or_dash(row["created_s"], lambda at: duration(now_s - at)),
             duration(now_s - row["used_s"]),
@@ -270,8 +270,14 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
     console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}", markup=False, soft_wrap=True)
 
 
+def _calibrated(row: Mapping[str, Any]) -> str:
+    """Entries of one format may differ in the text over which they were calibrated."""
+    path = (row["quantize"] or {}).get("calibration")
+    return "" if path is None else f" over {escape(printable(path))}"
+
+
 def swept(size_bytes: int) -> str:
-    return f"Leftovers of killed loads were removed, {size(size_bytes)} freed."
+    return f"Leftovers of earlier loads were removed, {size(size_bytes)} freed."
 
 
 def size(count: int) -> str:

@@ -32,6 +32,7 @@ from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.calibration_program import Operands
 from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.input_scales import measured
+from workers.stream.reference_model import divergence
 
 FORMAT = "nvfp4-a4"
 LIMIT_S = 300.0
@@ -55,7 +56,7 @@ def main() -> int:
         qwen3_moe(folder, **{**PRESETS["smallest"], "layers": 1, "experts": 8})
         prompt = random.Random(7).choices(range(256), k=256)
         whole, rounded = references(folder, Path(temporary) / "dequantized", prompt)
-        print(f"whole activations to rounded ones: KL {kl(rounded, whole):.5f}\n")
+        print(f"whole activations to rounded ones: KL {divergence(rounded, whole):.5f}\n")
         print("| kernels | KL to the arithmetic | KL with whole activations |\n|---|---|---|")
         failed = 0
         for kind in kinds:
@@ -65,13 +66,8 @@ def main() -> int:
                 print(f"| {kind} | {reason} | |", flush=True)
                 failed += 1
                 continue
-            print(f"| {kind} | {kl(rounded, said):.5f} | {kl(whole, said):.5f} |", flush=True)
+            print(f"| {kind} | {divergence(rounded, said):.5f} | {divergence(whole, said):.5f} |", flush=True)
     return 1 if failed else 0
-
-
-def kl(reference: Tensor, other: Tensor) -> float:
-    """Of log-probabilities [tokens, vocabulary]."""
-    return float((reference.exp() * (reference - other)).sum(-1).mean())
 
 
 def engine(folder: Path, prompt: list[int], kind: str, plugins: Path, *, cuda: bool) -> Tensor:

@@ -33,6 +33,7 @@ from workers.quantization.mix import MixErrors, recipe_of, select
 from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import CANDIDATES, UnitList, units_of
 from workers.stream.mix_program import measure
+from workers.stream.reference_model import divergence
 from workers.stream.virtual import VirtualCheckpoint
 
 MODEL = Path(".sparkd/models/SmolLM2-135M-Instruct")
@@ -101,7 +102,7 @@ class _Judge:
             into = Path(temporary) / "model"
             write_dequantized(self._folder, into, quantize)
             said = self._said(into)
-        return float((self._stored.exp() * (self._stored - said)).sum(-1).mean())
+        return divergence(self._stored, said)
 
     @torch.inference_mode()
     def _said(self, folder: Path) -> torch.Tensor:

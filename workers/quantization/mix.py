@@ -70,8 +70,9 @@ def class_sensitivity(unit: FormatUnit) -> float:
 def select(listed: UnitList, measured: MixErrors, budget: int) -> dict[str, str]:
     """The spelling of each unit's format, by its key; bytes in all at most `budget`. Raises ConfigError where nothing is small enough."""
     if listed.least_bytes > budget:
-        least = f"the smallest mix has {_gib(listed.least_bytes)}, of which {_gib(listed.kept_bytes)} are never quantized"
-        raise refused("quantize.gib", f"no mix of formats has {_gib(budget)} or less; {least}")
+        least = _gib(listed.least_bytes)
+        sizes = f"the smallest has {least} GiB, of which {_gib(listed.kept_bytes)} GiB are never quantized"
+        raise refused("quantize.gib", f"no mix of formats has {budget / _GIB:.4g} GiB or less; {sizes}: write gib: {least} or more")
     if not measured.sensitivities:
         listed = _no_worse(listed, measured, budget)
     kinds = {spelling for unit in listed.units for spelling in unit.nbytes} - {BF16}
@@ -199,4 +200,4 @@ def _patterns(shape: str, numbers: Sequence[str]) -> Iterator[str]:
 
 def _gib(size: int) -> str:
     """Rounded up, so that the size that a message names is enough."""
-    return f"{math.ceil(size / _GIB * 1000) / 1000:.3f} GiB"
+    return f"{math.ceil(size / _GIB * 1000) / 1000:.3f}"

@@ -165,8 +165,7 @@ def _quantize(
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
     if any(form.rounds_activations for form in formats.values()):
         tell("calibration", 0, 0)
-        inputs = measured(checkpoint, text_of(recipe.calibration), request.cache_dir)
-        virtual = VirtualCheckpoint(checkpoint, formats, input_scale=inputs.of)
+        virtual.input_scale = measured(checkpoint, text_of(recipe.calibration), request.cache_dir).of
     device = _device(request.device)
     on_gpu = device.type == "cuda"
     writer = ShardWriter(shards, lambda: folder, staging=Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))

@@ -8,7 +8,6 @@ of two here leaves room for activations twice as large as the largest of the tex
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +23,7 @@ from typing import IO, Any
 from sparkd.checkpoint import Checkpoint
 from workers.host.interpreter import module_command, program_environment
 from workers.host.meminfo import mem_available_bytes
-from workers.stream.cache.store import entry_name
+from workers.quantization.calibration_file import SPARE_BYTES, calibration_file
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -34,10 +33,7 @@ ROOM = 2.0
 # The divisor of an input that was not measured: LARGEST is held, and a block of less than 0.006 becomes zero. SmolLM2-135M answers
 # as well with it as with its own (0.139 nats against 0.140, activations alone).
 UNMEASURED = 1.0
-KEPT = ".calibrations"
 CURE = "Free memory and remove its quantized weights (`sparkd rm --cached`), so that the next load measures; or use nvfp4."
-# A higher number where the same text would give other figures.
-_VERSION = 1
 _PROGRAM = "workers.stream.calibration_program"
 _LIMIT_S = 1800.0
 _DOWN = ("down_proj", "w2")
@@ -45,8 +41,6 @@ _DOWN = ("down_proj", "w2")
 # tower's, `mtp`) is another layer of the same number.
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|decoder)\.)*(?P<rest>layers\.\d+\..+)")
 _EXPERTS = re.compile(r"(?P<layer>.*?\d+)\..*\bexperts\.(?:\d+\.)?(?P<leaf>\w+)")
-# Memory that stays free for the rank and for others while the model runs: above the guard's first limit.
-_SPARE_BYTES = 8 << 30
 
 
 def divisor_of(largest: float) -> float:
@@ -58,10 +52,9 @@ def divisor_of(largest: float) -> float:
 
 class InputScales:
     """The divisors of a checkpoint's inputs. largest: the largest magnitude of what is multiplied with each parameter, by transformers'
-    name of it without `.weight`. unmeasured: the modules that were asked for and have no figure."""
+    name of it without `.weight`."""
 
     def __init__(self, largest: Mapping[str, float]) -> None:
-        self.unmeasured: set[str] = set()
         self._largest: dict[str, float] = {}
         for name, value in largest.items():
             site = _site(name)
@@ -71,11 +64,14 @@ class InputScales:
     def of(self, module: str) -> float:
         """The divisor of a module, by its name in the checkpoint. All experts of a layer have one for each product. A layer that
         transformers leaves out (MTP) gets that of the layers with the largest input of its kind."""
-        site = _site(module)
-        largest = self._largest.get(site) or self._largest.get(_kind(site), 0.0)
-        if not largest:
-            self.unmeasured.add(module)
-        return divisor_of(largest)
+        return divisor_of(self._of_site(_site(module)))
+
+    def unmeasured(self, modules: Iterable[str]) -> int:
+        """How many of these have no figure; all experts of a layer are one for each product."""
+        return sum(not self._of_site(site) for site in {_site(module) for module in modules})
+
+    def _of_site(self, site: str) -> float:
+        return self._largest.get(site) or self._largest.get(_kind(site), 0.0)
 
 
 def _site(name: str) -> str:
@@ -91,12 +87,10 @@ def _kind(site: str) -> str:
 
 def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputScales:
     """The first load of a checkpoint measures it, which reads the whole of it once more; the result is kept in cache_dir. Blocks; other
-    ranks of the machine wait for the one that measures. Without cache_dir each load measures."""
+    ranks of the machine wait for the one that measures. Without cache_dir each call measures."""
     if cache_dir is None:
         return InputScales(_measured(checkpoint, text))
-    folder = Path(cache_dir) / KEPT
-    recipe = {"format": "nvfp4-a4", "text": hashlib.sha256(text.encode()).hexdigest(), "version": _VERSION}
-    path = folder / f"{entry_name(checkpoint, recipe)}.json"
+    path = calibration_file(cache_dir, checkpoint, text)
     with _locked(path) as file:
         largest = _read(file)
         if not largest:
@@ -115,6 +109,7 @@ def _locked(path: Path) -> Iterator[IO[str] | None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(open(path, "a+", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX)
+            os.utime(path)  # the sweep of the cache removes what is not used
         except OSError as error:
             _not_kept(error, path)
         yield file
@@ -146,7 +141,7 @@ def _measured(checkpoint: Checkpoint, text: str) -> dict[str, float]:
     logger.info("sparkd: the inputs of the layers are measured over a text: transformers runs the model once, unquantized.")
     request: dict[str, Any] = {
         "folder": checkpoint.folder,
-        "free_bytes": mem_available_bytes() - _SPARE_BYTES,
+        "free_bytes": mem_available_bytes() - SPARE_BYTES,
         "text": text,
         "parent": os.getpid(),
     }

@@ -25,7 +25,7 @@ from workers.quantization.fusion import group_of
 from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import BF16, FormatUnit, UnitList, units_of
 from workers.stream.formats import amax, global_scale, quantizer
-from workers.stream.reference_model import running
+from workers.stream.reference_model import divergence, running
 from workers.stream.virtual import DTYPES, Stored, VirtualCheckpoint, Weight
 
 # Rows of a weight, and weights of a unit (experts are alike): the error of a format varies by less than 1 % over more of them.
@@ -33,7 +33,6 @@ _ROWS, _WEIGHTS = 128, 6
 _MOST_TOKENS = 1024
 # The format that shows how sensitive a unit is: the least exact that its columns suit.
 _PROBES = ("mxfp4", "nvfp4", "fp8")
-_CHUNK_TOKENS = 128
 
 Report = Callable[[int, int], None]
 Moments = Mapping[str, Tensor]
@@ -183,9 +182,7 @@ class _Running:
         finally:
             for tensor, old in zip(parameters, kept, strict=True):
                 tensor.copy_(old)
-        chunks = zip(self._said.split(_CHUNK_TOKENS), said.split(_CHUNK_TOKENS), strict=True)
-        total = sum(float((old.exp() * (old - new)).sum()) for old, new in chunks)
-        return max(total / len(said), 0.0)
+        return divergence(self._said, said)
 
     @contextmanager
     def _from(self, unit: FormatUnit) -> Iterator[None]:

@@ -315,7 +315,7 @@ class Pipeline:
         shared = global_scale(largest.view(units, -1).amax(1, keepdim=True)).expand(-1, len(weights) // units)
         parts = form.quantize(matrices, global_scale=shared.reshape(-1))
         if INPUT_SCALE in parts:
-            parts[INPUT_SCALE].copy_(torch.tensor([[weight.input_scale] for weight in weights]))
+            parts[INPUT_SCALE].copy_(torch.tensor([[self.virtual.input_scale(weight.module)] for weight in weights]))
         return parts
 
     def _restated(self, weights: Sequence[Weight], parts: Parts) -> Parts:
@@ -372,7 +372,7 @@ class Pipeline:
             form = quantizer(weight.format)
             parts = form.quantize(part) if shared is None else form.quantize(part, global_scale=shared)
             if INPUT_SCALE in parts:
-                parts[INPUT_SCALE].fill_(weight.input_scale)
+                parts[INPUT_SCALE].fill_(self.virtual.input_scale(weight.module))
             yield from self._emit(plan, planned, parts)
         feed.release()
 

@@ -1,4 +1,4 @@
-"""Runs a checkpoint unquantized, with transformers: what other programs measure a model by. Never keeps a result."""
+"""Runs a checkpoint unquantized, with transformers, and compares answers: what other programs measure a model by. Never keeps a result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparkd.checkpoint import Checkpoint
+from workers.quantization.calibration_file import BESIDE_BYTES
 
-# Beside the model: the layers' outputs, the probabilities of all tokens, and one layer more.
-BESIDE_BYTES = 4 << 30
+_CHUNK_TOKENS = 128
 
 
 def running(
@@ -38,3 +38,10 @@ def running(
         return None
     device = "cuda" if cuda else "cpu"
     return model.eval().to(device), tokens[:, :most_tokens].to(device)
+
+
+def divergence(reference: Tensor, other: Tensor) -> float:
+    """KL, nats, mean over the tokens, of log-probabilities [tokens, vocabulary]. A part of the tokens at a time: a vocabulary is large."""
+    chunks = zip(reference.split(_CHUNK_TOKENS), other.split(_CHUNK_TOKENS), strict=True)
+    total = sum(float((old.exp() * (old - new)).sum()) for old, new in chunks)
+    return max(total / len(reference), 0.0)

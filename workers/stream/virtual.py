@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -86,7 +86,6 @@ class Weight:
     """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
 
     scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
-    input_scale: the divisor of its input, where the format rounds activations.
     """
 
     module: str
@@ -95,7 +94,6 @@ class Weight:
     scale: TensorRef | None = None
     scaled: BlockScale | None = None
     joint: str = "."
-    input_scale: float = 1.0
 
     @property
     def made_from(self) -> tuple[TensorRef, ...]:
@@ -165,13 +163,12 @@ class VirtualCheckpoint:
     _emitted: list[Emitted] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
-        self.units = [self._with_inputs(unit) for unit in units]
+        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
 
-    def _with_inputs(self, unit: Unit) -> Unit:
-        if not unit.weights or not unit.weights[0].format.rounds_activations:
-            return unit
-        return Unit(weights=tuple(replace(weight, input_scale=self.input_scale(weight.module)) for weight in unit.weights))
+    @property
+    def rounded_inputs(self) -> Iterator[str]:
+        """The modules whose format rounds activations, each expert by itself."""
+        return (weight.module for unit in self.units for weight in unit.weights if weight.format.rounds_activations)
 
     def emitted(self) -> Sequence[Emitted]:
         """The tensors that vLLM will see, unit by unit."""

@@ -20,7 +20,7 @@ from sparkd.capacity.fit import (
     Option,
     choose,
     floor,
-    fp4_note,
+    format_notes,
     gib,
     smallest,
 )
@@ -108,9 +108,9 @@ def test_what_sparkd_runs_itself_goes_before_a_pipeline() -> None:
 
 
 def test_a_plan_with_nvfp4_names_the_format_for_long_prompts() -> None:
-    assert fp4_note(chosen(plain(), quantize="nvfp4").best)
-    assert not fp4_note(chosen(plain(), quantize="mxfp4").best)
-    assert not fp4_note(None)
+    assert list(format_notes(chosen(plain(), quantize="nvfp4").best))
+    assert not list(format_notes(chosen(plain(), quantize="mxfp4").best))
+    assert not list(format_notes(None))
 
 
 def test_a_format_is_what_was_asked_for() -> None:

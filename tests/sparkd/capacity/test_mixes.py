@@ -17,10 +17,11 @@ from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_of, unit_list
 from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.unloadable import uneven
 from sparkd.checkpoint import read_checkpoint
-from sparkd.config.config import parse_model
-from sparkd.errors import ConfigError
+from sparkd.config.config import load_config, parse_model
+from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.schema.engine_args import EngineArgs, engine_args
 from tests.support.facts import facts
@@ -89,6 +90,25 @@ def test_a_size_below_the_smallest_mix_is_refused(folder: Path) -> None:
     least = float(facts(refused).split()[1])
     assert uneven(asked(folder, {"format": "best", "gib": least})) is None, "the size that the refusal names is enough"
     assert uneven(asked(folder, "best")) is None
+
+
+def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
+    """A check that counted less than a start would let it be tried again and again."""
+    config = dense(num_nextn_predict_layers=1)
+    own, ahead = tensors_of(config), ("model.layers.4.mlp.down_proj.weight", (8192, 8192), "BF16")
+    folder = write(tmp_path / "m", config, [*own, ("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ahead])
+    mtp = {"extra_args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']}
+    plain, drafted = (asked(folder, {"format": "best", "gib": 0.001}, **keys) for keys in ({}, mtp))
+    least, with_draft = (float(facts(uneven(args) or "").split()[1]) for args in (plain, drafted))
+    assert with_draft > least
+    entry = {"model": str(folder), "max_model_len": 4096, "quantize": {"format": "best", "gib": least}, **mtp}
+    config = load_config(None, flags={"models": {"m": entry}}, environ={})
+    with pytest.raises(LoadRefused):  # which is not tried again
+        refuse_unloadable(config.models["m"], config)
+    enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
+    headers = headers_here(enough)
+    assert headers is not None and len(candidates_of(enough, headers)) == 1
+    assert uneven(enough) is None
 
 
 def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:

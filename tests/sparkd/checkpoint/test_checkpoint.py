@@ -239,6 +239,8 @@ INTEGERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "grou
         (compressed("float-quantized", floats("group", group_size=32)), {}, "compressed-tensors"),
         (compressed("float-quantized"), {}, "compressed-tensors"),
         (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "nvfp4"),
+        (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}, "input_activations": None}), {}, "nvfp4"),
+        (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}), {}, "nvfp4-a4"),
         (compressed("mxfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "mxfp4"),
         (compressed("pack-quantized", INTEGERS), {}, "compressed-tensors"),
         (compressed("int-quantized", INTEGERS), {}, "compressed-tensors"),

@@ -114,6 +114,19 @@ def test_what_is_kept_as_json(here: Path, capsys: pytest.CaptureFixture[str]) ->
     }
 
 
+def test_entries_of_two_texts_are_told_apart(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    source = checkpoint(here / "Tiny-A")
+    recipe = QuantizationRecipe.parse("nvfp4-a4").canonical()
+    for text in ({}, {"calibration": "/srv/one.txt"}, {"calibration": "/srv/two.txt"}):
+        kept(here, source, recipe | text)
+
+    assert exit_code(["ls", "--cached"]) == 0
+
+    shown = [re.split(r" {2,}", line)[1] for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert sorted(shown) == ["nvfp4-a4", "nvfp4-a4 over /srv/one.txt", "nvfp4-a4 over /srv/two.txt"]
+
+
 def test_an_entry_without_a_readable_manifest_is_listed_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = kept(here, checkpoint(here / "Tiny-A"))
     (here / "state" / "quantized" / name / "sparkd-manifest.json").write_text("{}")

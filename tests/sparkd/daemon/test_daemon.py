@@ -550,6 +550,15 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
     made.config.write_text("modles: {}\n")
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
     until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
+    quick = given["models"]["quick"]
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    given["models"]["quick"] = quick | {"model": str(file)}
+    made.configure(given)
+    made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+    until(lambda: "models.quick.model" in made.tail(), 10, "its new entry is refused")
+    given["models"]["quick"] = quick
+    made.configure(given)
     reader.join(20)
 
     assert "data: [DONE]" in chunks

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import Config, load_config
+from sparkd.control.registry import replaced
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError
 from sparkd.state.nouns import Desired, Want
@@ -18,6 +19,7 @@ from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fakes import Scene, stage
+from tests.support.sketches import dense, tensors_of, write
 
 
 class Taker:
@@ -28,9 +30,19 @@ class Taker:
         self.taken: list[Config] = []
         self.refused: list[str | None] = []
         self.over = asyncio.Event()
+        self.faults: list[Exception] = []
         self.reloader = Reloader(
-            config(**flags), Systemd(), load=lambda: self.given(), take=self._take, refused=lambda why: self.refused.append(why)
+            config(**flags),
+            Systemd(),
+            load=lambda: self.given(),
+            judge=self._judge,
+            take=self._take,
+            refused=lambda why: self.refused.append(why),
         )
+
+    async def _judge(self, given: Config) -> None:
+        if self.faults:
+            raise self.faults.pop()
 
     def _take(self, given: Config) -> dict[str, list[str]]:
         self.taken.append(given)
@@ -82,6 +94,17 @@ async def test_systemd_hears_the_end_of_a_reload_that_failed_half_way(monkeypatc
         await made.reloader.now()
 
     assert told == ["reloading", "ready"]
+
+
+@pytest.mark.parametrize("fault", [ConfigError("models.m.quantize: 576 columns"), TypeError("unhashable")])
+async def test_an_entry_that_would_not_start_again_refuses_the_file(fault: Exception) -> None:
+    made = Taker()
+    made.faults.append(fault)
+    with pytest.raises(ConfigError):
+        await made.reloader.now()
+    assert (made.taken, len(made.refused)) == ([], 1)
+    await made.reloader.now()
+    assert (len(made.taken), made.refused[-1]) == (1, None)
 
 
 async def test_an_error_of_our_own_is_a_refusal_like_any_other() -> None:
@@ -142,6 +165,39 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
             ("added", "new", "file"), ("added", "other", "file"), ("changed", "m", "file"), ("changed", "m", "file"),
             ("removed", "other", "file"),
         ]  # fmt: skip
+
+
+async def test_only_the_new_entries_of_ready_models_would_restart_an_engine(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        roster, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
+        assert replaced(roster, changed) == [], "nothing runs"
+        await make_ready(made)
+        assert replaced(roster, changed) == [changed.models["m"]]
+        assert replaced(roster, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
+        assert replaced(roster, of(made, other={})) == [], "it goes without a restart"
+
+
+async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_settings(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.operator.add("added", {"model": "/y"})
+        await make_ready(made, "added")
+        settings = {"models": {"m": {"model": "/x"}}, "state_dir": str(made.config.state_dir)}
+        same, other = (load_config(None, flags=settings | {"engine": engine}, environ={}) for engine in ({}, {"env": {"A": "1"}}))
+        assert replaced(made.supervisor.registry, same) == []
+        assert [spec.name for spec in replaced(made.supervisor.registry, other)] == ["added"]
+
+
+async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse(tmp_path: Path) -> None:
+    shape = dense(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
+    folder = write(tmp_path / "uneven", shape, tensors_of(shape))
+    async with stage(tmp_path) as made:
+        entry = {"model": str(folder), "max_model_len": 4096}
+        made.operator.add("added", entry)
+        assert await made.operator.unusable("added", entry | {"quantize": "nf4-g128"}) is None, "its start says it"
+        await make_ready(made, "added")
+        with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
+            await made.operator.unusable("added", entry | {"quantize": "nf4-g128"})
+        assert await made.operator.unusable("added", entry | {"quantize": "nf4-g64"}) is None
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:

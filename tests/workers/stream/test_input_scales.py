@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import MIB, PRESETS, qwen3_moe, write_checkpoint
 from tests.support.facts import facts
+from workers.quantization.calibration_file import FOLDER
 from workers.quantization.calibration_text import MOST_BYTES, text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import calibration_program, input_scales
+from workers.stream.cache.store import CALIBRATION, entries
 from workers.stream.export import ExportRequest, export
-from workers.stream.input_scales import KEPT, LARGEST, UNMEASURED, InputScales, divisor_of, measured
+from workers.stream.input_scales import LARGEST, UNMEASURED, InputScales, divisor_of, measured
 from workers.stream.virtual import VirtualCheckpoint
 
 PLENTY = 1 << 40
@@ -84,7 +87,7 @@ def test_the_program_as_a_child_gives_the_same(folder: Path, tmp_path: Path) -> 
     made = measured(read_checkpoint(folder), text_of(None), str(tmp_path)).of
     found = calibration_program.largest_inputs(str(folder), PLENTY, text_of(None))
     assert made(f"{LAYER}.self_attn.o_proj") == divisor_of(found[f"{LAYER}.self_attn.o_proj"])
-    (kept,) = (tmp_path / KEPT).iterdir()
+    (kept,) = (tmp_path / FOLDER).iterdir()
     assert json.loads(kept.read_text()) == pytest.approx(found)
 
 
@@ -108,7 +111,7 @@ NAMES = {
 def test_a_language_model_is_found_under_each_of_its_names(measured_name: str, names: tuple[str, ...]) -> None:
     scales = InputScales({measured_name: 3.0})
     assert {scales.of(name) for name in names} == {divisor_of(3.0)}
-    assert not scales.unmeasured
+    assert not scales.unmeasured(names)
 
 
 @pytest.mark.parametrize("part", ["mtp", "visual", "vision_tower"])
@@ -116,7 +119,14 @@ def test_a_layer_of_another_part_gets_the_largest_of_its_kind(part: str) -> None
     scales = InputScales({f"model.layers.{layer}.self_attn.q_proj": float(layer + 1) for layer in range(3)})
     assert scales.of(f"{part}.layers.0.self_attn.q_proj") == divisor_of(3.0)
     assert scales.of(f"{part}.layers.0.mixer.in_proj") == UNMEASURED
-    assert scales.unmeasured == {f"{part}.layers.0.mixer.in_proj"}
+    assert scales.unmeasured([f"{part}.layers.0.self_attn.q_proj", f"{part}.layers.0.mixer.in_proj"]) == 1
+
+
+def test_all_experts_of_a_layer_are_unmeasured_as_one_module_for_each_product() -> None:
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    experts = [f"model.layers.{layer}.mlp.experts.{number}.{leaf}" for layer in range(3) for number in range(8) for leaf in leaves]
+    assert InputScales({}).unmeasured(experts) == 3 * 2
+    assert InputScales({"model.layers.0.mlp.experts.gate_up_proj": 1.0}).unmeasured(experts) == 3
 
 
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h", "deepseek_v3", "granitemoehybrid", "qwen3_next-mtp"])
@@ -125,9 +135,9 @@ def test_every_layer_of_an_architecture_is_measured(name: str, tmp_path: Path) -
     checkpoint = read_checkpoint(write_checkpoint(tmp_path / "m", model.config, model.entries, shard_bytes=8 * MIB))
     scales = InputScales(calibration_program.largest_inputs(checkpoint.folder, PLENTY, text_of(None)[:2000]))
     formats = QuantizationRecipe.parse("nvfp4-a4").assign(checkpoint)
-    VirtualCheckpoint(checkpoint, formats, input_scale=scales.of)
-    assert any(form.rounds_activations for form in formats.values())
-    assert not scales.unmeasured
+    modules = list(VirtualCheckpoint(checkpoint, formats).rounded_inputs)
+    assert modules
+    assert not scales.unmeasured(modules)
 
 
 def test_a_measurement_that_failed_is_tried_again_and_kept_nowhere(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +165,20 @@ def test_a_checkpoint_is_measured_once_for_each_text(folder: Path, tmp_path: Pat
     assert len(seen) == 2
 
 
+def test_a_checkpoint_that_changed_is_measured_again(tmp_path: Path, seen: list[str]) -> None:
+    model = tmp_path / "m"
+    qwen3_moe(model, **PRESETS["smallest"])
+    measured(read_checkpoint(model), "a text", str(tmp_path))
+    for shard in model.glob("*.safetensors"):
+        os.utime(shard, (1, 1))
+    measured(read_checkpoint(model), "a text", str(tmp_path))
+    assert len(seen) == 2
+
+
 def test_a_damaged_file_is_measured_again(folder: Path, tmp_path: Path, seen: list[str]) -> None:
     checkpoint = read_checkpoint(folder)
     measured(checkpoint, "a text", str(tmp_path))
-    (kept,) = (tmp_path / KEPT).iterdir()
+    (kept,) = (tmp_path / FOLDER).iterdir()
     for damage in ("", "[1, 2", "[]", '{"a": null}'):
         kept.write_text(damage)
         assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
@@ -188,6 +208,12 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
     assert first[f"{LAYER}.self_attn.qkv_proj.input_global_scale"].tolist() == [divisor_of(2.0)]
     (up,) = (tensor for name, tensor in first.items() if name.endswith("w13_input_global_scale"))
     (down,) = (tensor for name, tensor in first.items() if name.endswith("w2_input_global_scale"))
+    for thread in threading.enumerate():
+        if thread.name == "quantized-cache":
+            thread.join()
+    (entry,) = entries(str(tmp_path))
+    assert entry.manifest is not None
+    assert (tmp_path / FOLDER / entry.manifest.notes[CALIBRATION]).exists()
     assert (up == divisor_of(5.0)).all()
     assert (down == divisor_of(300.0)).all()
 
@@ -195,12 +221,16 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
     request = ExportRequest(str(folder), QuantizationRecipe.parse("nvfp4-a4").canonical(), str(out), str(tmp_path), "cpu")
     assert export(request, lambda *_: None)[0] in ("cache", "checkpoint")
     stored = read_checkpoint(out)
-    assert stored.quantization is not None
+    assert stored.quantization is not None and stored.quantization.method == "nvfp4-a4"
     assert f"{LAYER}.mlp.experts.1.down_proj.input_global_scale" in stored.tensors
     again = dict(loaded(folder, settings).named_parameters())
     for name, tensor in first.items():
         assert torch.equal(again[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
     assert len(seen) == 1
+    # What sparkd exports it serves again, on a CPU too, for which vLLM has no kernel of this format.
+    exported = dict(loaded(out, {"quantize": "bf16"}).named_parameters())
+    for name, tensor in first.items():
+        assert torch.equal(exported[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
 def test_latent_attention_in_another_format_keeps_its_groups() -> None:

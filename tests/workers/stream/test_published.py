@@ -84,8 +84,11 @@ def test_experts_arrive_as_they_do_without_us(tmp_path: Path, monkeypatch: pytes
     assert different(written(tmp_path / "model", f"qwen3_moe-{source}"), process=False) == ([], [])
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("process", [False, True], ids=["as stored", "in the kernel's layout"])
+# On a CPU sparkd's own scheme computes with ct_nvfp4, for which vLLM has no kernel there, and keeps another layout.
+@pytest.mark.parametrize(
+    ("source", "process"),
+    [(source, process) for source in SOURCES for process in (False, True) if (source, process) != ("ct_nvfp4", True)],
+)
 def test_a_dense_model_arrives_as_it_does_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, process: bool) -> None:
     if not process:
         monkeypatch.setattr(loader, "is_ours", lambda _method: False)

@@ -3,6 +3,7 @@
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
 A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being
 written, under an exclusive lock on `.writing-<entry>.lock`; if that lock is free its writer has died. `.gone-*` is on its way out.
+`.calibrations` has the figures that scales of activations are made from; an entry names the file of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, clause
+from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 from workers.stream.cache.manifest import (
     CODE_VERSION,
     MANIFEST,
@@ -35,6 +37,7 @@ from workers.stream.cache.manifest import (
 )
 
 __all__ = [
+    "CALIBRATION",
     "DAMAGED",
     "SPELLINGS",
     "UNMEASURED_INPUTS",
@@ -67,6 +70,9 @@ LOCK = ".lock"
 SPELLINGS = "formats"
 DAMAGED = "damaged"
 UNMEASURED_INPUTS = "unmeasured_inputs"
+CALIBRATION = "calibration"
+# A calibration that no entry names may be that of a load whose entry is not written yet, or cannot be.
+_UNUSED_S = 24 * 3600.0
 _KEY = re.compile(r"[0-9a-f]{16}")
 _ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-{_KEY.pattern}")
 
@@ -208,7 +214,7 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
     Returns the reason where that is not possible, and then evicts nothing. limit_bytes: of the whole cache, None for none. Raises OSError.
     """
     if freed := sweep(cache_dir):
-        logger.info("sparkd: %s of quantized caches whose loads were killed were removed from %s.", _gib(freed), cache_dir)
+        logger.info("sparkd: %s that earlier loads left were removed from %s.", _gib(freed), cache_dir)
     if limit_bytes is not None and need_bytes > limit_bytes:
         return f"it needs {_gib(need_bytes)} and the cache may take {_gib(limit_bytes)}: raise quantized_cache.limit_gib"
     disk = shutil.disk_usage(cache_dir)
@@ -239,7 +245,8 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
 
 
 def sweep(cache_dir: str) -> int:
-    """Remove the leftovers of writers and removers that died, and return their bytes; call it under `locked`. Raises OSError."""
+    """Remove the leftovers of writers and removers that died, and calibrations of entries that have gone, and return their bytes; call it
+    under `locked`. Raises OSError."""
     freed = 0
     for name in sorted(os.listdir(cache_dir)):
         path = os.path.join(cache_dir, name)
@@ -250,19 +257,40 @@ def sweep(cache_dir: str) -> int:
             with turn(own) as mine:
                 if mine and os.path.isdir(own):
                     freed += _dropped(own)
+    for path in _unused_calibrations(cache_dir):
+        with contextlib.suppress(FileNotFoundError):
+            freed += os.path.getsize(path)
+            os.unlink(path)
     return freed
 
 
 def swept(cache_dir: str) -> int:
     """Like `sweep`, for a caller that does not hold `locked`. Returns 0 and touches nothing without leftovers. Raises OSError."""
     try:
-        left = any(name.startswith((GONE, WRITING)) for name in os.listdir(cache_dir))
+        left = any(name.startswith((GONE, WRITING)) for name in os.listdir(cache_dir)) or bool(_unused_calibrations(cache_dir))
     except FileNotFoundError:
         return 0
     if not left:
         return 0
     with locked(cache_dir):
         return sweep(cache_dir)
+
+
+def _unused_calibrations(cache_dir: str) -> list[str]:
+    """The files of calibrations that no entry names, and no load has used for a day. Raises OSError."""
+    try:
+        kept = [(file.name, file.path) for file in os.scandir(os.path.join(cache_dir, CALIBRATIONS)) if _is_old(file)]
+    except FileNotFoundError:
+        return []
+    named = {entry.manifest.notes.get(CALIBRATION) for entry in entries(cache_dir) if entry.manifest is not None} if kept else ()
+    return [path for name, path in kept if name not in named]
+
+
+def _is_old(file: os.DirEntry[str]) -> bool:
+    try:
+        return time.time() - file.stat().st_mtime > _UNUSED_S
+    except FileNotFoundError:
+        return False
 
 
 def written_now(cache_dir: str) -> int:

@@ -25,8 +25,7 @@ _COMPRESSION = {
     "fp8_block": "float-quantized",
 }
 _NO_GROUP = ("fp8", "fp8_block")
-# vLLM's own scheme serves a checkpoint with 4-bit activations from elsewhere, on a CPU with sparkd's kernel for its weights alone.
-_WRITTEN = tuple(form for form in map(Format.parse, SPELLINGS) if not form.keeps and not form.rounds_activations)
+_WRITTEN = tuple(form for form in map(Format.parse, SPELLINGS) if not form.keeps)
 # Parts of a layer that some of vLLM's models call otherwise than their checkpoints (gpt_oss.py; granitemoehybrid.py, falcon_h1.py,
 # zamba2.py); their mappings pass patterns by.
 _RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}

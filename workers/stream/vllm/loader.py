@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,13 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
+from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
-from workers.quantization.formats import Format
 from workers.stream.cache.layout import Tensors
 from workers.stream.cache.omitted import can_be_completed, completed, left_out, recipe_without
-from workers.stream.cache.store import SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
+from workers.stream.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache.writer import CODES, CacheContent, CacheWriter
-from workers.stream.input_scales import CURE, UNMEASURED, InputScales, measured
+from workers.stream.input_scales import CURE, measured
 from workers.stream.load_session import LoadSession, virtual_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
@@ -41,7 +41,7 @@ from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
 from workers.stream.vllm.early_repack import Early
 from workers.stream.vllm.load_errors import ended, is_out_of_memory, mismatch
 from workers.stream.vllm.method import NAME, formats_of, is_ours
-from workers.stream.vllm.ranks import rank_of_world, ranks, tensor_parallel_rank
+from workers.stream.vllm.ranks import of_first_rank, rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.vllm.repack import repack_in_place
 from workers.stream.vllm.supported import refuse_unserved
 from workers.stream.vllm.warmup import compile_kernels, make_ready
@@ -180,7 +180,8 @@ class SparkStreamLoader(DefaultModelLoader):
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._handed = ""
-        self._inputs: InputScales | None = None
+        self._unmeasured = 0
+        self._calibration: str | None = None
         if current_platform.is_cpu():
             try:
                 register_cpu_linear_kernels()
@@ -265,18 +266,18 @@ class SparkStreamLoader(DefaultModelLoader):
                 entry.close()
                 raise
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
-        virtual = VirtualCheckpoint(checkpoint, formats, input_scale=self._input_scale(checkpoint, formats, progress))
-        if self._inputs is not None:
-            _warn_of_unmeasured(len(self._inputs.unmeasured))
+        virtual = VirtualCheckpoint(checkpoint, formats)
+        if any(form.rounds_activations for form in formats.values()):
+            progress.begin(0, 0, "", "calibration")
+            text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
+            measure = partial(measured, checkpoint, text, cache_dir)
+            # With a folder the ranks of a node take turns, and those after the first find what it has kept.
+            inputs = measure() if cache_dir is not None else of_first_rank(measure)
+            self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            virtual.input_scale = inputs.of
+            self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)
+            _warn_of_unmeasured(self._unmeasured)
         return self._source_of(virtual, formats, model_config, model, device, checkpoint, progress)
-
-    def _input_scale(self, checkpoint: Checkpoint, formats: Mapping[str, Format], progress: ProgressFile) -> Callable[[str], float]:
-        """The divisors of the layers' inputs. Blocks for minutes where the first load measures them."""
-        if not any(form.rounds_activations for form in formats.values()):
-            return lambda _module: UNMEASURED
-        progress.begin(0, 0, "", "calibration")
-        self._inputs = measured(checkpoint, text_of(self._settings.recipe.calibration), self._settings.cache_dir)
-        return self._inputs.of
 
     def _source_of(
         self,
@@ -368,7 +369,8 @@ class SparkStreamLoader(DefaultModelLoader):
                 plain=plain,
                 notes={
                     SPELLINGS: sorted({form.spelling for form in formats.values()}),
-                    UNMEASURED_INPUTS: 0 if self._inputs is None else len(self._inputs.unmeasured),
+                    UNMEASURED_INPUTS: self._unmeasured,
+                    CALIBRATION: self._calibration,
                 },
             ),
             self._settings.cache_limit_bytes,

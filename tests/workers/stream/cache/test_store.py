@@ -20,6 +20,7 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import Entry, normal, write_checkpoint
 from tests.support.facts import facts
+from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 from workers.stream import direct_target
 from workers.stream.cache import manifest, store
 from workers.stream.cache import writer as cache_writer
@@ -731,3 +732,34 @@ def test_a_manifest_is_what_was_dumped(cache_dir: str, source: Checkpoint) -> No
     with pytest.raises(CheckpointError) as caught:
         CacheManifest.read(cache_dir)
     assert caught.value.file == f"{cache_dir}/{MANIFEST}"
+
+
+# Calibrations
+
+
+def calibration(cache_dir: str, name: str, age_s: float) -> Path:
+    path = Path(cache_dir, CALIBRATIONS, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"a": 1.0}')
+    os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+    return path
+
+
+def test_a_calibration_goes_after_the_last_entry_that_names_it(cache_dir: str, source: Checkpoint) -> None:
+    folders = [
+        written(cache_dir, source, {"format": "nvfp4-a4", "layers": [{"match": name}]}, notes={store.CALIBRATION: "mine.json"}).folder
+        for name in ("a", "b")
+    ]
+    mine, other = (calibration(cache_dir, f"{name}.json", 2 * 24 * 3600) for name in ("mine", "other"))
+    size = mine.stat().st_size
+    assert swept(cache_dir) == size and not other.exists()
+    for folder in folders:
+        assert swept(cache_dir) == 0 and mine.exists()
+        assert remove(folder)
+    assert swept(cache_dir) == size and not mine.exists()
+
+
+def test_a_calibration_of_a_load_that_has_not_written_its_weights_yet_stays(cache_dir: str) -> None:
+    young = calibration(cache_dir, "young.json", 3600)
+    assert swept(cache_dir) == 0
+    assert young.exists()
