@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sparkd.capacity.weights import Inventory, inventory
@@ -32,13 +32,29 @@ def mixes_of(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int =
     return model.mixes[key]
 
 
+def mixes_below(model: Inventory, formats: Iterable[str], measured: MixErrors, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
+    """The mixes that are smaller than the model in each one of these formats, best first; those that some of its weights cannot have do
+    not count. Raises CheckpointError as QuantizationRecipe.assign."""
+    listed = unit_list(model, ranks)
+    sizes = [
+        listed.nbytes({unit.key: spelling for unit in listed.units})
+        for spelling in formats
+        if all(spelling in unit.nbytes for unit in listed.units)
+    ]
+    least = min(sizes, default=listed.stored_bytes)
+    return tuple(_chosen(listed, [budget for budget in _ladder(listed) if budget < least], measured))
+
+
 def _made(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
     source = model.checkpoint.quantization
     if source is not None and not source.requantizable:
         yield AS_IT_IS
         return
     listed = unit_list(model, ranks)
-    budgets = _ladder(listed) if wish.budget is None else [wish.budget]
+    yield from _chosen(listed, _ladder(listed) if wish.budget is None else [wish.budget], measured)
+
+
+def _chosen(listed: UnitList, budgets: Iterable[int], measured: MixErrors) -> Iterator[QuantizationRecipe]:
     seen: set[QuantizationRecipe] = set()
     for budget in budgets:
         recipe = AS_IT_IS

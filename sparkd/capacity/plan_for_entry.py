@@ -163,7 +163,7 @@ def answer(
             continue
         own_options = choose(headers.model, hardware, own_wish).options
         named = [
-            replace(option, format=BEST) if is_best(spec.quantize) and option.format == CONFIGURED else option for option in own_options
+            replace(option, format=BEST) if is_open(spec.quantize) and option.format == CONFIGURED else option for option in own_options
         ]
         options += [(option, candidate) for option in named]
         if is_open(spec.quantize):

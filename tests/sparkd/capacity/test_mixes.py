@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import auto_resolve
-from sparkd.capacity.account import machine
+from sparkd.capacity.account import account, machine
 from sparkd.capacity.candidates import candidates_of
+from sparkd.capacity.fit import FORMATS
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_of, unit_list
 from sparkd.capacity.plan_for_checkpoint import answer
@@ -126,6 +127,25 @@ def test_where_nothing_fits_the_smallest_mix_is_refused(folder: Path) -> None:
     recipe, size = chosen(folder, 4)
     assert recipe.quantizes
     assert size == min(chosen(folder, gib)[1] for gib in (4, 14, 60))
+
+
+def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
+    args, hardware = asked(folder, "auto"), machine("cuda", 121 * GIB, 0)
+    headers = headers_here(args)
+    assert headers is not None
+    candidates = candidates_of(args, headers)
+    bytes_of = {id(one): one.model.weights().bytes for one in candidates}
+    singles = {QuantizationRecipe.parse(spelling) for spelling in FORMATS} | {AS_IT_IS}
+    mixes = [one for one in candidates if one.args.recipe not in singles]
+    single = min((one for one in candidates if one.args.recipe in singles), key=lambda one: bytes_of[id(one)])
+    assert mixes and candidates[-len(mixes) :] == tuple(mixes) and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
+    needed, held = account(single, hardware), account(mixes[-1], hardware)
+    assert needed is not None and held is not None and held.least < needed.least
+    margin = 121 * GIB - auto_resolve.room_of(args, hardware, 121 * GIB).engine
+    free = (needed.least + held.least) // 2 + margin
+    room = auto_resolve.room_of(args, hardware, free)
+    assert room.holds(held) and not room.holds(needed)
+    assert auto_resolve.resolved(candidates, hardware, free).args.recipe == mixes[-1].args.recipe
 
 
 def test_what_was_measured_decides(folder: Path, tmp_path: Path) -> None:
