@@ -242,12 +242,14 @@ def experts(x: Tensor, matrix: Matrix, routing: Routing, tile: tuple[int, ...]) 
     order, pairs, top, weights = routing
     n, k = packed.shape[1], x.shape[1]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    paired = isinstance(order, Tensor)
-    sorted_ids, expert_ids, padded = (order, order, order) if paired else order
-    # A block holds the tokens of one expert: no more blocks than pairs can have something in them.
-    blocks = pairs if paired else min(triton.cdiv(sorted_ids.shape[0], tokens), pairs)
-    constants = {"TOP": top, "GROUP": k // scale.shape[2], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None, "PAIRED": paired}
-    constants |= {"EVEN": k % columns == 0, "TOKENS": tokens, "ROWS": rows, "COLUMNS": columns}
+    if isinstance(order, Tensor):
+        sorted_ids, expert_ids, padded, blocks = order, order, order, pairs
+    else:
+        sorted_ids, expert_ids, padded = order
+        # A block holds the tokens of one expert: no more blocks than pairs can have something in them.
+        blocks = min(triton.cdiv(sorted_ids.shape[0], tokens), pairs)
+    constants = {"TOP": top, "GROUP": k // scale.shape[2], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None}
+    constants |= {"PAIRED": isinstance(order, Tensor), "EVEN": k % columns == 0, "TOKENS": tokens, "ROWS": rows, "COLUMNS": columns}
     tensors = (x, packed, scale, x if bias is None else bias, out, x if weights is None else weights, sorted_ids, expert_ids, padded)
     with torch.cuda.device_of(x):
         experts_kernel[triton.cdiv(n, rows), blocks](
