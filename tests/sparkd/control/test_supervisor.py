@@ -402,8 +402,10 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         await made.tick(2, seconds=10)
         assert [line for line in made.cluster.log if line.startswith("place")] == ["place n"]
         assert made.supervisor.registry.find("m").attempt.lasts
-        with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)"):
+        with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)") as refused:
             await enter(made, "m")
+        # A time of the next try would say that waiting helps.
+        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers()["retry-after"] == "3590"
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
