@@ -24,14 +24,14 @@ def _result(bench_id: str, began_s: float, faster: float, power: float, *, fails
     points = [Cell(depth=depth, concurrency=streams, prompt_tokens=2048, output_tokens=128) for depth, streams in TOKENS_PER_S]
     cells = [_cell(point, faster, power) for point in points]
     if fails:
-        error = "The engine of quick ended meanwhile: `sparkd logs quick` says why. Resume the bench."
+        error = "quick failed: EngineExited. `sparkd events` says more."
         cells[-1] = CellResult(cell=cells[-1].cell, state="failed", error=error, started_s=began_s, seconds=12.0)
     return BenchResult(
         id=bench_id,
         state="done",
         subject=BenchSubject(model="quick", source="folder", format="nvfp4", vllm="0.32.0", gpu="NVIDIA GB10", nodes=["spark-1"]),
         profile="quick" if fails else "mine",
-        tool="llama-benchy 0.4.0",
+        tool="guidellm 0.8.1" if fails else "llama-benchy 0.4.0",
         started_s=began_s,
         ended_s=began_s + 600,
         idle_w=11.5,
