@@ -15,7 +15,7 @@ from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, 
 GIB = 1 << 30
 # The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
 WEIGHTS = ("read", "quantize")
-# Of a result of an earlier release it may have thousands.
+# A result of an earlier release may have errors of thousands.
 MOST_ERROR_CHARS = 160
 WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model", "back": "swap back to it"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -209,7 +209,7 @@ def _loads_table(result: BenchResult) -> Table:
         rates = [_rate(load.bytes_per_s) + share, _rate(load.disk_bytes_per_s)]
         weights = [number(weights_s(load)), against_predicted(result, load)]
         rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), *weights, phases, *rates])
-    head = ["way", "s", "first answer s", "weights s", "weights predicted s", "phases", "read GB/s (of the disk's)", "disk GB/s"]
+    head = ["way", "s", "first answer s", "weights s", "predicted s", "phases", "read GB/s (of the disk's)", "disk GB/s"]
     return "Loads", head, rows
 
 

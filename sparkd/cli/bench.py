@@ -79,7 +79,7 @@ def run(
     """Measure a model by a profile, over the gateway.
 
     Runs llama-benchy for each cell of the profile, and adds the GPU's power, temperature and memory and the engine's counters. Ctrl-C stops
-    waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it.
+    waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it. Exits with 1 if a cell or a format failed.
 
     --load unloads the model and loads it again: cold, which removes its quantized weights and writes them anew, then from these, then in
     place of another model and back. In the end each model is as it was.
@@ -113,7 +113,7 @@ def run(
         return
     again = ["sparkd", "bench", model]
     again += ["--load", "--times", str(times)] if load else ["--quality"] if quality else ["--profile", profile]
-    flags = {"--tool": None if tool == "llama-benchy" else tool, "--book": book, "--from": other, "--text": text}
+    flags = {"--tool": None if tool == "llama-benchy" else tool, "--from": other, "--text": text}
     again += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     again += [] if load else ["--resume", started["bench"]]
     _ended(session, started, f"Run `{shlex.join(again)}` to {'repeat it' if load else 'go on'}.")

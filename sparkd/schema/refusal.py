@@ -47,7 +47,7 @@ def fault(name: str, error: Mapping[str, Any]) -> str:
 
 
 def expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """What one of pydantic's errors asks for, or the message of a refusal of ours."""
+    """The value that one of pydantic's errors asks for, or the message of a refusal of ours."""
     if kind == "refused":
         return message
     if kind == "value_error":

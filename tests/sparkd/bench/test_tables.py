@@ -140,7 +140,7 @@ def test_the_plans_seconds_stand_beside_each_load() -> None:
     rows = table_of(example().model_copy(update={"predicted": said, "loads": loads}), "Loads")
 
     # No plan was asked of the other model of a swap.
-    assert [row["weights predicted s"] for row in rows] == ["40.0 (+25%)", "10.0 (+100%)", "-", "10.0"]
+    assert [row["predicted s"] for row in rows] == ["40.0 (+25%)", "10.0 (+100%)", "-", "10.0"]
     assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
 
 
