@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from sparkd.errors import clause
+
 
 def refuse(message: str, **context: Any) -> Exception:
     """A validation error with a complete message. context: `item` names the wrong list item or map key; `repeats` is True where the message
@@ -40,7 +42,7 @@ def fault(name: str, error: Mapping[str, Any]) -> str:
         case "extra_forbidden":
             return f"{name} is not a known key: correct its spelling, or remove it."
         case "refused" | "value_error":
-            return f"{name}: {sentence.rstrip('.')}."
+            return f"{name}: {clause(sentence)}."
         case kind if kind in EXPECTED:
             return f"{name} must be {sentence}: correct it."
     return f"{name}: {sentence}. Correct it."
