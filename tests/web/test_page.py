@@ -386,6 +386,10 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     failed = row(page, "Cells", LARGEST)
     expect(failed).to_contain_text("failed")
     expect(failed).to_contain_text("quick failed: EngineExited")
+    # Seconds of the weights as measured and as planned; no plan was asked of the other model of a swap.
+    for model, texts in (("quick", ["11.0 s", "12.0 s"]), ("slow", ["5.00 s", "-"])):
+        load = page.get_by_role("table", name="Loads").get_by_role("row").filter(has_text=model)
+        assert load.get_by_role("cell").all_inner_texts()[3:5] == texts
     tab.picture("bench-failed-cell")
     asked: list[dict[str, Any]] = []
 

@@ -255,7 +255,7 @@ def _waterfall(result: BenchResult, about: str, width: float) -> Canvas:
         _load_bar(canvas, load, (names, scale), y)
         if (span := planned[index]) is not None:
             about_it = f"{_PLANNED}: {number(span[1] - span[0])} s"
-            canvas.line(_span_mark((scale.at(span[0]), scale.at(span[1])), y + 41, 24), "spread", about_it)
+            canvas.line(_span_mark((scale.at(span[0]), scale.at(span[1])), y + 41, 21), "spread", about_it)
     return canvas
 
 

@@ -146,8 +146,9 @@ def _command(pid: str) -> bytes:
 
 @pytest.mark.timeout(300)
 def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess, tmp_path: Path) -> None:
-    key, profile = tmp_path / "key", tmp_path / "slow profile.yaml"
+    key, profile = tmp_path / "key", tmp_path / "my profiles" / "mine.yaml"
     key.write_text(KEY)
+    profile.parent.mkdir()
     profile.write_text(SLOW)
     to = ["--url", running.url, "--key-file", str(key)]
     words = [sys.executable, "-m", "sparkd", "bench", "quick", "--profile", str(profile), *to]

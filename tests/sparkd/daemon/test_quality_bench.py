@@ -84,7 +84,9 @@ def test_a_format_that_does_not_load_is_a_row(running: DaemonProcess) -> None:
     assert ended(running, started["operation"])["state"] == "SUCCEEDED"
     rows = result_of(running, started["bench"])["quality"]
     assert [row["format"] for row in rows] == ["as stored", "fp8", "int4-g32"]
-    assert all("EngineExited" in row["error"] and row["error"] == one_line(row["error"]) and row["perplexity"] is None for row in rows)
+    errors = [row["error"] for row in rows]
+    assert all("CudaOutOfMemory" in error and error == one_line(error) for error in errors), errors
+    assert all(row["perplexity"] is None for row in rows)
     row = next(row for row in running.get("/admin/v1/bench")["benches"] if row["id"] == started["bench"])
     assert (row["kind"], row["done"], row["cells"]) == ("quality", 0, 3)
 
