@@ -372,7 +372,7 @@ async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     # The first part of a place is where in the request it is: body, query or path.
     places = [".".join(str(part)[:SHOWN_CHARS] for part in problem["loc"][1:]) for problem in problems[:5]]
     faults = " ".join(fault(place or str(problem["loc"][0]), problem) for place, problem in zip(places, problems, strict=False))
-    return await _refuse(request, BadRequest(faults or "The request cannot be read.", param=(places or [None])[0] or None))
+    return await _refuse(request, BadRequest(faults or "The request cannot be read.", param=next(iter(places), "") or None))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
