@@ -14,7 +14,7 @@ from urllib.parse import quote
 import typer
 from typer.core import TyperGroup
 
-from sparkd.bench.result import BenchResult, CellResult
+from sparkd.bench.result import BenchResult, CellResult, LoadRow
 from sparkd.cli.models import NoWait, Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
@@ -306,6 +306,8 @@ def _show(session: Session, result: BenchResult) -> None:
         session.out.print(f"text: {show.printable(result.text)}", markup=False, highlight=False)
     if result.loads:
         session.out.print(_loads(result))
+        for load in result.loads:
+            session.out.print(_phases(load), markup=False, highlight=False, soft_wrap=True)
     if result.quality:
         session.out.print(_formats(result))
     if result.cells:
@@ -331,14 +333,19 @@ def _loads(result: BenchResult) -> Ragged:
     from sparkd.bench.figures import WAYS, against_predicted, number, weights_s
 
     table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S", "PHASES"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL", "PHASES") else "right")
+    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL") else "right")
     for load in result.loads:
         rates = (None if rate is None else rate / 1e9 for rate in (load.bytes_per_s, load.disk_bytes_per_s))
-        phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases)
         times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s", number(weights_s(load)), against_predicted(result, load))
-        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates), phases)
+        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates))
     return table
+
+
+def _phases(load: LoadRow) -> str:
+    from sparkd.bench.figures import WAYS, number
+
+    return f"{WAYS[load.way]}: {', '.join(f'{phase.phase} {number(phase.seconds)} s' for phase in load.phases)}"
 
 
 def _formats(result: BenchResult) -> Ragged:
