@@ -75,6 +75,7 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.model import ModelConfig
+from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import Snapshot
 
@@ -368,10 +369,10 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     """Answer 400 with the place and the reason of each fault. FastAPI's own text repeats the input, which may hold a secret."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    faults = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
     # The first part of a place is where in the request it is: body, query or path.
-    param = ".".join(str(part)[:SHOWN_CHARS] for part in problems[0]["loc"][1:]) if problems else ""
-    return await _refuse(request, BadRequest(f"The request is invalid: {faults or 'unreadable'}.", param=param or None))
+    places = [".".join(str(part)[:SHOWN_CHARS] for part in problem["loc"][1:]) for problem in problems[:5]]
+    faults = " ".join(fault(place or str(problem["loc"][0]), problem) for place, problem in zip(places, problems, strict=False))
+    return await _refuse(request, BadRequest(faults or "The request cannot be read.", param=next(iter(places), "") or None))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:

@@ -28,7 +28,7 @@ class Benching(BaseModel):
     """A bench that is asked for.
 
     kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; tool:
-    that measures it; book, book_name: a text for llama-benchy. times,
+    that measures it; book, book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
     other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
     the bench to go on with; force: although others use a model.
     """
@@ -99,7 +99,8 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             await measuring().check_lendable(what.model)
             return quality_bench(what.formats, what.text, what.text_name)
         profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
-        return await measuring().speed(what.model, profile, what.tool, what.book, what.book_name)
+        book = None if what.book is None else (what.book, what.book_name)
+        return await measuring().speed(what.model, profile, what.tool, book, what.resume)
 
     @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import httpx
 
 from sparkd import __version__
 from sparkd.admin.running_bench import KIND, RunningBench
+from sparkd.bench.figures import WAYS, one_line
 from sparkd.bench.result import Cell, LoadRow, LoadWay, Phase
 from sparkd.errors import BadRequest, Conflict, RankError
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -99,7 +100,15 @@ class _Loads:
         self._bench, self._client, self._model, self._other, self._disk = bench, client, model, other, disk_bytes_per_s
 
     async def measure(self, way: LoadWay) -> LoadRow:
-        """Raises RankError where the model, or the other one, does not load."""
+        """Raises RankError with a line that says why, where the model or the other one does not load."""
+        bench, since_seq = self._bench, self._bench.newest_event()
+        try:
+            return await self._measured(way)
+        except RankError as error:
+            failures = [await bench.engine_failure(name, since_seq) for name in (self._model, self._other) if name is not None]
+            raise RankError(f"The {WAYS[way]} failed: {next(filter(None, failures), one_line(error.message))}") from None
+
+    async def _measured(self, way: LoadWay) -> LoadRow:
         model, other, around = self._model, self._other, self._bench.around
         if way == "swap" and other is not None:
             if self._bench.view(other).state is not ModelState.READY:

@@ -18,7 +18,7 @@ from sparkd import __version__
 from sparkd.admin.running_bench import RunningBench
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
 from sparkd.bench.divergence import divergences, perplexity
-from sparkd.bench.figures import percentile
+from sparkd.bench.figures import one_line, percentile
 from sparkd.bench.passages import LOOKED_UP, OWN_TEXT, SHIPPED, TOP, agreement, checked, name_of, passages, prompts, shipped_text
 from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.errors import BadRequest, EngineError, SparkdError
@@ -94,6 +94,7 @@ class QualityBench:
             bench.tell(f"{form} ({number + 1} of {count}): {message}", (number + share) / count)
 
         lent: str | None = None
+        since_seq = bench.newest_event()
         try:
             lent = around.lend(model, form.replace(" ", "-"), None if form == STORED else quantize if form == ENTRY else form)
             tell("loading", 0)
@@ -101,7 +102,8 @@ class QualityBench:
             await bench.ready(lent, once=True)
             return await self._measured(bench, lent, form, reference, tell)
         except SparkdError as error:
-            return QualityRow(format=form, error=error.message), None
+            why = await bench.engine_failure(lent, since_seq) if lent is not None else None
+            return QualityRow(format=form, error=why or one_line(error.message)), None
         finally:
             if lent is not None:
                 around.take_back(lent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +16,15 @@ from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import RankError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import ModelState, Operation, Progress, Want
+from sparkd.state.nouns import Event, ModelState, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 
 KIND = "bench"
 READY_S = 3600.0
 POLL_S = 0.5
+# An engine that has just died is READY until the supervisor looks, and the guard writes its incident once the memory is back.
+SEEN_S = 15.0
+MOST_EVENTS = 1000
 
 Counting = Callable[[str], Awaitable[Counters | None]]
 
@@ -46,6 +50,7 @@ class Surroundings:
 
     counters: an engine's, asked now; kv_use: the share of a model's KV cache that is used, as was seen last; key: of the daemon's own
     requests; predict: what `sparkd plan` says of a model, raises SparkdError; learn: keeps the rates that a result shows, blocks.
+    incident: the id of the memory guard's incident of an engine's start; None where none is written yet.
     start_of: the last start of a model (sparkd.admin.starts.Starts.of); forget: removes its quantized weights; is_kept: whether there are
     any; disk_rate: bytes a second at which the disk gives its files, None where they are not here, blocks for seconds.
     lend: add a model beside this one, with a suffix for its name and another `quantize`, until take_back; check_lendable: raises
@@ -59,6 +64,7 @@ class Surroundings:
     model: Callable[[str], BenchedModel]
     predict: Callable[[str], Awaitable[Predicted | None]]
     learn: Callable[[BenchResult], None]
+    incident: Callable[[str], Awaitable[str | None]]
     start_of: Callable[[str], dict[str, Any]]
     forget: Callable[[str], Awaitable[None]]
     is_kept: Callable[[str], Awaitable[bool]]
@@ -118,6 +124,36 @@ class RunningBench:
         except TimeoutError:
             message = f"{name} cannot be measured, because it was not ready within {READY_S:,.0f} s: `sparkd ps` says what it waits for."
             raise RankError(message) from None
+
+    def newest_event(self) -> int:
+        """The sequence number of the newest event, from which `engine_failure` looks."""
+        return self._ledger.feed.behind_newest(0)
+
+    async def engine_failure(self, model: str, since_seq: int) -> str | None:
+        """Why the model's engine failed after this event, in one line; None where it did not."""
+        failed: Event | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEEN_S):
+                while True:
+                    failed = self._failed(model, since_seq)
+                    if failed is None:
+                        if not await self._is_dead(model):
+                            return None
+                    elif failed.data["reason"] != "MemoryGuard":
+                        break
+                    elif incident := await self.around.incident(str(failed.data["start"])):
+                        return f"The memory guard killed {model}: `sparkd incidents show {incident}`."
+                    await asyncio.sleep(POLL_S)
+        return None if failed is None else f"{model} failed: {failed.data['reason']}. `sparkd events` says more."
+
+    def _failed(self, model: str, since_seq: int) -> Event | None:
+        events = self._ledger.events(since_seq, MOST_EVENTS)
+        return next((event for event in reversed(events) if event.kind == "failed" and event.model == model), None)
+
+    async def _is_dead(self, model: str) -> bool:
+        """Whether an engine that the supervisor takes for READY gives no counters."""
+        view = self.around.snapshot().models.get(model)
+        return view is not None and view.state is ModelState.READY and await self.around.counters(model) is None
 
 
 class BenchWork(Protocol):

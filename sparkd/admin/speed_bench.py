@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sparkd.admin.running_bench import KIND, RunningBench, Surroundings, subject_of
 from sparkd.bench import benchy, other_tools
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
+from sparkd.bench.figures import one_line
 from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchSample, Cell, CellResult
@@ -102,7 +103,7 @@ class SpeedBench:
                 before.append(await around.counters(model))
             tell()
 
-        began_s, ranks = bench.wall(), bench.view().ranks
+        began_s, ranks, since_seq = bench.wall(), bench.view().ranks, bench.newest_event()
         put(CellResult(cell=cell, state="running", started_s=began_s))
         tell()
         watch.loads = []
@@ -114,14 +115,16 @@ class SpeedBench:
                 measured, timed = await other_tools.measure(self.runs, target, cell, args)
                 requests.take_timed(timed)
             if requests.errors:
-                raise RankError(f"{len(requests.errors)} requests failed: {requests.errors[0]}")
+                raise RankError(f"{len(requests.errors)} of {len(requests.began)} requests failed: {requests.errors[0]}")
             after = await around.counters(model)
             if after is None or bench.view().ranks != ranks:
-                raise RankError(f"The engine of {model} ended meanwhile: `sparkd logs {model}` says why. Resume the bench.")
+                raise RankError(f"The engine of {model} was started again meanwhile: `sparkd events` says why.")
             if watch.loads:
-                raise RankError(f"{', '.join(watch.loads)} was loaded meanwhile, so its figures say nothing. Resume the bench.")
+                raise RankError(f"{', '.join(watch.loads)} was loaded meanwhile, so its figures say nothing.")
         except RankError as error:
-            put(CellResult(cell=cell, state="failed", error=error.message, started_s=began_s, seconds=bench.wall() - began_s))
+            seconds = bench.wall() - began_s
+            why = await bench.engine_failure(model, since_seq) or one_line(error.message)
+            put(CellResult(cell=cell, state="failed", error=why, started_s=began_s, seconds=seconds))
             return
         span = requests.span() or (began_s, bench.wall())
         moments = watch.between(*span)

@@ -133,6 +133,13 @@ def chosen_text(book: str | None = None, name: str | None = None) -> tuple[str, 
     return text, text_label(name, text)
 
 
+def text_of_earlier(home: Path, label: str) -> tuple[str, str] | None:
+    """(the text that a result names, its name without the digest), where `kept_text` wrote it into `home`. Blocks."""
+    name = label.rpartition(" (")[0]
+    texts = (path.read_bytes().decode() for path in (home / ".cache" / "llama-benchy").glob("*.txt"))
+    return next(((text, name) for text in texts if text_label(name, text) == label), None)
+
+
 def kept_text(home: Path, text: str) -> str:
     """The address under which llama-benchy finds the text in `home`. Blocks."""
     folder = home / ".cache" / "llama-benchy"

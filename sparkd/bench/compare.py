@@ -16,6 +16,7 @@ from sparkd.bench.figures import (
     labels,
     load_figures,
     measured,
+    one_line,
     ordered,
     shown,
     spread_text,
@@ -209,7 +210,7 @@ def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[MissingFigur
         for where in dict.fromkeys(where for where, _ in rows):
             if where not in {other for other, _ in others}:
                 error = next((row.error for row in lacking.quality if row.format == where), None)
-                why = "the other did not measure it" if error is None else f"in the other: {error}"
+                why = "the other did not measure it" if error is None else f"in the other: {one_line(error)}"
                 yield MissingFigures(where, why, error is not None)
 
 

@@ -13,6 +13,10 @@ from typing import Any
 from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, QualityRow
 
 GIB = 1 << 30
+# The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
+WEIGHTS = ("read", "quantize")
+# A result of an earlier release may have errors of thousands.
+MOST_ERROR_CHARS = 160
 WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model", "back": "swap back to it"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -74,7 +78,13 @@ def unmeasured(result: BenchResult) -> list[CellResult]:
 
 def why_unmeasured(cell: CellResult) -> str:
     """The reason in a few words."""
-    return cell.error or {"done": "it has no rows", "failed": "it failed"}.get(cell.state, "it did not run")
+    return one_line(cell.error or "") or {"done": "it has no rows", "failed": "it failed"}.get(cell.state, "it did not run")
+
+
+def one_line(text: str) -> str:
+    """The text on one line that a table can hold. A tool may repeat the whole body of an answer."""
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_ERROR_CHARS else f"{line[: MOST_ERROR_CHARS - 1].rstrip()}…"
 
 
 def answer_row(cell: CellResult) -> dict[str, Any] | None:
@@ -206,6 +216,24 @@ def load_figures(loads: Sequence[LoadRow]) -> dict[tuple[str, str], Metric]:
         if load.first_answer_s is not None:
             values.setdefault((load.way, "first answer"), []).append(load.first_answer_s)
     return {key: _over(seconds) for key, seconds in values.items()}
+
+
+def weights_s(load: LoadRow) -> float | None:
+    """Seconds in which the load read and quantized weights, which is all that a plan predicts of a load."""
+    return math.fsum(phase.seconds for phase in load.phases if phase.phase in WEIGHTS) or None
+
+
+def predicted_weights_s(result: BenchResult, load: LoadRow) -> float | None:
+    """The plan's seconds for the same; None for the other model of a swap, of which no plan was asked."""
+    if result.predicted is None or load.way == "back":
+        return None
+    return result.predicted.first_load_s if load.way == "first" else result.predicted.next_load_s
+
+
+def against_predicted(result: BenchResult, load: LoadRow) -> str:
+    """The plan's seconds, and by how much the measured ones are above or below them."""
+    ours, predicted = weights_s(load), predicted_weights_s(result, load)
+    return number(predicted) if not ours or not predicted else f"{number(predicted)} ({ours / predicted - 1:+.0%})"
 
 
 TAIL = "KL divergence p99"

@@ -22,6 +22,10 @@ from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.errors import RankError
 
+# AIPerf puts Unix sockets 54 characters below its temporary folder, and their paths may have 107 (unix(7)), so that of the daemon may be
+# too long.
+SHORT = Path("/tmp")
+
 
 @dataclass(frozen=True)
 class OtherTool:
@@ -39,14 +43,14 @@ class OtherTool:
 async def measure(name: str, target: BenchTarget, cell: Cell, args: Arguments) -> tuple[Measured, list[TimedRequest]]:
     """One cell with the tool of this name. Cancelled, it ends the tool. Raises RankError with the reason."""
     tool = TOOLS[name]
-    with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="sparkd-bench-", dir=SHORT) as temporary:
         folder = Path(temporary)
         arguments = tool.start(target, cell, args.runs * cell.concurrency, folder)
         keys = {tool.key_variable: target.key} if tool.key_variable and target.key else None
         env = tool_process.environment(target.home, folder, keys)
         if not tool.offline:
             env.pop("HF_HUB_OFFLINE")
-        reason = await tool_process.run(name, [target.interpreter, *arguments], env, folder / "said", _unheard)
+        reason = await tool_process.run(name, [target.interpreter, *arguments], env, folder / "said")
         try:
             requests = await asyncio.to_thread(lambda: list(tool.read(folder)))
         except (OSError, ValueError, LookupError, TypeError):
@@ -81,10 +85,6 @@ def row_of(cell: Cell, requests: Sequence[TimedRequest]) -> dict[str, Any]:
 def _metric(values: Sequence[float]) -> dict[str, Any] | None:
     """std: the population's, as llama-benchy's."""
     return {"mean": statistics.fmean(values), "std": statistics.pstdev(values), "values": list(values)} if values else None
-
-
-async def _unheard(_: bytes) -> None:
-    """The tools say how far they are to a terminal only."""
 
 
 def _vllm(target: BenchTarget, cell: Cell, requests: int, folder: Path) -> list[str]:

@@ -207,6 +207,11 @@ class BenchResult(Value):
         """Cells that were measured."""
         return sum(cell.state == "done" for cell in self.cells)
 
+    @property
+    def failed(self) -> list[str]:
+        """The names of the cells and formats that have no figures because they failed."""
+        return [cell.cell.name for cell in self.cells if cell.state == "failed"] + [row.format for row in self.quality if row.error]
+
 
 def text_label(name: str, text: str) -> str:
     """As a result names a text: with the first digits of the SHA-256 of its bytes."""

@@ -15,13 +15,16 @@ from sparkd.bench.figures import (
     GIB,
     WAYS,
     Metric,
+    against_predicted,
     arena_name,
     max_concurrency,
     measured,
     metric,
     number,
+    one_line,
     read,
     unmeasured,
+    weights_s,
     why_unmeasured,
 )
 from sparkd.bench.result import BenchResult, CellResult, Energy, Published
@@ -35,8 +38,6 @@ _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)"
 # Those that llama-benchy leaves out where no cell has more than one request at once.
 # Our figure by the key that a recipe has for it.
 _KEYS = {"decode_tokens_per_s": "tg", "prefill_tokens_per_s": "pp"}
-# The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
-_WEIGHTS = ("read", "quantize")
 _OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
 # The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
 _HEAD_PADDING = 2
@@ -153,6 +154,8 @@ def tables(result: BenchResult) -> Iterator[Table]:
         yield _loads_table(result)
     if result.quality:
         yield "Quality against the model as stored", *quality_rows(result)
+    if failed := [[row.format, one_line(row.error)] for row in result.quality if row.error]:
+        yield "Formats without figures", ["format", "why"], failed
     if rows := predictions(result):
         yield "What `sparkd plan` predicted", ["figure", "predicted", "measured", "measured against predicted"], rows
     if result.published:
@@ -161,15 +164,12 @@ def tables(result: BenchResult) -> Iterator[Table]:
 
 
 def quality_rows(result: BenchResult) -> tuple[list[str], list[list[str]]]:
-    """Head and rows; a column of errors only where there is one."""
+    """Head and rows."""
     head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
     rows = [
         [row.format, number(row.perplexity, 4), number(row.kl), number(row.kl_p99), _share(row.agreement)]
         for row in result.quality
     ]
-    if any(row.error for row in result.quality):
-        head.append("error")
-        rows = [[*texts, _plain(row.error or "")] for texts, row in zip(rows, result.quality, strict=True)]
     return head, rows
 
 
@@ -207,8 +207,10 @@ def _loads_table(result: BenchResult) -> Table:
         phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases) or "-"
         share = f" ({load.bytes_per_s / load.disk_bytes_per_s:.0%})" if load.bytes_per_s and load.disk_bytes_per_s else ""
         rates = [_rate(load.bytes_per_s) + share, _rate(load.disk_bytes_per_s)]
-        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), phases, *rates])
-    return "Loads", ["way", "s", "first answer s", "phases", "read GB/s (of the disk's)", "disk GB/s"], rows
+        weights = [number(weights_s(load)), against_predicted(result, load)]
+        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), *weights, phases, *rates])
+    head = ["way", "s", "first answer s", "weights s", "predicted s", "phases", "read GB/s (of the disk's)", "disk GB/s"]
+    return "Loads", head, rows
 
 
 def predictions(result: BenchResult) -> list[list[str]]:
@@ -230,9 +232,10 @@ def predictions(result: BenchResult) -> list[list[str]]:
 
 
 def _weights_s(result: BenchResult, way: str) -> float | None:
-    """Mean seconds in which the loads of a way read and quantized, which is all that a plan predicts of a load."""
-    seconds = [sum(phase.seconds for phase in load.phases if phase.phase in _WEIGHTS) for load in result.loads if load.way == way]
-    return statistics.fmean(seconds) if seconds and all(seconds) else None
+    """Mean over the loads of a way; None where one shows no seconds."""
+    seconds = [weights_s(load) for load in result.loads if load.way == way]
+    known = [each for each in seconds if each is not None]
+    return statistics.fmean(known) if known and len(known) == len(seconds) else None
 
 
 def _alone(result: BenchResult) -> CellResult | None:

@@ -26,27 +26,33 @@ def environment(home: Path, temporary: Path, more: Mapping[str, str] | None = No
 
 
 async def run(
-    name: str, command: Sequence[str], env: Mapping[str, str], said: Path, heard: Callable[[bytes], Awaitable[None]], key: str | None = None
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    said: Path,
+    heard: Callable[[bytes], Awaitable[None]] | None = None,
+    key: str | None = None,
 ) -> str:
-    """The last thing that it said of an error, or at all. said: a file for its errors; heard: gets each line of its output; key: the first
-    line of its input. Raises RankError where it does not end with 0."""
+    """The last thing that it said of an error, or at all. said: a file for its errors, and for its output without `heard`, which gets each
+    line of it; key: the first line of its input. Raises RankError where it does not end with 0."""
     with await asyncio.to_thread(said.open, "wb") as words:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE if heard is not None else words,
             stderr=words,
             env=dict(env),
             limit=LINE_BYTES,
             start_new_session=True,
         )
     try:
-        if process.stdin is None or process.stdout is None:
+        if process.stdin is None:
             raise RankError(f"{name} could not be started.")
         process.stdin.write(f"{key or ''}\n".encode())
         process.stdin.close()
-        async for line in process.stdout:
-            await heard(line)
+        if heard is not None and process.stdout is not None:
+            async for line in process.stdout:
+                await heard(line)
         await process.wait()
     finally:
         await asyncio.shield(_end(process))

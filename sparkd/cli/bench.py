@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,10 +14,10 @@ from urllib.parse import quote
 import typer
 from typer.core import TyperGroup
 
-from sparkd.bench.result import BenchResult, CellResult
+from sparkd.bench.result import BenchResult, CellResult, LoadRow
 from sparkd.cli.models import NoWait, Session, verb
 from sparkd.cli.options import argument, option
-from sparkd.errors import ConfigError, Conflict, RankError
+from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
 from sparkd.render import models as show
 from sparkd.render.ragged_table import Ragged
 
@@ -78,7 +79,7 @@ def run(
     """Measure a model by a profile, over the gateway.
 
     Runs llama-benchy for each cell of the profile, and adds the GPU's power, temperature and memory and the engine's counters. Ctrl-C stops
-    waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it.
+    waiting; `sparkd cancel OPERATION` ends the bench, and --resume goes on with it. Exits with 1 if a cell or a format failed.
 
     --load unloads the model and loads it again: cold, which removes its quantized weights and writes them anew, then from these, then in
     place of another model and back. In the end each model is as it was.
@@ -110,8 +111,12 @@ def run(
         else:
             session.out.print(f"{started['bench']} runs. `sparkd cancel {started['operation']}` ends it.", markup=False)
         return
-    _wait(session, started)
-    _show(session, started["bench"])
+    again = ["sparkd", "bench", model]
+    again += ["--load", "--times", str(times)] if load else ["--quality"] if quality else ["--profile", profile]
+    flags = {"--tool": None if tool == "llama-benchy" else tool, "--from": other, "--text": text}
+    again += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    again += [] if load else ["--resume", started["bench"]]
+    _ended(session, started, f"Run `{shlex.join(again)}` to {'repeat it' if load else 'go on'}.")
 
 
 def ls(session: Session) -> None:
@@ -132,7 +137,7 @@ def ls(session: Session) -> None:
 
 def show_one(session: Session, bench_id: Annotated[str, BENCH]) -> None:
     """Show what was measured."""
-    _show(session, bench_id)
+    _show(session, _result(session, bench_id))
 
 
 def compare(
@@ -260,8 +265,10 @@ def own_text(path: Path) -> str:
         raise ConfigError(f"The text {path} cannot be read: {why}. Give a file of plain text.") from None
 
 
-def _wait(session: Session, started: dict[str, Any]) -> None:
-    """Raises RankError where it failed, Conflict where it was cancelled."""
+def _ended(session: Session, started: dict[str, Any], again: str) -> None:
+    """Follow a bench to its end and show its result. again: how to go on with one that is incomplete.
+
+    Raises RankError where the bench failed, Conflict where it was cancelled, and Exit where a cell or a format failed."""
     operation = session.client.get(f"/operations/{started['operation']}")
     began_s = time.monotonic()
 
@@ -273,17 +280,23 @@ def _wait(session: Session, started: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
         raise
-    if operation["state"] == "FAILED":
-        raise RankError(operation["message"])
     if operation["state"] == "CANCELLED":
-        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} Go on with --resume {started['bench']}.")
+        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} {again}")
+    result = _result(session, started["bench"])
+    _show(session, result)
+    if operation["state"] == "FAILED":
+        raise RankError(f"{operation['message']} {again}")
+    if failed := result.failed:
+        if not session.json:
+            session.err.print(f"{', '.join(failed)}: not measured. {again}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(SparkdError.exit_code)
 
 
-def _show(session: Session, bench_id: str) -> None:
-    result = _result(session, bench_id)
+def _show(session: Session, result: BenchResult) -> None:
     if session.json:
         show.say_json(result.model_dump(mode="json"))
         return
+    from sparkd.bench.figures import one_line
     from sparkd.bench.tables import predictions
 
     subject = result.subject
@@ -293,10 +306,16 @@ def _show(session: Session, bench_id: str) -> None:
         session.out.print(f"text: {show.printable(result.text)}", markup=False, highlight=False)
     if result.loads:
         session.out.print(_loads(result))
+        for load in result.loads:
+            session.out.print(_phases(load), markup=False, highlight=False, soft_wrap=True)
     if result.quality:
         session.out.print(_formats(result))
     if result.cells:
         session.out.print(_cells(result))
+    errors = [(cell.cell.name, cell.error) for cell in result.cells] + [(row.format, row.error) for row in result.quality]
+    for name, error in errors:
+        if error:
+            session.out.print(f"{name}: {show.printable(one_line(error))}", markup=False, highlight=False, soft_wrap=True)
     for name, predicted, ours, error in predictions(result):
         session.out.print(f"{name}: {ours}; `sparkd plan` predicted {predicted} ({error})", markup=False, highlight=False)
 
@@ -311,17 +330,22 @@ def _cells(result: BenchResult) -> Ragged:
 
 
 def _loads(result: BenchResult) -> Ragged:
-    from sparkd.bench.figures import WAYS, number
+    from sparkd.bench.figures import WAYS, against_predicted, number, weights_s
 
     table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "READ GB/S", "DISK GB/S", "PHASES"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL", "PHASES") else "right")
+    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL") else "right")
     for load in result.loads:
         rates = (None if rate is None else rate / 1e9 for rate in (load.bytes_per_s, load.disk_bytes_per_s))
-        phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases)
-        times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s")
-        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates), phases)
+        times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s", number(weights_s(load)), against_predicted(result, load))
+        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates))
     return table
+
+
+def _phases(load: LoadRow) -> str:
+    from sparkd.bench.figures import WAYS, number
+
+    return f"{WAYS[load.way]}: {', '.join(f'{phase.phase} {number(phase.seconds)} s' for phase in load.phases)}"
 
 
 def _formats(result: BenchResult) -> Ragged:
@@ -330,7 +354,7 @@ def _formats(result: BenchResult) -> Ragged:
     head, rows = quality_rows(result)
     table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in head:
-        table.add_column(title.upper(), overflow="fold", justify="left" if title in ("format", "error") else "right")
+        table.add_column(title.upper(), overflow="fold", justify="left" if title == "format" else "right")
     for row in rows:
         table.add_row(*(show.printable(text) for text in row))
     return table
@@ -341,7 +365,7 @@ def _texts(cell: CellResult) -> list[str]:
 
     name = cell.cell.name
     if cell.state != "done":
-        return [name, show.printable(cell.error or cell.state), "", "", "", ""]
+        return [name, cell.state, "", "", "", ""]
     row, energy = answer_row(cell), cell.energy
     return [
         name,

@@ -326,7 +326,7 @@ class Actions:
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
         entry = f"{reason}: {message} Next try in {delay_s:.0f} s."
-        self._ledger.say("failed", record.name, entry, reason=reason, failures=record.failures)
+        self._ledger.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._ledger.operations.running(record, "load"):
             self._wishes.answer(record)

@@ -312,7 +312,11 @@ class LeaseQueue:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        lasts = " (this will not recover on its own)" if record.attempt.lasts else ""
+        failed = f"The model {record.name} failed ({record.attempt.reason})"
+        if record.attempt.lasts:
+            failed += ". Another try will not help until its cause is fixed"
+        else:
+            failed += f" and is tried again in {left_s:.0f} s"
         if record.attempt.reason == DoesNotFit.__name__:
             # The message names other models, which a client may not see.
             more = "`sparkd ps` shows how much memory it needs."
@@ -325,7 +329,7 @@ class LeaseQueue:
         else:
             more = "See `sparkd ps` and `sparkd logs`."
         return ModelFailed(
-            f"The model {record.name} failed ({record.attempt.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
+            f"{failed}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else (),
         )

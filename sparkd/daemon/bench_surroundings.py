@@ -67,6 +67,7 @@ def surroundings(
         model=partial(benched_model, registry),
         predict=partial(predicted, registry, cluster, snapshot),
         learn=lambda result: learn(registry.config.state_dir, rates_of(result)),
+        incident=partial(incident_of, cluster),
         start_of=starts.of,
         forget=partial(forget_quantized, disk, registry),
         is_kept=partial(is_quantized_kept, disk, registry),
@@ -84,6 +85,16 @@ async def counters_of(targets: Targets, model: str) -> Sample | None:
     upstream = next((upstream for name, _, upstream in targets() if name == model), None)
     page = await page_of(upstream) if upstream is not None else None
     return None if page is None else await asyncio.to_thread(sample_of, page, time.monotonic())
+
+
+async def incident_of(cluster: Cluster, start: str) -> str | None:
+    """The id of the memory guard's newest incident of a start of an engine, on any node; None where there is none.
+
+    start: the id of its rank 0, with which those of the other ranks begin (sparkd.cluster.launcher.StartId).
+    """
+    by_node = await cluster.everywhere("incidents")
+    rows = [(str(row["rank_id"]), str(row["id"])) for listed in by_node.values() for row in listed or ()]
+    return max((incident for rank, incident in rows if rank == start or rank.startswith(f"{start}-r")), default=None)
 
 
 def benched_model(registry: Roster, name: str) -> BenchedModel:

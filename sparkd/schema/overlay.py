@@ -15,6 +15,7 @@ from sparkd.nearest import nearest
 from sparkd.schema import aliases
 from sparkd.schema.fields import check_name
 from sparkd.schema.model import ModelConfig
+from sparkd.schema.refusal import EXPECTED, expected
 from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table, whole
 
 SHOWN_PROBLEMS = 20
@@ -131,7 +132,7 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         if item := _item(one):
             _, place, _ = _locate(tree, (*one["loc"], *item))
         key = (*path, *location, *item)
-        sentence = _sentence(one["type"], one["msg"], context)
+        sentence = expected(one["type"], one["msg"], context)
         if context.get("repeats") and place.secret:
             sentence = "it comes from the environment and cannot be used (not shown, it may be a secret)"
         sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, [], key))[2]
@@ -361,49 +362,13 @@ def _is_misspelt(tree: Table, location: Sequence[str | int]) -> bool:
     return isinstance(holder, Table) and not meant.isdisjoint(holder.meant)
 
 
-def _sentence(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    if kind == "refused":
-        return message
-    if kind == "value_error":
-        return str(context["error"])
-    if kind in _EXPECTED:
-        return _EXPECTED[kind].format(**context)
-    return message.removeprefix("Input should be ").rstrip(".")
-
-
-_EXPECTED: Mapping[str, str] = {
-    "missing": "it is required",
-    "extra_forbidden": "a known key",
-    "string_type": "text (put it in quotes)",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "dict_type": "a map of 'key: value' lines",
-    "model_type": "a map of 'key: value' lines",
-    "path_type": "a path",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
-}
-
-
 def _explain(path: Sequence[str], place: Location, value: Any, sentences: Sequence[str], complete: bool) -> str:
     name = dotted(path) or "The configuration"
     if complete:
         return f"{name}: {'; '.join(sentences).rstrip('.')}."
-    if sentences == [_EXPECTED["extra_forbidden"]]:
+    if sentences == [EXPECTED["extra_forbidden"]]:
         return f"{name} is not a known key: correct its spelling, or remove it."
-    if sentences == [_EXPECTED["missing"]]:
+    if sentences == [EXPECTED["missing"]]:
         return f"{name} is missing, and it is required."
     told = f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
     if not isinstance(value, str) or _is_secret(path, place):

@@ -34,7 +34,7 @@ OTHERS_WORDS: Mapping[str, str] = {
     "sparkd.gateway.body._plain": "msgspec's",
     "sparkd.recipes.importer._text": "a comment of several lines in a file, each with its #",
     "sparkd.schema.overlay._explain": "pydantic's, whose choices stand in quotes",
-    "sparkd.schema.overlay._sentence": "pydantic's",
+    "sparkd.schema.refusal.expected": "pydantic's",
     "sparkd.schema.yaml_file._without": "hides values out of the environment, which may be secrets, in whatever is shown",
     "sparkd.schema.yaml_file._without_quotes": "PyYAML's, which quote what may be a secret",
     "workers.agent.nccl_rate.main": "torch's, of which the first line is shown",

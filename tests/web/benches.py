@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, Energy
+from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, Energy, LoadRow, Phase, Predicted
 
-# The second is 10 % faster and takes 20 % more power. The last one's largest cell failed.
+# The second is 10 % faster and takes 20 % more power. The last one's largest cell failed, and it has two loads besides.
 BENCHES = ("20260301-070000-quick", "20260301-080000-quick", "20260301-090000-quick")
 BEGAN_S = 1_772_348_400.0
 HOUR_S = 3600.0
 DEPTHS, CONCURRENCIES = (0, 4096), (1, 2, 4)
 TOKENS_PER_S = {(depth, streams): 20.0 * streams * (1.0 if depth == 0 else 0.9) for depth in DEPTHS for streams in CONCURRENCIES}
+LOADS = [
+    LoadRow(way="first", model="quick", seconds=21.0, phases=[Phase(phase="read", seconds=9.0), Phase(phase="quantize", seconds=2.0)]),
+    LoadRow(way="back", model="slow", seconds=8.0, phases=[Phase(phase="read", seconds=5.0)]),
+]
 
 
 def write_benches(folder: Path) -> None:
@@ -24,19 +28,21 @@ def _result(bench_id: str, began_s: float, faster: float, power: float, *, fails
     points = [Cell(depth=depth, concurrency=streams, prompt_tokens=2048, output_tokens=128) for depth, streams in TOKENS_PER_S]
     cells = [_cell(point, faster, power) for point in points]
     if fails:
-        error = "The engine of quick ended meanwhile: `sparkd logs quick` says why. Resume the bench."
+        error = "quick failed: EngineExited. `sparkd events` says more."
         cells[-1] = CellResult(cell=cells[-1].cell, state="failed", error=error, started_s=began_s, seconds=12.0)
     return BenchResult(
         id=bench_id,
         state="done",
         subject=BenchSubject(model="quick", source="folder", format="nvfp4", vllm="0.32.0", gpu="NVIDIA GB10", nodes=["spark-1"]),
         profile="quick" if fails else "mine",
-        tool="llama-benchy 0.4.0",
+        tool="guidellm 0.8.1" if fails else "llama-benchy 0.4.0",
         started_s=began_s,
         ended_s=began_s + 600,
         idle_w=11.5,
         predicted_bytes=2 << 30,
+        predicted=Predicted(first_load_s=12.0, next_load_s=4.0),
         cells=cells,
+        loads=LOADS if fails else [],
     )
 
 

@@ -251,7 +251,8 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     expect(page.get_by_text("FAILED", exact=True)).to_be_visible(timeout=PATIENCE_MS)
     message = served.model("crash")["message"]
     expect(page.locator("p.error").first).to_contain_text(message[:40])
-    expect(page.locator(".toast.bad")).to_contain_text("load crash failed")
+    expect(page.locator(".toast.bad")).to_contain_text("load crash: ")
+    assert (page.locator(".toast.bad").inner_text()).lower().count("failed") == 1
     page.locator(".toast.bad").get_by_role("button", name="Dismiss").click()
     expect(page.locator(".toast.bad")).to_have_count(0)
     tab.open()
@@ -384,9 +385,27 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     tab.open("bench", broken)
     failed = row(page, "Cells", LARGEST)
     expect(failed).to_contain_text("failed")
-    expect(failed).to_contain_text("The engine of quick ended meanwhile")
-    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    expect(failed).to_contain_text("quick failed: EngineExited")
+    # Seconds of the weights as measured and as planned; no plan was asked of the other model of a swap.
+    for model, texts in (("quick", ["11.0 s", "12.0 s"]), ("slow", ["5.00 s", "-"])):
+        load = page.get_by_role("table", name="Loads").get_by_role("row").filter(has_text=model)
+        assert load.get_by_role("cell").all_inner_texts()[3:5] == texts
     tab.picture("bench-failed-cell")
+    asked: list[dict[str, Any]] = []
+
+    def taken(route: Route) -> None:
+        if route.request.method == "POST":
+            asked.append(route.request.post_data_json)
+            route.fulfill(status=202, json={})
+        else:
+            route.continue_()
+
+    page.route("**/admin/v1/bench", taken)
+    page.get_by_role("button", name="Resume").click()
+    expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
+    page.unroute("**/admin/v1/bench", taken)
+    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "tool": "guidellm", "resume": broken, "force": False}]
+    tab.open("bench", broken)
     page.get_by_role("button", name="Remove", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()

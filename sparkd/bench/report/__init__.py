@@ -20,6 +20,7 @@ from sparkd.bench.figures import (
     load_figures,
     measured,
     number,
+    one_line,
     percentile,
     read,
     shown,
@@ -74,7 +75,7 @@ def _sections(results: Sequence[BenchResult], comparison: Comparison | None) -> 
         for title, plots in by_title:
             yield _grid(title, plots, identities)
     yield _grid("Power and memory over time", [plot for result in results if (plot := over_time(result, subtitle(result)))], identities)
-    yield _grid("Loads", [waterfall(result.loads, subtitle(result)) for result in results if result.loads], identities)
+    yield _grid("Loads", [waterfall(result, subtitle(result)) for result in results if result.loads], identities)
     yield _grid("Quality", [quality(result.quality, subtitle(result)) for result in results if result.quality], identities)
     yield _subjects(results)
     for name, result in zip(labels(results), results, strict=True):
@@ -91,7 +92,7 @@ def _notices(results: Sequence[BenchResult]) -> Iterator[str]:
             lines = "".join(f"<li>{escape(each.cell.name)}: {escape(why_unmeasured(each))}</li>" for each in missing)
             yield f'<div class="notice bad"><strong>{of}{_many(len(missing), "cell")} without figures</strong><ul>{lines}</ul></div>'
         if failed := [row for row in result.quality if row.error]:
-            lines = "".join(f"<li>{escape(row.format)}: {escape(row.error or '')}</li>" for row in failed)
+            lines = "".join(f"<li>{escape(row.format)}: {escape(one_line(row.error or ''))}</li>" for row in failed)
             yield f'<div class="notice bad"><strong>{of}{_many(len(failed), "format")} without figures</strong><ul>{lines}</ul></div>'
         if throttled := [each for each in measured(result) if each.machine.throttled]:
             lines = "".join(f"<li>{escape(each.cell.name)}: {escape(', '.join(each.machine.throttled))}</li>" for each in throttled)

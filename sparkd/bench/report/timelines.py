@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sparkd.bench.figures import GIB, WAYS, number, ordered
+from sparkd.bench.figures import GIB, WAYS, WEIGHTS, against_predicted, number, ordered, predicted_weights_s
 from sparkd.bench.report.drawn import Drawn
 from sparkd.bench.report.svg import (
     WIDTH,
@@ -28,6 +28,7 @@ _PANEL, _BETWEEN, _BAR_ROW = 150.0, 40.0, 46.0
 # Loads that one picture shows; the table behind it has all.
 _MOST_LOADS = 14
 _OTHER = "other"
+_PLANNED = "weights as planned"
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,17 @@ def over_time(result: BenchResult, about: str) -> Drawn | None:
     return Drawn(f"{_title(panels)} over time", described, canvases, ["cell", "power, W", "memory, GiB", "temperature, °C"], rows)
 
 
-def waterfall(loads: Sequence[LoadRow], about: str) -> Drawn:
-    """A bar for each load, its phases one after another from the start."""
-    canvases = tuple((style, _waterfall(loads[:_MOST_LOADS], about, width)) for style, width in (("wide", WIDE), ("narrow", WIDTH)))
-    names = _phases(loads)
+def waterfall(result: BenchResult, about: str) -> Drawn:
+    """A bar for each load, its phases one after another from the start, with a mark where the plan has the end of the weights."""
+    canvases = tuple((style, _waterfall(result, about, width)) for style, width in (("wide", WIDE), ("narrow", WIDTH)))
+    loads, names = result.loads, _phases(result.loads)
     rows = []
     for load in loads:
         seconds = dict(_parts(load))
         phases = [number(seconds[name]) if name in seconds else "-" for name in names]
-        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), *phases, _rates(load) or "-"])
-    head = ["way", "load, s", "first answer, s", *(f"{name}, s" for name in names), "read rate"]
+        planned = against_predicted(result, load)
+        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), *phases, planned, _rates(load) or "-"])
+    head = ["way", "load, s", "first answer, s", *(f"{name}, s" for name in names), "weights predicted, s", "read rate"]
     return Drawn("Loads by phase", f"{about}. {len(loads)} loads; the table below has the seconds of each phase.", canvases, head, rows)
 
 
@@ -215,18 +217,33 @@ def _rates(load: LoadRow) -> str:
     return f"read {load.bytes_per_s / 1e9:.2f}{disk} GB/s"
 
 
-def _waterfall(loads: Sequence[LoadRow], about: str, width: float) -> Canvas:
-    names = _phases(loads)
-    legend = _legend_rows(names, width - 28)
+def _planned(result: BenchResult, load: LoadRow) -> tuple[float, float] | None:
+    """When the weights began, and when they would have ended by the plan, in seconds of the load."""
+    predicted_s, parts = predicted_weights_s(result, load), _parts(load)
+    begin = next((number_of for number_of, (name, _) in enumerate(parts) if name in WEIGHTS), None)
+    if predicted_s is None or begin is None:
+        return None
+    begin_s = sum(seconds for _, seconds in parts[:begin])
+    return begin_s, begin_s + predicted_s
+
+
+def _waterfall(result: BenchResult, about: str, width: float) -> Canvas:
+    loads = result.loads[:_MOST_LOADS]
+    names, planned = _phases(loads), [_planned(result, load) for load in loads]
+    legend = _legend_rows([*names, *([_PLANNED] if any(planned) else [])], width - 28)
     first = 56 + lowered(about, width)
     top = first + 6 + 20 * len(legend)
     bottom = top + _BAR_ROW * len(loads)
     canvas = Canvas(width, bottom + 44, "Loads by phase", about)
     for row, line in enumerate(legend):
         for x, name in line:
-            canvas.box(x, first + 20 * row, 12, 12, f"{_style(name, names)} bar")
+            if name == _PLANNED:
+                canvas.line(_span_mark((x, x + 11), first + 20 * row + 12, 12), "spread")
+            else:
+                canvas.box(x, first + 20 * row, 12, 12, f"{_style(name, names)} bar")
             canvas.text(x + 17, first + 10 + 20 * row, name, "label")
-    longest = max(sum(seconds for _, seconds in _parts(load)) for load in loads)
+    ends = [span[1] for span in planned if span is not None]
+    longest = max([sum(seconds for _, seconds in _parts(load)) for load in loads] + ends)
     ticks = linear_ticks(0, longest, 6 if width < WIDE else 11)
     scale = Scale(0, ticks[-1], 16, width - 22)
     for tick in ticks:
@@ -234,8 +251,17 @@ def _waterfall(loads: Sequence[LoadRow], about: str, width: float) -> Canvas:
         canvas.text(scale.at(tick), bottom + 16, tick_text(tick), "soft12", "middle")
     canvas.text(width / 2, bottom + 34, "s", "soft12", "middle")
     for index, load in enumerate(loads):
-        _load_bar(canvas, load, (names, scale), top + _BAR_ROW * index)
+        y = top + _BAR_ROW * index
+        _load_bar(canvas, load, (names, scale), y)
+        if (span := planned[index]) is not None:
+            about_it = f"{_PLANNED}: {number(span[1] - span[0])} s"
+            canvas.line(_span_mark((scale.at(span[0]), scale.at(span[1])), y + 41, 21), "spread", about_it)
     return canvas
+
+
+def _span_mark(span: tuple[float, float], y: float, height: float) -> list[tuple[float, float]]:
+    """A line below a span, with an upright one at its end."""
+    return [(span[0], y), (span[1], y), (span[1], y - height)]
 
 
 def _load_bar(canvas: Canvas, load: LoadRow, scaled: tuple[list[str], Scale], y: float) -> None:

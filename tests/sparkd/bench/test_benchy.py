@@ -82,3 +82,12 @@ def test_a_text_of_the_users_own(tmp_path: Path) -> None:
     (kept,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
     assert kept.read_text() == text == "one two three"
     assert address.startswith("file:") and name == f"count.txt ({address[5:17]})"
+
+
+@pytest.mark.parametrize("text", ["Call me Ishmael.", "One line\r\nand another, über alles\n"])
+def test_a_text_is_found_again_by_the_name_that_a_result_has(tmp_path: Path, text: str) -> None:
+    for kept in ("another", text):
+        benchy.kept_text(tmp_path, kept)
+    assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", text)) == (text, "my (first) text")
+    assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", f"{text}.")) is None
+    assert benchy.text_of_earlier(tmp_path, "random tokens") is None

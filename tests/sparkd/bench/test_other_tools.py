@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from sparkd.bench.result import Cell
 from sparkd.errors import RankError
 
 KEY = "sk-canary-0123456789"
+ENDED = "the last words"
+# unix(7): sun_path has 108 bytes, and its end is a zero.
+MOST_SOCKET_CHARS = 107
 CELL = Cell(depth=16, concurrency=2, prompt_tokens=8, output_tokens=4)
 REQUEST = TimedRequest(100.0, 100.5, 102.0, 24, 4)
 
@@ -71,18 +75,23 @@ def test_another_form_is_an_error_that_its_runner_names(tool: str, content: str,
         list(TOOLS[tool].read(tmp_path))
 
 
-def test_what_a_tool_leaves_behind_goes_with_its_run(tmp_path: Path) -> None:
-    lines = ("import tempfile", "tempfile.mkdtemp(prefix='left-')", "print(tempfile.gettempdir(), file=open('where', 'w'))")
+def test_what_a_tool_leaves_behind_goes_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    lines = ["import tempfile", "tempfile.mkdtemp(prefix='left-')", "print(tempfile.gettempdir(), file=open('where', 'w'))"]
+    lines += [f"print('{ENDED}')"]
     (tmp_path / "guidellm.py").write_text("\n".join(lines))
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\ncd {tmp_path} && exec {sys.executable} guidellm.py\n")
     program.chmod(0o700)
     target = BenchTarget("http://127.0.0.1:1/v1", "m", "/m", str(program), tmp_path)
-    # The program writes no result.
-    with pytest.raises(RankError):
+    # The program writes no result, and ends well. AIPerf tells of its errors on its output alone.
+    with pytest.raises(RankError, match=ENDED):
         asyncio.run(measure("guidellm", target, CELL, Arguments()))
     folder = Path((tmp_path / "where").read_text().strip())
     assert folder.name.startswith("sparkd-bench-") and not folder.exists()
+    assert len(str(folder / "tmp_9kfhlt0/aiperf/dataset_manager_proxy_frontend.ipc")) <= MOST_SOCKET_CHARS
 
 
 def test_the_row_of_one_request_at_a_time_has_the_rates_of_each() -> None:

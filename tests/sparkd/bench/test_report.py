@@ -11,11 +11,12 @@ import pytest
 
 from sparkd.bench.compare import compare
 from sparkd.bench.report import html
-from sparkd.bench.result import BenchResult, Cell, LoadRow
+from sparkd.bench.result import BenchResult, Cell, LoadRow, Predicted
 from tests.support.bench_example import STARTED_S, example, measured_cell
 
 FULL = example(depths=(0, 32768, 100000))
 EVIL = "\"><script>alert(1)</script><b a='x'>&amp;"
+LOADS = "Loads by phase"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -221,12 +222,31 @@ def test_the_timeline_has_a_band_for_each_cell_and_a_gap_where_no_node_answered(
 
 
 def test_the_phases_of_a_load_add_up_to_its_seconds() -> None:
-    picture = titled(html([FULL]), "Loads by phase")
+    picture = titled(html([FULL]), LOADS)
     parts = [box.findtext(f"{SVG}title") or "" for box in picture.findall(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     first = parts[: len(FULL.loads[0].phases) + 1]
 
     assert first[-1].startswith("other: 0.8")
     assert sum(float(part.split(": ")[1].split()[0]) for part in first) == pytest.approx(FULL.loads[0].seconds, abs=0.05)
+
+
+def test_a_mark_shows_when_the_plan_has_the_weights_ready() -> None:
+    """From the beginning of the weights, in pixels of the axis, which has a tick at 0 and at 10."""
+    said = Predicted(first_load_s=50.0, next_load_s=10.0)
+    picture = titled(html([FULL.model_copy(update={"predicted": said})]), LOADS)
+    lines = picture.findall(f"{SVG}polyline")
+    marks = {line.findtext(f"{SVG}title"): line for line in lines if line.find(f"{SVG}title") is not None}
+    ticks = sorted({float(line.get("points", "").split(",")[0]) for line in lines if line.get("class") in ("grid", "axis")})
+    labels = [float(text) for text in texts(picture) if re.fullmatch(r"[0-9]+", text)]
+    pixels_a_second = (ticks[1] - ticks[0]) / (labels[1] - labels[0])
+    ends = [[float(point.split(",")[0]) for point in mark.get("points", "").split()] for mark in marks.values()]
+    unloaded_s = [sum(phase.seconds for phase in load.phases if phase.phase in ("unload", "start")) for load in FULL.loads]
+
+    assert [title.split(": ")[1] for title in marks if title] == ["50.0 s", "10.0 s"]
+    assert len([line for line in lines if line.find(f"{SVG}title") is not None]) == len(FULL.loads)
+    assert (ends[0][1] - ends[0][0]) / pixels_a_second == pytest.approx(50.0, abs=0.2)
+    assert (ends[0][0] - ticks[0]) / pixels_a_second == pytest.approx(unloaded_s[0], abs=0.2)
+    assert not titled(html([FULL]), LOADS).findall(f"{SVG}polyline/{SVG}title")
 
 
 def test_a_comparison_is_a_table_that_names_what_only_one_has() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published
+from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published, QualityRow
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -60,7 +60,7 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
 
 
-def rows_of_tests_of_a_cell_that_failed_are_left_out() -> None:
+def test_rows_of_a_cell_that_failed_are_left_out() -> None:
     cell = RESULTS["one"].cells[0].model_copy(update={"state": "failed", "error": "gone"})
     result = RESULTS["one"].model_copy(update={"cells": [cell]})
 
@@ -126,6 +126,33 @@ def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
         (pytest.approx(decode.mean, rel=0.01), f"{decode.mean / 100 - 1:+.0%}"),
         (50, "+25%"),
     ]
+
+
+def test_the_plans_seconds_stand_beside_each_load() -> None:
+    said = Predicted(first_load_s=40.0, next_load_s=10.0)
+    read = Phase(phase="read", seconds=20)
+    loads = [
+        LoadRow(way="first", seconds=70.0, phases=[Phase(phase="engine", seconds=9), read, Phase(phase="quantize", seconds=30)]),
+        LoadRow(way="swap", seconds=25.0, phases=[read]),
+        LoadRow(way="back", seconds=25.0, phases=[read]),
+        LoadRow(way="cached", seconds=25.0),
+    ]
+    rows = table_of(example().model_copy(update={"predicted": said, "loads": loads}), "Loads")
+
+    # No plan was asked of the other model of a swap.
+    assert [row["predicted s"] for row in rows] == ["40.0 (+25%)", "10.0 (+100%)", "-", "10.0"]
+    assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
+
+
+def test_no_table_grows_wide_by_an_error() -> None:
+    long = f"HTTP 502: {{{'x' * 5000}\n}}"
+    result = example(depths=(0,), concurrencies=(1, 2), failed=((0, 2),))
+    cells = [cell.model_copy(update={"error": long}) if cell.state == "failed" else cell for cell in result.cells]
+    failed = result.model_copy(update={"cells": cells, "quality": [QualityRow(format="fp8", error=long)]})
+    widths = [max(map(len, tables.markdown(one).splitlines())) for one in (result, failed)]
+
+    assert [row["why"] for title in ("Cells", "Formats") for row in table_of(failed, title)] == [figures.one_line(long)] * 2
+    assert len(figures.one_line(long)) == figures.MOST_ERROR_CHARS and widths[1] <= max(widths[0], figures.MOST_ERROR_CHARS + 40)
 
 
 @pytest.mark.parametrize("unknown", [None, Predicted()])

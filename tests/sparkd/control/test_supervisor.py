@@ -367,7 +367,8 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         assert lacking(view.message, "`sparkd reload`", "`sparkd load m`") == []
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
-        assert lacking(failed.value.message, "(UnknownFlag)", "3599 s", "--no-such-flag", "`sparkd ps`") == []
+        assert lacking(failed.value.message, "(UnknownFlag)", "--no-such-flag", "`sparkd ps`") == []
+        assert "3599" not in failed.value.message and failed.value.headers()["retry-after"] == "3599"
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
@@ -402,8 +403,10 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         await made.tick(2, seconds=10)
         assert [line for line in made.cluster.log if line.startswith("place")] == ["place n"]
         assert made.supervisor.registry.find("m").attempt.lasts
-        with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)"):
+        with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)") as refused:
             await enter(made, "m")
+        # A time of the next try would say that waiting helps.
+        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers()["retry-after"] == "3580"
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:

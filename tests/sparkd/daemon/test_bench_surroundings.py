@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from sparkd.bench.figures import read
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
-from sparkd.daemon.bench_surroundings import UNITS, driver_of, published_of, rates_of
+from sparkd.cluster.cluster import Cluster
+from sparkd.daemon.bench_surroundings import UNITS, driver_of, incident_of, published_of, rates_of
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
 from tests.support.daemon_process import ROOT
@@ -57,3 +59,20 @@ def test_loads_show_the_rate_of_the_disk() -> None:
     result = example().model_copy(update={"cells": [], "loads": loads})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
     assert rates_of(result) == {"disk_bytes_s": 2e9}
+
+
+class GuardedNodes:
+    """Two nodes whose guards tell of their incidents; the third does not answer."""
+
+    async def everywhere(self, method: str) -> dict[str, list[dict[str, str]] | None]:
+        assert method == "incidents"
+        ranks = {"a": ["m-1-aa", "m-2-bb", "m-2-bbb"], "b": ["m-2-bb-r1", "m-10-aa"]}
+        rows = {node: [{"id": f"2026112{place}-{rank}", "rank_id": rank} for place, rank in enumerate(ids)] for node, ids in ranks.items()}
+        return {**rows, "c": None}
+
+
+@pytest.mark.parametrize(
+    ("start", "incident"), [("m-1-aa", "20261120-m-1-aa"), ("m-2-bb", "20261121-m-2-bb"), ("m-3-cc", None), ("m-1", None)]
+)
+async def test_the_incident_of_a_start(start: str, incident: str | None) -> None:
+    assert await incident_of(cast(Cluster, GuardedNodes()), start) == incident

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.bench.benchy import chosen_text
+from sparkd.bench.figures import one_line
+from sparkd.bench.result import text_label
 from tests.support.daemon_process import ROOT, DaemonProcess, daemon, until
 
 KEY = "canary-of-the-boss-0123456789"
 TOKENIZER = ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"
 COMMON = "skip_coherence: true, latency_mode: none, runs: 1"
 PROFILE = f"""args: {{pp: 32, tg: 8, depth: [0, 64], concurrency: [1, 2], {COMMON}, extra_body: ['stub={{"chunk_interval_s":0.02}}']}}"""
+BOOK = "Call me Ishmael. Some years ago - never mind how long precisely - I had little money in my purse.\r\n" * 99
 # An answer of the stub takes seconds.
 SLOW = f"""
 args: {{pp: 32, tg: 8, concurrency: [1, 1], adapt_prompt: false, no_warmup: true, {COMMON}, extra_body: ['stub={{"chunk_interval_s":1}}']}}
@@ -102,7 +107,7 @@ def test_vllms_own_benchmark_measures_the_same_cells(running: DaemonProcess) -> 
 
 
 def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
-    started = start(running, profile_text=SLOW).json()
+    started = start(running, profile_text=SLOW, book=BOOK, book_name="moby.txt").json()
 
     def in_flight() -> bool:
         return bool(running.get("/admin/v1/requests?state=in_flight")["in_flight"])
@@ -128,6 +133,8 @@ def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
     assert end["state"] == "SUCCEEDED", end
     result = running.get(f"/admin/v1/bench/{started['bench']}")
     assert [cell["state"] for cell in result["cells"]] == ["done", "done"]
+    # It went on without being given its text again.
+    assert result["text"] == text_label("moby.txt", BOOK)
 
 
 def _command(pid: str) -> bytes:
@@ -138,15 +145,22 @@ def _command(pid: str) -> bytes:
 
 
 @pytest.mark.timeout(300)
-def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess) -> None:
-    started = start(running, profile_text=SLOW).json()
+def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess, tmp_path: Path) -> None:
+    key, profile = tmp_path / "key", tmp_path / "my profiles" / "mine.yaml"
+    key.write_text(KEY)
+    profile.parent.mkdir()
+    profile.write_text(SLOW)
+    to = ["--url", running.url, "--key-file", str(key)]
+    words = [sys.executable, "-m", "sparkd", "bench", "quick", "--profile", str(profile), *to]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     until(lambda: running.get("/admin/v1/requests?state=in_flight")["in_flight"], 60, "a request of the bench")
     os.kill(running.pid_of("quick"), signal.SIGKILL)
-    end = ended(running, started["operation"])
-    result = running.get(f"/admin/v1/bench/{started['bench']}")
-    states = [cell["state"] for cell in result["cells"]]
-    assert (end["state"], states) == ("SUCCEEDED", ["failed", "done"]), (end, result["cells"])
-    assert result["cells"][0]["error"]
+    out, err = command.communicate(timeout=240)
+    result = running.get(f"/admin/v1/bench/{running.get('/admin/v1/bench')['benches'][0]['id']}")
+    assert (command.returncode, [cell["state"] for cell in result["cells"]]) == (1, ["failed", "done"]), (out, err)
+    error = result["cells"][0]["error"]
+    assert "EngineExited" in error and error == one_line(error) and error in out
+    assert f"--profile '{profile}' --resume {result['id']}" in err
     running.wait_for("quick", "READY", 90)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.bench.figures import WAYS
+from sparkd.bench.figures import WAYS, one_line
 from tests.support.daemon_process import DaemonProcess, daemon, until
 
 
@@ -82,6 +82,7 @@ def test_a_model_that_does_not_load_ends_the_bench_with_its_reason(running: Daem
     begun = start(running, model="broken", other="a").raise_for_status().json()
     operation = ended(running, begun["operation"])
     assert operation["state"] == "FAILED" and "broken" in operation["message"]
+    assert "EngineExited" in operation["message"] and operation["message"] == one_line(operation["message"])
     assert running.get(f"/admin/v1/bench/{begun['bench']}")["loads"] == []
     until(lambda: running.model("broken")["want"] == "STOPPED", 30, "it is wanted as before")
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.bench.figures import one_line
 from sparkd.bench.passages import SHIPPED, shipped_text
 from sparkd.bench.result import text_label
 from tests.sparkd.daemon.test_benches import ended
@@ -83,7 +84,9 @@ def test_a_format_that_does_not_load_is_a_row(running: DaemonProcess) -> None:
     assert ended(running, started["operation"])["state"] == "SUCCEEDED"
     rows = result_of(running, started["bench"])["quality"]
     assert [row["format"] for row in rows] == ["as stored", "fp8", "int4-g32"]
-    assert all(row["error"] and row["perplexity"] is None for row in rows)
+    errors = [row["error"] for row in rows]
+    assert all("CudaOutOfMemory" in error and error == one_line(error) for error in errors), errors
+    assert all(row["perplexity"] is None for row in rows)
     row = next(row for row in running.get("/admin/v1/bench")["benches"] if row["id"] == started["bench"])
     assert (row["kind"], row["done"], row["cells"]) == ("quality", 0, 3)
 

@@ -75,12 +75,23 @@ function saysOf(result) {
 /** @param {{result: any}} props of a bench */
 export const Cells = ({ result }) => html`<${Table} label="Cells" rows=${result.cells} columns=${CELLS} rowKey=${(/** @type {any} */ one) => result.cells.indexOf(one)} empty="This bench has no cells." />`;
 
+/** The phases in which a load reads weights (sparkd/admin/starts.py); a plan predicts these. */
+const WEIGHTS = ["read", "quantize"];
+
+/** @param {any} load */
+const weightsOf = (load) => load.phases.reduce((/** @type {number} */ sum, /** @type {any} */ phase) => sum + (WEIGHTS.includes(phase.phase) ? phase.seconds : 0), 0) || null;
+
+/** The loads with their place, and with the plan's seconds; the other model of a swap has none. @param {any} result */
+const plannedLoads = (result) => result.loads.map((/** @type {any} */ one, /** @type {number} */ place) => ({ ...one, place, predicted_s: one.way === "back" ? null : result.predicted?.[one.way === "first" ? "first_load_s" : "next_load_s"] }));
+
 /** @type {import("./table.js").Column<any>[]} */
 const LOADS = [
   { head: "Load", name: true, cell: (one) => ({ first: "first", cached: "from the quantized cache", swap: "swap from another model", back: "swap back to it" })[/** @type {string} */ (one.way)] ?? one.way },
   { head: "Model", cell: (one) => one.model || UNKNOWN },
   { head: "Takes", end: true, cell: (one) => seconds(one.seconds) },
   { head: "First answer", end: true, cell: (one) => seconds(one.first_answer_s) },
+  { head: "Weights", end: true, hint: "time in which they were read and quantized", cell: (one) => seconds(weightsOf(one)) },
+  { head: "Predicted", end: true, hint: "by the plan, for the weights", cell: (one) => seconds(one.predicted_s) },
   { head: "Rate", end: true, cell: (one) => bandwidth(one.bytes_per_s) },
   { head: "Of the disk", end: true, cell: (one) => percent(one.bytes_per_s && one.disk_bytes_per_s ? one.bytes_per_s / one.disk_bytes_per_s : null) },
 ];
@@ -96,7 +107,7 @@ const QUALITY = [
 
 /** What a bench measured besides cells. @param {{result: any}} props */
 export const LoadsAndFormats = ({ result }) => html`
-  ${result.loads.length > 0 && html`<section><h2>Loads</h2><${Table} label="Loads" rows=${result.loads} columns=${LOADS} rowKey=${(/** @type {any} */ one) => result.loads.indexOf(one)} /></section>`}
+  ${result.loads.length > 0 && html`<section><h2>Loads</h2><${Table} label="Loads" rows=${plannedLoads(result)} columns=${LOADS} rowKey=${(/** @type {any} */ one) => one.place} /></section>`}
   ${result.quality.length > 0 && html`<section><h2>Formats</h2><${Table} label="Formats" rows=${result.quality} columns=${QUALITY} rowKey=${(/** @type {any} */ one) => one.format} /></section>`}`;
 
 /** The figures below the axis. */

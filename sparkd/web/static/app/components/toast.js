@@ -48,7 +48,7 @@ export function follow(id, name) {
   const stop = effect(() => {
     const operation = operations.of(id).value;
     if (!operation || operation.state === "RUNNING") return;
-    if (operation.state === "FAILED") say(`${name} failed: ${operation.message}`, true);
+    if (operation.state === "FAILED") say(`${name}: ${operation.message}`, true);
     else if (operation.state === "CANCELLED") say(`${name} was cancelled.`);
     else say(`${name}: ${operation.message || "done"}`);
     queueMicrotask(() => stop());

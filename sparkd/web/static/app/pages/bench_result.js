@@ -1,7 +1,7 @@
 // Owns the page of one bench: what was measured, its cells, its curves, going on with it and removing it.
 
 import { ADMIN } from "../api.js";
-import { removed, resumed, useBench, USED } from "../components/bench_actions.js";
+import { fileCommand, removed, resumed, useBench, USED } from "../components/bench_actions.js";
 import { BenchState, Cells, Curves, LoadsAndFormats } from "../components/bench_figures.js";
 import { Check } from "../components/form.js";
 import { useAnswer, Waiting } from "../components/loaded.js";
@@ -31,13 +31,13 @@ export function Result({ id }) {
 function Actions({ result }) {
   const [force, setForce] = useState(false);
   const { answer } = useAnswer(`${ADMIN}/bench/profiles`);
-  const shipped = result.kind === "quality" || answer?.profiles.some((/** @type {any} */ one) => one.name === result.profile);
+  const command = answer && fileCommand(result, answer.profiles.map((/** @type {any} */ one) => one.name));
   const complete = result.cells.every((/** @type {any} */ one) => one.state === "done") && result.quality.every((/** @type {any} */ one) => one.perplexity != null);
   const forget = async () => (await removed(result.id, result.subject.model)) && go("bench");
   return html`<div class="actions">
-    ${!complete && shipped && html`<button type="button" class="main" onClick=${() => resumed(result, force)}>Resume</button><${Check} label=${USED} checked=${force} onChange=${setForce} />`}
+    ${!complete && command === null && html`<button type="button" class="main" onClick=${() => resumed(result, force)}>Resume</button><${Check} label=${USED} checked=${force} onChange=${setForce} />`}
     <button type="button" onClick=${forget}>Remove</button>
-    ${!complete && shipped === false && html`<p>Its profile is a file of yours. To go on: <code>sparkd bench ${result.subject.model} --profile FILE --resume ${result.id}</code></p>`}
+    ${!complete && command && html`<p>It measures with a file of yours. To go on: <code>${command}</code></p>`}
   </div>`;
 }
 

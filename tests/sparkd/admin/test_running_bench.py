@@ -1,0 +1,125 @@
+"""Why an engine failed during a bench, in one line: out of the events, and of the memory guard's incidents."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from sparkd.admin import running_bench
+from sparkd.admin.running_bench import RunningBench, Surroundings
+from sparkd.bench.figures import MOST_ERROR_CHARS, one_line
+from sparkd.bench.result import BenchResult, BenchSubject
+from sparkd.control.journal import Ledger
+from sparkd.engine.rates import Sample
+from sparkd.execution.boundary import Boundary
+from sparkd.state.store import Store
+from tests.sparkd.control.test_supervisor import make_ready
+from tests.support.fakes import Scene, stage
+
+START = "m-1-0a1b2c3d"
+INCIDENT = f"20261126-101500-{START}"
+
+
+class BenchedEngine:
+    """The parts of the daemon that say whether an engine lives. looks: how often its counters were asked."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.snapshot = scene.supervisor.snapshot
+        self.alive, self.looks = True, 0
+        self.then: Callable[[], object] = lambda: None
+        # The guard writes the second time that it is asked.
+        self.incidents: list[str | None] = [None, INCIDENT]
+        self.asked: list[str] = []
+
+    async def counters(self, _: str) -> Sample | None:
+        self.looks += 1
+        if self.looks == 2:
+            self.then()
+        return Sample(0.0) if self.alive else None
+
+    async def incident(self, start: str) -> str | None:
+        self.asked.append(start)
+        return self.incidents.pop(0)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with stage(tmp_path, models={"m": {"model": "/m"}}) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_bench, "POLL_S", 0.0)
+    monkeypatch.setattr(running_bench, "SEEN_S", 5.0)
+
+
+def bench_of(folder: Path, engine: BenchedEngine) -> tuple[RunningBench, Ledger]:
+    ledger = Ledger(Store(folder / "bench.db"), lambda: 5.0)
+    subject = BenchSubject(model="m", source="/m")
+    result = BenchResult(id="20261126-101500-m", state="running", subject=subject, profile="quick", tool="llama-benchy 0.4.0", started_s=1)
+    around = cast(Surroundings, engine)
+    return RunningBench(around, ledger, folder, lambda: 5.0, Boundary(lambda: 5.0), result), ledger
+
+
+def fail(ledger: Ledger, reason: str, model: str = "m") -> None:
+    ledger.say("failed", model, f"{reason}: {'It ended. ' * 99}", reason=reason, failures=1, start=START)
+
+
+async def test_the_reason_of_the_newest_failure_since_then(tmp_path: Path, scene: Scene) -> None:
+    bench, ledger = bench_of(tmp_path, BenchedEngine(scene))
+    fail(ledger, "LoadFailed")
+    since_seq = bench.newest_event()
+    assert await bench.engine_failure("m", since_seq) is None
+
+    fail(ledger, "RankLost")
+    fail(ledger, "EngineExited")
+    fail(ledger, "RankHangs", "other")
+    line = await bench.engine_failure("m", since_seq)
+    assert line is not None and "EngineExited" in line and line == one_line(line)
+
+
+async def test_an_incident_is_awaited_and_named(tmp_path: Path, scene: Scene) -> None:
+    engine = BenchedEngine(scene)
+    bench, ledger = bench_of(tmp_path, engine)
+    fail(ledger, "MemoryGuard")
+    line = await bench.engine_failure("m", 0)
+    assert line is not None and INCIDENT in line and engine.asked == [START, START]
+
+
+async def test_an_incident_that_was_not_written_leaves_the_reason(
+    tmp_path: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_bench, "SEEN_S", 0.05)
+    engine = BenchedEngine(scene)
+    engine.incidents = [None] * 1_000_000
+    bench, ledger = bench_of(tmp_path, engine)
+    fail(ledger, "MemoryGuard")
+    line = await bench.engine_failure("m", 0)
+    assert line is not None and "MemoryGuard" in line
+
+
+async def test_a_death_is_awaited_that_the_supervisor_has_not_seen(tmp_path: Path, scene: Scene) -> None:
+    engine = BenchedEngine(scene)
+    bench, ledger = bench_of(tmp_path, engine)
+    await make_ready(scene)
+    engine.alive, engine.then = False, lambda: fail(ledger, "EngineExited")
+    line = await bench.engine_failure("m", bench.newest_event())
+    assert line is not None and "EngineExited" in line and engine.looks == 2
+
+
+async def test_an_engine_that_answers_did_not_fail(tmp_path: Path, scene: Scene) -> None:
+    engine = BenchedEngine(scene)
+    bench, _ = bench_of(tmp_path, engine)
+    await make_ready(scene)
+    assert await bench.engine_failure("m", 0) is None
+    assert engine.looks == 1
+
+
+@pytest.mark.parametrize(("text", "length"), [("", 0), ("a\n b\t c", 5), ("x" * 5000, MOST_ERROR_CHARS)])
+def test_an_error_is_one_short_line(text: str, length: int) -> None:
+    line = one_line(text)
+    assert len(line) == length and "\n" not in line
