@@ -48,6 +48,8 @@ UNITS = {
     **dict.fromkeys(("decode_tokens_per_s", "total_decode_tokens_per_s", "prefill_tokens_per_s"), "tokens/s"),
     **dict.fromkeys(("ttft_s", "load_s"), "s"),
 }
+# A step that reads less weights, or a load that reads less, does not show the rate of the memory or of the disk.
+_SHOWN_BYTES = 1 << 30
 _RELEASE = re.compile(r"\s([0-9]{3,}\.[0-9.]+)\s")
 
 Targets = Callable[[], Iterable[tuple[str, str, Upstream]]]
@@ -222,14 +224,20 @@ def rates_of(result: BenchResult) -> dict[LearnedName, float]:
 
     bandwidth_bytes_s: at which one request at a time at the smallest depth reads the active weights, once for each token. Links of several
     nodes count too, and the tokens of a draft read nothing, so neither shows it. disk_bytes_s: the median of the loads that only read.
+    Neither comes from less than _SHOWN_BYTES, because the rest of a step or a load takes most of its time then.
     """
     rates: dict[LearnedName, float] = {}
     cell = next((each for each in measured(result) if each.cell.concurrency == 1), None)
     decode = None if cell is None else read("tg", cell)
     alone = len(result.subject.nodes) == 1
-    if cell is not None and decode and alone and cell.engine.drafted_tokens is None and result.predicted and result.predicted.active_bytes:
-        rates["bandwidth_bytes_s"] = result.predicted.active_bytes * decode.mean
-    reading = [load.bytes_per_s for load in result.loads if load.bytes_per_s and any(phase.phase == READ for phase in load.phases)]
+    active = (result.predicted.active_bytes if result.predicted is not None else None) or 0
+    if cell is not None and decode and alone and cell.engine.drafted_tokens is None and active >= _SHOWN_BYTES:
+        rates["bandwidth_bytes_s"] = active * decode.mean
+    reading = [
+        load.bytes_per_s
+        for load in result.loads
+        if load.bytes_per_s and any(phase.phase == READ and (phase.bytes or 0) >= _SHOWN_BYTES for phase in load.phases)
+    ]
     if alone and reading:
         rates["disk_bytes_s"] = median(reading)
     return rates

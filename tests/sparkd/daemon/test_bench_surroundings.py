@@ -39,7 +39,7 @@ def test_the_figures_of_a_recipe_have_their_source() -> None:
 
 
 def test_a_bench_shows_the_rate_of_the_memory_only_where_each_token_reads_the_weights() -> None:
-    result = example(depths=(0,)).model_copy(update={"predicted": Predicted(active_bytes=1000), "loads": []})
+    result = example(depths=(0,)).model_copy(update={"predicted": Predicted(active_bytes=1 << 30), "loads": []})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
     decode = read("tg", result.cells[0])
     plain = result.cells[0].model_copy(update={"engine": EngineFigures()})
@@ -47,14 +47,19 @@ def test_a_bench_shows_the_rate_of_the_memory_only_where_each_token_reads_the_we
     two_nodes = result.subject.model_copy(update={"nodes": ["a", "b"]})
 
     assert decode is not None
-    assert rates_of(result.model_copy(update={"cells": [plain]})) == {"bandwidth_bytes_s": 1000 * decode.mean}
+    assert rates_of(result.model_copy(update={"cells": [plain]})) == {"bandwidth_bytes_s": (1 << 30) * decode.mean}
     assert rates_of(result.model_copy(update={"cells": [drafted]})) == {}
     assert rates_of(result.model_copy(update={"cells": [plain], "subject": two_nodes})) == {}
     assert rates_of(result.model_copy(update={"cells": [plain], "predicted": None})) == {}
+    small = Predicted(active_bytes=(1 << 30) - 1)
+    assert rates_of(result.model_copy(update={"cells": [plain], "predicted": small})) == {}, "most of a step is something else"
 
 
 def test_loads_show_the_rate_of_the_disk() -> None:
-    loads = [LoadRow(way="cached", seconds=9, bytes_per_s=rate, phases=[Phase(phase="read", seconds=1)]) for rate in (1e9, 3e9, 2e9)]
+    def cached(rate: float, size: int) -> LoadRow:
+        return LoadRow(way="cached", seconds=9, bytes_per_s=rate, phases=[Phase(phase="read", seconds=1, bytes=size)])
+
+    loads = [cached(rate, 1 << 30) for rate in (1e9, 3e9, 2e9)] + [cached(3e7, 1 << 27)] * 4
     loads += [LoadRow(way="first", seconds=9, bytes_per_s=5e9, phases=[Phase(phase="quantize", seconds=1)])] * 5
     result = example().model_copy(update={"cells": [], "loads": loads})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
