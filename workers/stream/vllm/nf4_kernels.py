@@ -244,7 +244,7 @@ def experts(x: Tensor, matrix: Matrix, routing: Routing, tile: tuple[int, ...]) 
     n, k = packed.shape[1], x.shape[1]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     paired = isinstance(order, Tensor)
-    sorted_ids, expert_ids, padded = (order, order, order) if paired else order
+    sorted_ids, expert_ids, padded = (order, order, order) if isinstance(order, Tensor) else order
     # A block holds the tokens of one expert: no more blocks than pairs can have something in them.
     blocks = pairs if paired else min(triton.cdiv(sorted_ids.shape[0], tokens), pairs)
     constants = {"TOP": top, "GROUP": k // scale.shape[2], "HAS_BIAS": bias is not None, "WEIGHTED": weights is not None, "PAIRED": paired}
