@@ -68,9 +68,13 @@ def _level(codes, TYPE: tl.constexpr):
 
 @triton.jit
 def _scales(scales, row, k, K, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """The scales of rows `row` and COLUMNS columns from k on, [ROWS, groups]; 0 beyond K."""
-    COUNT: tl.constexpr = 1 if GROUP >= COLUMNS else COLUMNS // GROUP
-    group = k // GROUP + tl.arange(0, COUNT)
+    """The scales of rows `row` and COLUMNS columns from k on, [ROWS, groups]; 0 beyond K.
+
+    The scale of a group that is as wide as the block or wider comes twice: with one column Triton would pass the weights through shared
+    memory.
+    """
+    COUNT: tl.constexpr = 2 if GROUP >= COLUMNS else COLUMNS // GROUP
+    group = k // GROUP + tl.arange(0, COUNT) // (COUNT * GROUP // COLUMNS)
     return tl.load(scales + row[:, None] * (K // GROUP) + group[None, :], mask=group[None, :] < K // GROUP, other=0.0)
 
 
