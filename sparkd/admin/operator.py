@@ -28,15 +28,16 @@ class Operator:
         """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`, and ConfigError for an entry with which a
         READY model would not start again.
 
-        None for a model that is known by this name: the files of what may run now are the supervisor's business.
+        A model that is known by this name may keep its folder: the files of what may run now are the supervisor's business.
         """
         spec, config = self._registry.judged(name, raw), self._registry.config
         record = self._registry.records.get(name)
-        if record is not None and record.spec is not None and record.spec.model == spec.model:
-            if record.state is ModelState.READY and config_hash(spec, config.engine) != record.hash:
-                await asyncio.to_thread(refuse_faulty, [spec], config)
-            return None
-        return await self._cluster.models.unusable(spec)
+        is_same = record is not None and record.spec is not None and record.spec.model == spec.model
+        if not is_same and (fault := await self._cluster.models.unusable(spec)):
+            return fault
+        if record is not None and record.state is ModelState.READY and config_hash(spec, config.engine) != record.hash:
+            await asyncio.to_thread(refuse_faulty, [spec], config)
+        return None
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
         """Take in a model that the configuration file does not have. Adding the same again changes nothing.

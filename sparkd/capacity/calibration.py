@@ -28,15 +28,16 @@ class Calibration:
     fits: bool
 
 
-def calibration_of(model: FormattedModel, hardware: Hardware) -> Calibration | None:
-    """None where no weight gets such a format, or transformers could not run the checkpoint as it is stored."""
+def calibration_of(model: FormattedModel, hardware: Hardware, held_bytes: int) -> Calibration | None:
+    """None where no weight gets such a format, or transformers could not run the checkpoint as it is stored. held_bytes: what the rank has
+    allocated on the GPU by then, room for all its weights."""
     inventory = model.inventory
     rounds = any(one.form is not None and one.form.rounds_activations for one in model.groups)
     if not rounds or inventory.checkpoint.quantization is not None:
         return None
     free_bytes = inventory.stored_bytes + BESIDE_BYTES + SPARE_BYTES
     # Where the device has memory of its own, that of the host is not known here.
-    fits = not hardware.unified or free_bytes <= hardware.memory_bytes - hardware.system_bytes
+    fits = not hardware.unified or free_bytes + held_bytes <= hardware.memory_bytes - hardware.system_bytes
     seconds = None if hardware.disk_bytes_s is None else inventory.stored_bytes / hardware.disk_bytes_s + CHILD_S
     return Calibration(seconds if fits else 0.0, free_bytes, fits)
 

@@ -17,7 +17,8 @@ from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
 from sparkd.models.folder import unusable
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import engine_args
-from sparkd.vllm.installed import release_in
+from sparkd.vllm.installed import full_version_in, release_in
+from workers.kv.profiles import profiles_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,10 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
     for sentence in unmet(args):
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
     answers = partial(kept_here, runtime=InquiryRuntime(runtime, places(config.state_dir)))
+    # As a start counts it: what it measured before may be less than the formulas say.
+    evidence = Evidence(profiles_in(str(config.profiles_path)), full_version_in(runtime), answers)
     reasons = {"max_model_len": too_long(args, release_in(runtime)), "quantize": uneven(args)}
-    for key, message in [*reasons.items(), *misfits(args, spec.speculative, config.engine.platform, Evidence(ask=answers))]:
+    for key, message in [*reasons.items(), *misfits(args, spec.speculative, config.engine.platform, evidence)]:
         if message:
             yield EntryFault(key, message)
 

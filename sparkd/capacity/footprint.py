@@ -169,7 +169,7 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     available = hardware.memory_bytes
     margin = terms.margin_bytes if terms.margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
-    calibration = None if terms.calibrated else calibration_of(model, hardware)
+    calibration = None if terms.calibrated else calibration_of(model, hardware, held if cuda else 0)
     if first_load_s is not None and calibration is not None:
         first_load_s += calibration.seconds or 0.0
     return Footprint(

@@ -53,6 +53,9 @@ def refuse_over_admin(own: Table, model: ModelConfig) -> None:
         raise ConfigError(
             f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
         )
+    if own.get("quantize") is not None and isinstance(model.quantize, Mapping) and "calibration" in model.quantize:
+        # Its absence, its size and its encoding are told, and it may be any file.
+        raise ConfigError(f"quantize.calibration is refused over the admin API: {_CURE}", param="quantize")
     args, env = own.get("extra_args") or (), own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
     refuse_flags(model.extra_args[len(model.extra_args) - len(args) :])

@@ -125,6 +125,13 @@ def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
         assert caught.value.param == key
 
 
+def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4", "calibration": "/etc/passwd"}}, over_admin=True)
+    assert caught.value.param == "quantize"
+    parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4"}}, over_admin=True)
+
+
 def test_no_variable_that_opens_a_log_or_loads_code_may_be_set() -> None:
     assert not [name for name in ENVIRONMENT if "LOGGING" in name or "PLUGIN" in name or "PATH" in name or "PRELOAD" in name]
 

@@ -97,7 +97,10 @@ def test_an_entry_keeps_it_in_its_own_folder_or_nowhere(folder: Path, tmp_path: 
 
 def test_a_node_without_the_memory_does_not_calibrate(folder: Path) -> None:
     stored = read_checkpoint(folder).total_bytes
-    small = replace(SPARK, memory_bytes=SPARK.system_bytes + stored + 11 * GIB)
+    held = planned(folder, "nvfp4-a4")["choice"]["footprint"]["weights"]
+    enough = replace(SPARK, memory_bytes=SPARK.system_bytes + stored + 12 * GIB + held)
+    assert planned(folder, "nvfp4-a4", hardware=enough)["choice"]["footprint"]["calibration_s"] > 0
+    small = replace(enough, memory_bytes=enough.memory_bytes - 1)
     plan = planned(folder, "nvfp4-a4", hardware=small)
     plain = planned(folder, "nvfp4", hardware=small)
     assert plan["choice"]["footprint"]["first_load_s"] == pytest.approx(plain["choice"]["footprint"]["first_load_s"], rel=1e-3)

@@ -198,6 +198,10 @@ async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse
         with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
             await made.operator.unusable("added", entry | {"quantize": "nf4-g128"})
         assert await made.operator.unusable("added", entry | {"quantize": "nf4-g64"}) is None
+        other = {"model": str(write(tmp_path / "other", shape, tensors_of(shape))), "max_model_len": 4096}
+        with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
+            await made.operator.unusable("added", other | {"quantize": "nf4-g128"})
+        assert await made.operator.unusable("added", other) is None
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ def _decode(dtype: torch.dtype, product: str) -> str:
 
     prmt picks four bytes of eight by four nibbles at once: the low bytes of four levels, then their high ones, each from the levels 0 to 7
     and from 8 to 15, of which a nibble's highest bit then picks one. The table is constants, because Triton would decode a table that is
-    loaded before it converts to the tensor cores' layout. product: what multiplies two values of dtype.
+    loaded before it converts to the tensor cores' layout. product: what multiplies two values of dtype and adds one, here -0: GPUs before
+    Hopper have no mul.bf16x2, and those with one make the same machine code of both.
     """
     table = torch.tensor(LEVELS).to(dtype).view(torch.uint8).view(16, 2).t().contiguous().view(torch.int32).flatten()
-    lines = [".reg .b32 c, t, s, m, a, b, l, h, p, w<8>;"]
+    lines = [".reg .b32 c, t, s, m, a, b, l, h, p, z, w<8>; mov.b32 z, 0x80008000;"]
     lines += [f"mov.b32 w{place}, {word & 0xFFFFFFFF:#x};" for place, word in enumerate(table.tolist())]
     lines.append("and.b32 c, $4, 0x77777777; shr.u32 t, $4, 1; lop3.b32 t, t, 0x44444444, 0x32103210, 0xEA;")
     for half in (0, 1):
@@ -33,12 +34,12 @@ def _decode(dtype: torch.dtype, product: str) -> str:
         lines.append("prmt.b32 a, w0, w1, s; prmt.b32 b, w2, w3, s; prmt.b32 l, a, b, m;")
         lines.append("prmt.b32 a, w4, w5, s; prmt.b32 b, w6, w7, s; prmt.b32 h, a, b, m;")
         for place, order in ((2 * half, 0x4051), (2 * half + 1, 0x6273)):
-            lines.append(f"prmt.b32 p, l, h, {order:#x}; {product} ${place}, p, ${place + 5};")
+            lines.append(f"prmt.b32 p, l, h, {order:#x}; {product} ${place}, p, ${place + 5}, z;")
     return "{" + "\n".join(lines) + "}"
 
 
-_BF16 = tl.constexpr(_decode(torch.bfloat16, "mul.bf16x2"))
-_FP16 = tl.constexpr(_decode(torch.float16, "mul.f16x2"))
+_BF16 = tl.constexpr(_decode(torch.bfloat16, "fma.rn.bf16x2"))
+_FP16 = tl.constexpr(_decode(torch.float16, "fma.rn.f16x2"))
 _REGISTERS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 5))
 _LEVELS = tl.constexpr(LEVELS)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -67,9 +68,13 @@ def _level(codes, TYPE: tl.constexpr):
 
 @triton.jit
 def _scales(scales, row, k, K, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """The scales of rows `row` and COLUMNS columns from k on, [ROWS, groups]; 0 beyond K."""
-    COUNT: tl.constexpr = 1 if GROUP >= COLUMNS else COLUMNS // GROUP
-    group = k // GROUP + tl.arange(0, COUNT)
+    """The scales of rows `row` and COLUMNS columns from k on, [ROWS, groups]; 0 beyond K.
+
+    The scale of a group that is as wide as the block or wider comes twice: with one column Triton would pass the weights through shared
+    memory.
+    """
+    COUNT: tl.constexpr = 2 if GROUP >= COLUMNS else COLUMNS // GROUP
+    group = k // GROUP + tl.arange(0, COUNT) // (COUNT * GROUP // COLUMNS)
     return tl.load(scales + row[:, None] * (K // GROUP) + group[None, :], mask=group[None, :] < K // GROUP, other=0.0)
 
 

@@ -34,7 +34,7 @@ def _linear(x: Tensor, weight: Tensor, scale: Tensor, _divisor: Tensor | None, b
     tokens = _in_two_bytes(x).reshape(-1, k)
     if tokens.shape[0] < WHOLE_TOKENS:
         return nf4_kernels.linear(tokens, Matrix(weight, scale, bias), _linear_tile(tokens.shape[0], n, k)).view(*x.shape[:-1], n)
-    rows = max(256, -(-n // -(-n * k // WHOLE_WEIGHTS)) // 256 * 256)
+    rows = n if n * k <= WHOLE_WEIGHTS else max(256, -(-n // -(-n * k // WHOLE_WEIGHTS)) // 256 * 256)
     products = []
     for start in range(0, n, rows):
         part = slice(start, min(n, start + rows))
@@ -88,7 +88,7 @@ def _experts(
         order = _sorted()(topk_ids.int(), tile[0], experts, expert_map)
     hidden = _activated(nf4_kernels.experts(x, first, Routing(order, pairs, top), tile), activation, alpha, beta, limit)
     down = nf4_kernels.experts(hidden, second, Routing(order, pairs, 1, weights), tile)
-    return down.view(x.shape[0], top, -1).sum(1)
+    return down.view(x.shape[0], top, w2.shape[1]).sum(1)
 
 
 def _activated(up: Tensor, activation: str, alpha: float, beta: float, limit: float | None) -> Tensor:

@@ -250,6 +250,8 @@ def test_a_mixed_description_is_recognised() -> None:
         (Format("int4", 128), ("input_activations",), {"num_bits": 8, "type": "int", "dynamic": True}, False),
         (NVFP4, ("weights", "scale_dtype"), None, True),
         (NVFP4, ("input_activations",), {"num_bits": 4, "type": "float", "dynamic": "local"}, False),
+        (Format("nvfp4_a4"), ("input_activations", "scale_dtype"), None, True),
+        (Format("nvfp4_a4"), ("input_activations", "dynamic"), True, False),
         (Format("fp8"), ("input_activations", "dynamic"), False, False),
         (Format("fp8"), ("weights", "strategy"), "tensor", False),
         (Format("fp8"), ("input_activations",), None, False),

@@ -67,29 +67,91 @@ def test_products_are_those_of_the_decoded_weights() -> None:
     if importlib.util.find_spec("triton") is None:
         assert not torch.cuda.is_available()
         return
-    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
-    ran = subprocess.run(
-        [sys.executable, "-c", _PRODUCTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    far = json.loads(ran.stdout)
+    far = _said(_PRODUCTS)
     assert len(far) == 18
     assert {name: distance for name, distance in far.items() if not distance < 0.002} == {}
 
 
+def test_a_gpu_s_operators_compute_what_a_cpu_s_do() -> None:
+    """Of one to 300 tokens: shared columns, whole weights in parts, pairs, blocks as moe_align_block_size makes them, experts elsewhere."""
+    if importlib.util.find_spec("triton") is None:
+        assert not torch.cuda.is_available()
+        return
+    far = _said(_OPERATORS)
+    assert len(far) == 10
+    assert {name: distance for name, distance in far.items() if not distance < 0.002} == {}
+
+
+_OPERATORS = """
+import json
+import torch
+from workers.quantization.formats import Format
+from workers.stream.formats import quantizer
+from workers.stream.vllm import nf4_products
+
+random = torch.Generator().manual_seed(0)
+found = {}
+
+def normal(*shape):
+    return torch.randn(shape, generator=random).half()
+
+def weight(*shape):
+    parts = quantizer(Format("nf4", 32)).quantize(normal(*shape).float() / 8)
+    return parts["weight_packed"], parts["weight_scale"], None
+
+def far(made, meant):
+    return float((made - meant).float().norm() / meant.float().norm())
+
+def aligned(chosen, block, experts, expert_map):
+    order, blocks = [], []
+    for expert in range(experts):
+        rows = (chosen.flatten() == expert).nonzero().flatten().tolist()
+        order += rows + [chosen.numel()] * (-len(rows) % block)
+        blocks += [expert if expert_map is None else int(expert_map[expert])] * -(-len(rows) // block)
+    room = chosen.numel() + experts * (block - 1) - len(order)
+    count = torch.tensor([len(order)])
+    return torch.tensor(order + [chosen.numel()] * room), torch.tensor(blocks + [0] * room), count
+
+nf4_products._sorted = lambda: aligned
+nf4_products.WHOLE_WEIGHTS = 1 << 14
+packed, bias = weight(264, 544), normal(264)
+for tokens in (1, 8, 9, 40, 257):
+    arguments = (normal(tokens, 2, 600)[:, 1, :544], *packed, bias, "nf4")
+    found[f"linear {tokens}"] = far(nf4_products._linear(*arguments), torch.ops.sparkd.packed_linear(*arguments))
+w13, w2, biases = weight(4, 64, 96), weight(4, 96, 32), (normal(4, 64), normal(4, 96))
+for tokens, top, expert_map, on_input in (
+    (1, 2, None, False),
+    (4, 2, torch.tensor([2, -1, 0, 1, -1, 3], dtype=torch.int32), False),
+    (3, 1, None, True),
+    (5, 2, torch.tensor([2, -1, 0, 1, -1, 3], dtype=torch.int32), False),
+    (40, 1, None, True),
+):
+    experts = 4 if expert_map is None else 6
+    chosen = torch.stack([torch.randperm(experts, generator=random)[:top] for _ in range(tokens)])
+    layer = (*w13, biases[0], *w2, biases[1], None, None, expert_map, "nf4", "gelu", 1.0, 0.0, None, on_input)
+    arguments = (normal(tokens, 96), torch.rand(tokens, top, generator=random) + 0.5, chosen, *layer)
+    found[f"experts {tokens}"] = far(nf4_products._experts(*arguments), torch.ops.sparkd.packed_experts(*arguments))
+print(json.dumps(found))
+"""
+
+
 def test_every_tile_compiles_for_the_gpus_of_a_spark_and_of_a_server() -> None:
     """Triton compiles without a GPU: PTX and machine code, where the inline assembly would be refused. The shared memory of a program is
-    that of a GB10 at most (CUDA's programming guide: 99 KiB at compute capability 12.x), and decoded weights take none of it."""
+    that of a GB10 at most (CUDA's programming guide: 99 KiB at compute capability 12.x), and decoded weights take none of it. An A100
+    (8.0) has fewer instructions for BF16."""
     if importlib.util.find_spec("triton") is None:
         assert not torch.cuda.is_available()
         return
     ran = subprocess.run([sys.executable, "-c", _COMPILED], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert len(found) == 12
-    assert {each["tokens"] for each in found} == {8, 16, 32, 128}
+    assert len(found) == 14
+    assert {(each["kernel"], each["tokens"]) for each in found} == {
+        *(("linear_kernel", tokens) for tokens in (8, 16, 32, 128)),
+        *(("experts_kernel", tokens) for tokens in (8, 16, 128)),
+    }
     assert [each for each in found if each["capability"] == 121 and each["shared"] > 99 * 1024] == []
-    assert [each for each in found if each["tokens"] <= 16 and each["weights stored"]] == []
+    assert [each for each in found if each["weights stored"]] == []
 
 
 _COMPILED = """
@@ -99,23 +161,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.stream.vllm import nf4_products
-from workers.stream.vllm.nf4_kernels import linear_kernel
+from workers.stream.vllm.nf4_kernels import experts_kernel, linear_kernel
 
-def compiled(capability, tile, group):
-    tokens, rows, columns, parts, warps, stages = tile
+def compiled(kernel, capability, tile, group, activations="*bf16"):
+    tokens, rows, columns, *_, warps, stages = tile
     constants = {"GROUP": group, "HAS_BIAS": False, "EVEN": True, "TOKENS": tokens, "ROWS": rows, "COLUMNS": columns}
-    types = {"x": "*bf16", "packed": "*u8", "scales": "*bf16", "bias": "*bf16", "out": "*fp32"}
-    names = linear_kernel.arg_names
+    types = {"x": activations, "packed": "*u8", "scales": "*bf16", "bias": activations, "out": "*fp32"}
+    if kernel is experts_kernel:
+        constants |= {"TOP": 8, "WEIGHTED": True, "PAIRED": tokens == 8}
+        types |= {"out": activations, "weights": "*fp32", "sorted_ids": "*i32", "expert_ids": "*i32", "padded": "*i32"}
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*types, "N", "K", "stride", "part_columns")}
-    source = ASTSource(fn=linear_kernel, signature=signature, constexprs=constants, attrs=divisible)
+    even = [name for name in (*types, "N", "K", "stride", "part_columns") if name in names]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even}
+    )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
     assert made.asm["cubin"]
     stored = re.findall(rf"local_alloc %\\S+ : \\(tensor<{rows}x{columns}x", made.asm["ttgir"])
-    return {"capability": capability, "tokens": tokens, "group": group, "shared": made.metadata.shared, "weights stored": len(stored)}
+    return {
+        "kernel": kernel.__name__, "capability": capability, "tokens": tokens, "shared": made.metadata.shared, "weights stored": len(stored)
+    }
 
 tiles = [nf4_products._linear_tile(tokens, 4096, 4096) for tokens in (1, 9, 17, 128)]
-cases = [(tile, group) for tile in tiles for group in (32, 128)]
-found = [compiled(121, tile, group) for tile, group in cases] + [compiled(90, tile, 32) for tile in tiles]
+found = [compiled(linear_kernel, 121, tile, group) for tile in tiles for group in (32, 256)]
+found += [compiled(linear_kernel, *rest) for rest in ((90, tiles[0], 32), (80, tiles[0], 32), (121, tiles[1], 512, "*fp16"))]
+found += [compiled(experts_kernel, 121, nf4_products._experts_tile(128 * each, 128), 64) for each in (1, 12, 99)]
 print(json.dumps(found))
 """
+
+
+def _said(program: str) -> dict[str, float]:
+    """What a program prints in Triton's interpreter."""
+    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr
+    said: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    return said
