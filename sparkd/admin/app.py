@@ -62,7 +62,6 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.errors import (
     REQUEST_ID,
     BadRequest,
-    CheckpointError,
     MethodNotAllowed,
     SparkdError,
     UnknownModel,
@@ -72,6 +71,7 @@ from sparkd.errors import (
 )
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
+from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.model import ModelConfig
@@ -192,17 +192,14 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         return await take_in(new.name, new.spec, load=new.load, replace=False)
 
     async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
-        # Else it would be tried again and again. Before anybody can see it.
-        if fault := await operator.unusable(name, spec):
-            raise CheckpointError(fault.message)
-        operator.add(name, spec, replace=replace)
+        await operator.take_in(name, spec, replace=replace)
         if not load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
         return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Load a model, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
-        model = operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
+        model = await operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
         return _accepted(supervisor.want(model, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Unload a model; requests in flight may finish")
@@ -292,6 +289,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         def find(name: str) -> ModelConfig | None:
             return registry.find(name).spec if _known(registry, name) else None
 
+        refuse_calibration(question.quantize)
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         places = registry.model_places()
         return await planned_here(question, find, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)

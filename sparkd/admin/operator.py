@@ -11,7 +11,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import config_hash
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
-from sparkd.errors import Conflict, ModelUnusable
+from sparkd.errors import CheckpointError, Conflict, ModelUnusable
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
 
@@ -47,13 +47,21 @@ class Operator:
         """
         self._tell(name, self._registry.add(name, raw, replace=replace))
 
-    def lay_recipe(self, name: str, recipe: str) -> str:
+    async def take_in(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> None:
+        """`add` what is a model. Raises as `add` and `unusable`, and CheckpointError with what `unusable` says."""
+        # Else it would be tried again and again. Before anybody can see it.
+        if fault := await self.unusable(name, raw):
+            raise CheckpointError(fault.message)
+        self.add(name, raw, replace=replace)
+
+    async def lay_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that is free becomes a model of the recipe alone.
 
-        Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
+        Returns the model's name. Raises as `take_in`, and Conflict for a model of the configuration file that has not this recipe there.
         """
-        model, change = self._registry.lay_recipe(name, recipe)
-        self._tell(model, change)
+        model, raw = self._registry.with_recipe(name, recipe)
+        if raw is not None:
+            await self.take_in(model, raw, replace=True)
         return model
 
     def remove(self, name: str) -> Operation:

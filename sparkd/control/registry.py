@@ -141,12 +141,15 @@ class Roster:
         """See Config.model_places."""
         return self._base.model_places()
 
-    def lay_recipe(self, name: str, recipe: str) -> tuple[str, str | None]:
-        """See Supervisor.lay_recipe. The model's name, and what has happened as by `add`."""
+    def with_recipe(self, name: str, recipe: str) -> tuple[str, dict[str, Any] | None]:
+        """The model of this name, and the keys that it gets with this recipe; None for one of the configuration file that has it there.
+
+        Raises Conflict for one that has another there.
+        """
         model = self._names.get(name, name)
         configured = self._base.models.get(model)
         if configured is None:
-            return model, self.add(model, {**self._store.wishes.specs().get(model, {}), "recipe": recipe}, replace=True)
+            return model, {**self._store.wishes.specs().get(model, {}), "recipe": recipe}
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
             raise Conflict(f"The model {model} is in the configuration file: {cure}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
@@ -40,6 +41,12 @@ def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
         raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")
 
 
+def refuse_calibration(quantize: Any) -> None:
+    """Raise ConfigError for a text of the caller's choice: its absence, its size and its encoding are told, and it may be any file."""
+    if isinstance(quantize, Mapping) and "calibration" in quantize:
+        raise ConfigError(f"quantize.calibration is refused over the admin API: {_CURE}", param="quantize")
+
+
 def refuse_over_admin(own: Table, model: ModelConfig) -> None:
     """Raise ConfigError for a key of the request that is not in the lists.
 
@@ -53,9 +60,8 @@ def refuse_over_admin(own: Table, model: ModelConfig) -> None:
         raise ConfigError(
             f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
         )
-    if own.get("quantize") is not None and isinstance(model.quantize, Mapping) and "calibration" in model.quantize:
-        # Its absence, its size and its encoding are told, and it may be any file.
-        raise ConfigError(f"quantize.calibration is refused over the admin API: {_CURE}", param="quantize")
+    if own.get("quantize") is not None:
+        refuse_calibration(model.quantize)
     args, env = own.get("extra_args") or (), own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
     refuse_flags(model.extra_args[len(model.extra_args) - len(args) :])

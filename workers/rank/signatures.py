@@ -225,7 +225,7 @@ SIGNATURES = (
     _sign(
         "KernelMissing", ROOT, r"Failed to find a kernel that can implement the (\w{1,16}) linear layer|No (\w{1,16}) MoE backend supports",
         "This vLLM has no kernel for that format on this device.",
-        "Choose another format by quantize (on a CPU quantize: bf16 serves a checkpoint that is stored in NVFP4, MXFP4 or INT4), or "
+        "Choose another format by quantize (on a CPU quantize: bf16 serves what compressed-tensors stored in NVFP4, MXFP4 or INT4), or "
         "another vLLM: on a Spark one built for CUDA 13 (sm_120 or sm_121).",
     ),
     _sign(

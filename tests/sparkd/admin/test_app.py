@@ -229,6 +229,7 @@ async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.Mon
             ({"model": str(folder), "nodes": 0}, 400, "nodes"),
             ({"model": str(folder), "margin_gib": "x"}, 400, "margin_gib"),
             ({"model": str(folder), "quantize": "fp3"}, 422, "fp3"),
+            ({"model": str(folder), "quantize": {"format": "nvfp4-a4", "calibration": "/etc/passwd"}}, 422, "quantize.calibration"),
             ({"model": str(tmp_path / "gone")}, 422, "gone"),
             ({"model": "owner/nothing"}, 422, "owner/nothing"),
             ({"model": "nothing"}, 422, "nothing"),

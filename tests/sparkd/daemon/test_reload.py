@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,24 @@ async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse
         with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
             await made.operator.unusable("added", other | {"quantize": "nf4-g128"})
         assert await made.operator.unusable("added", other) is None
+
+
+async def test_a_ready_model_takes_no_recipe_that_its_files_refuse(tmp_path: Path) -> None:
+    shape = dense(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
+    folder = write(tmp_path / "uneven", shape, tensors_of(shape))
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    for name, quantize in (("wide", "nf4-g128"), ("even", "nf4-g64")):
+        recipe = {"description": name, "model": str(folder), "sources": {"own": "a test"}, "settings": {"quantize": quantize}}
+        (recipes / f"{name}.yaml").write_text(json.dumps(recipe))
+    async with stage(tmp_path, recipes_dir=str(recipes)) as made:
+        made.operator.add("added", {"model": str(folder), "max_model_len": 4096})
+        await make_ready(made, "added")
+        with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
+            await made.operator.lay_recipe("added", "wide")
+        spec = made.supervisor.registry.find("added").spec
+        assert spec is not None and spec.quantize is None
+        assert await made.operator.lay_recipe("added", "even") == "added"
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
