@@ -32,8 +32,8 @@ class EntryFault:
 
 
 def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> Iterator[EntryFault]:
-    """None for a model whose files are not on this machine. env: of its engine. Blocks. Raises ConfigError for a number of a flag that
-    vLLM refuses too."""
+    """Nothing but its absence for a model whose files are not on this machine. env: of its engine. Blocks. Raises ConfigError for a number
+    of a flag that vLLM refuses too."""
     vllm = spec.runs_vllm(config.engine)
     if absent := unusable(spec.model, vllm=vllm):
         # A folder may lie on another node.

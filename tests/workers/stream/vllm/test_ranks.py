@@ -34,5 +34,9 @@ print(json.dumps([made, scales.of("model.layers.0.self_attn.q_proj")]))
 def test_one_rank_measures_and_the_other_gets_its_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     children = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]
-    answers = [json.loads(child.communicate(timeout=120)[0].splitlines()[-1]) for child in children]
+    try:
+        answers = [json.loads(child.communicate(timeout=200)[0].splitlines()[-1]) for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert answers == [[[0], 256.0], [[], 256.0]]
