@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sparkd.capacity.account import is_other
 from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups
@@ -85,7 +84,7 @@ def uneven(args: EngineArgs) -> str | None:
     if (wish := best_of(args.quantize)) is not None:
         return _too_small(args, wish)
     model = _quantized_here(args)
-    if model is None or args.recipe is None or is_other(args, model):
+    if model is None or args.recipe is None:
         return None
     try:
         groups = next(uneven_groups(model.formatted(args.recipe)), None)

@@ -148,8 +148,8 @@ def compare(
 ) -> None:
     """Compare two results, figure by figure.
 
-    A change within the spread of both is no change. With --fail-over the exit code is 4 where B is worse by more than that, or has a cell
-    that failed.
+    A change within the spread of both is no change. With --fail-over the exit code is 4 where B is worse by more than that, has a cell that
+    failed, or has no figure in common with A.
     """
     from sparkd.bench import compare as comparing
 
@@ -161,6 +161,8 @@ def compare(
         show.say_json(asdict(comparison))
     else:
         session.out.print(comparing.text(comparison), markup=False, highlight=False, soft_wrap=True)
+    if share is not None and not comparison.changes:
+        raise RankError(f"{first} and {second} have no figure in common, so none was judged: compare two benches of one kind and profile.")
     if worst is not None:
         raise RankError(f"{second} is worse than {first} by more than {fail_over}: {worst.figure} of {worst.where}.")
     if lost:

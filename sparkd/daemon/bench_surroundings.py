@@ -34,7 +34,7 @@ from sparkd.models.source import folder_of
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
-from sparkd.schema.quantize import recipe
+from sparkd.schema.quantize import is_best, recipe
 from sparkd.state.nouns import Want
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
@@ -196,9 +196,10 @@ async def is_quantized_kept(disk: Disk, registry: Roster, model: str) -> bool:
 
 
 async def _quantized(disk: Disk, registry: Roster, model: str) -> list[dict[str, Any]]:
-    """The entries of the model's checkpoint in its format, by their names `<model>-<format>-<key>`; of `auto` those in every format."""
+    """The entries of the model's checkpoint in its format, by their names `<model>-<format>-<key>`; of `auto` and `best` those in every
+    format."""
     spec = registry.find(model, configured=True).spec
-    recipe = spec.quantize if spec is not None and isinstance(spec.quantize, Mapping) else {}
+    recipe = spec.quantize if spec is not None and isinstance(spec.quantize, Mapping) and not is_best(spec.quantize) else {}
     name = f"{recipe['format']}-mixed" if recipe.get("layers") else recipe.get("format", "")
     ending = f"-{name}" if name else ""
     entries = (await disk.listing())["entries"]

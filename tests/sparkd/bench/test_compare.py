@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from sparkd.__main__ import exit_code
 from sparkd.bench.compare import Comparison, FigureChange, compare, text, verdict
 from sparkd.bench.figures import BY_KEY, WAYS
 from sparkd.bench.result import BenchResult, LoadRow, QualityRow, text_label
+from sparkd.cli import bench as bench_commands
 from tests.support.bench_example import example, metric_of
 
 BASE = example(depths=(0,), concurrencies=(1, 2), failed=())
@@ -151,3 +153,13 @@ def test_quality_is_compared_by_format() -> None:
 def test_results_without_a_common_figure() -> None:
     assert compare(BASE, BASE.model_copy(update=loads())).changes == ()
     assert "pp2048" in text(compare(BASE, BASE.model_copy(update=loads())))
+
+
+@pytest.mark.parametrize(("argv", "code"), [((), 0), (("--fail-over", "5%"), 4)])
+def test_a_check_that_compares_nothing_fails(argv: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def result(_session: Any, name: str) -> BenchResult:
+        made = example(depths=(0 if name == "a" else 4096,), concurrencies=(1,), failed=())
+        return made.model_copy(update={"loads": [], "quality": []})
+
+    monkeypatch.setattr(bench_commands, "_result", result)
+    assert exit_code(["bench", "compare", "a", "b", *argv]) == code

@@ -76,3 +76,15 @@ def test_the_same_formats_are_named_everywhere(spelling: str, fits: str, folder:
 def test_vllm_is_not_asked_about_what_cannot_be(folder: Path) -> None:
     listing = layers_of(read_checkpoint(folder), QuantizationRecipe.parse("nf4-g128"), lambda _checkpoint: pytest.fail("it was asked"))
     assert listing.held is not None and listing.held.refusal is None
+
+
+@pytest.mark.parametrize("keys", [{"dtype": "float32"}, {"extra_args": ["--dtype", "float32"]}, {"dtype": "bfloat16"}])
+def test_the_type_that_a_model_computes_in_changes_no_group(keys: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    def judged(quantize: Any) -> str | None:
+        entry = {"model": str(folder), "max_model_len": 4096, "quantize": quantize, **keys}
+        config = load_config(None, flags={"models": {"m": entry}, "state_dir": str(tmp_path)}, environ={})
+        return uneven(engine_args(config.models["m"], {}))
+
+    assert only_names(FITS["nf4-g512"], judged("nf4-g512"))
+    assert judged("nf4-g64") is None
+    assert judged({"format": "nvfp4-a4", "calibration": str(tmp_path / "missing.txt")}) is not None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from sparkd.admin.disk_routes import Disk
 from sparkd.bench.figures import read
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
 from sparkd.cluster.cluster import Cluster
-from sparkd.daemon.bench_surroundings import UNITS, driver_of, incident_of, published_of, rates_of
+from sparkd.daemon.bench_surroundings import UNITS, driver_of, forget_quantized, incident_of, is_quantized_kept, published_of, rates_of
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
 from tests.support.daemon_process import ROOT
+from tests.support.fakes import scene
 
 SPARK = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.95.05  Release Build  (dvs-builder@U22)\n"
 
@@ -81,3 +83,36 @@ class GuardedNodes:
 )
 async def test_the_incident_of_a_start(start: str, incident: str | None) -> None:
     assert await incident_of(cast(Cluster, GuardedNodes()), start) == incident
+
+
+class KeptWeights:
+    """A disk with quantized weights of three models' formats."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    async def listing(self) -> dict[str, Any]:
+        names = [("m", "m-fp8-mixed-0a"), ("m", "m-nf4-g64-0b"), ("other", "other-fp8-mixed-0c")]
+        return {"entries": [{"kind": "quantized", "id": key, "node": "a", "used_by": [user], "valid": True} for user, key in names]}
+
+    async def remove(self, kind: str, key: str, node: str) -> None:
+        self.removed.append(key)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "removed"),
+    [
+        ("nf4-g64", ["m-nf4-g64-0b"]),
+        ({"format": "fp8", "layers": [{"match": "a", "format": "nf4"}]}, ["m-fp8-mixed-0a"]),
+        ({"format": "best", "gib": 0.12}, ["m-fp8-mixed-0a", "m-nf4-g64-0b"]),
+        ("auto", ["m-fp8-mixed-0a", "m-nf4-g64-0b"]),
+    ],
+)
+async def test_a_first_load_finds_no_quantized_weights_of_its_format(quantize: Any, removed: list[str], tmp_path: Path) -> None:
+    """`best` is a mix or a single format, which the entry does not tell."""
+    made = scene(tmp_path, models={"m": {"model": "/x", "quantize": quantize}})
+    disk, registry = KeptWeights(), made.supervisor.registry
+    await forget_quantized(cast(Disk, disk), registry, "m")
+    assert disk.removed == removed
+    assert await is_quantized_kept(cast(Disk, disk), registry, "m")
+    made.store.close()
