@@ -119,6 +119,10 @@ def run(
     _ended(session, started, f"Run `{shlex.join(again)}` to {'repeat it' if load else 'go on'}.")
 
 
+def _counted(cells: int) -> str:
+    return "1 cell" if cells == 1 else f"{cells} cells"
+
+
 def ls(session: Session) -> None:
     """List what was measured, newest first."""
     answer = session.client.get("/bench")
@@ -222,7 +226,7 @@ def profiles(session: Session) -> None:
         show.say_json(answer)
         return
     for profile in answer["profiles"]:
-        session.out.print(f"{profile['name']}: {profile['description']}. {len(profile['cells'])} cells.", markup=False)
+        session.out.print(f"{profile['name']}: {profile['description']}. {_counted(len(profile['cells']))}.", markup=False)
 
 
 def _share(text: str) -> float:

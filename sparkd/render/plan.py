@@ -185,7 +185,7 @@ def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None
         more = f" and {len(choices) - NAMED} more" if len(choices) > NAMED else ""
         page.line(printable(f"{', '.join(choices[:NAMED])}{more}: {reason}."), "yellow")
     if hidden := len(options) - sum(len(choices) for _, choices in shown):
-        page.line(f"{hidden} more are rejected: --all shows why.", "dim")
+        page.line(f"{hidden} more {'is' if hidden == 1 else 'are'} rejected: --all shows why.", "dim")
     if options:
         page.line()
 
