@@ -215,16 +215,16 @@ def _loads_table(result: BenchResult) -> Table:
 
 def predictions(result: BenchResult) -> list[list[str]]:
     """Figure, prediction, measured value and its difference, for each figure that has both."""
-    said = result.predicted
-    if said is None:
+    plan = result.predicted
+    if plan is None:
         return []
     alone = _alone(result)
     decode = None if alone is None else read("tg", alone)
     rate = None if decode is None else decode.mean
     pairs = (
-        ("decode of one request, t/s", said.decode_tokens_per_s, rate),
-        ("weights of a first load, s", said.first_load_s, _weights_s(result, "first")),
-        ("weights from the quantized cache, s", said.next_load_s, _weights_s(result, "cached")),
+        ("decode of one request, t/s", plan.decode_tokens_per_s, rate),
+        ("weights of a first load, s", plan.first_load_s, _weights_s(result, "first")),
+        ("weights from the quantized cache, s", plan.next_load_s, _weights_s(result, "cached")),
     )
     return [
         [name, number(predicted), number(ours), f"{ours / predicted - 1:+.0%}"] for name, predicted, ours in pairs if predicted and ours
@@ -234,8 +234,8 @@ def predictions(result: BenchResult) -> list[list[str]]:
 def _weights_s(result: BenchResult, way: str) -> float | None:
     """Mean over the loads of a way; None where one shows no seconds."""
     seconds = [weights_s(load) for load in result.loads if load.way == way]
-    known = [each for each in seconds if each is not None]
-    return statistics.fmean(known) if known and len(known) == len(seconds) else None
+    shown = [each for each in seconds if each is not None]
+    return statistics.fmean(shown) if shown and len(shown) == len(seconds) else None
 
 
 def _alone(result: BenchResult) -> CellResult | None:

@@ -66,9 +66,6 @@ def _ways(args: EngineArgs, headers: Headers, *, beside: bool) -> Iterator[tuple
 
 
 def _smaller(args: EngineArgs, headers: Headers, profiles: Path | None) -> Iterator[tuple[EngineArgs, Headers]]:
-    source = headers.model.checkpoint.quantization
-    if source is not None and not source.requantizable:
-        return
     measured = measured_of(headers.model.checkpoint, profiles)
     with suppress(CheckpointError):  # the engine says why, with the tensor's name
         for recipe in mixes_below(headers.model, FORMATS, measured, args.tensor_parallel or 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from sparkd.capacity.weights import Inventory, inventory
@@ -26,15 +26,31 @@ def mixes_of(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int =
 
     Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
     """
-    key = wish, measured.digest, ranks
-    if key not in model.mixes:
-        model.mixes[key] = tuple(_made(model, wish, measured, ranks))
-    return model.mixes[key]
+    return _once(model, (wish, measured.digest, ranks), lambda: _made(model, wish, measured, ranks))
 
 
 def mixes_below(model: Inventory, formats: Iterable[str], measured: MixErrors, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
     """The mixes that are smaller than the model in each one of these formats, best first; those that some of its weights cannot have do
-    not count. Raises CheckpointError as QuantizationRecipe.assign."""
+    not count. None of a model that cannot be quantized again. Raises CheckpointError as QuantizationRecipe.assign."""
+    spellings = tuple(formats)
+    return _once(model, (spellings, measured.digest, ranks), lambda: _made_below(model, spellings, measured, ranks))
+
+
+def _once(model: Inventory, key: object, make: Callable[[], Iterable[QuantizationRecipe]]) -> tuple[QuantizationRecipe, ...]:
+    if key not in model.mixes:
+        model.mixes[key] = tuple(make())
+    return model.mixes[key]
+
+
+def _is_settled(model: Inventory) -> bool:
+    """Whether the checkpoint is quantized in a way that stays."""
+    source = model.checkpoint.quantization
+    return source is not None and not source.requantizable
+
+
+def _made_below(model: Inventory, formats: Iterable[str], measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
+    if _is_settled(model):
+        return
     listed = unit_list(model, ranks)
     sizes = [
         listed.nbytes({unit.key: spelling for unit in listed.units})
@@ -42,12 +58,11 @@ def mixes_below(model: Inventory, formats: Iterable[str], measured: MixErrors, r
         if all(spelling in unit.nbytes for unit in listed.units)
     ]
     least = min(sizes, default=listed.stored_bytes)
-    return tuple(_chosen(listed, [budget for budget in _ladder(listed) if budget < least], measured))
+    yield from _chosen(listed, [budget for budget in _ladder(listed) if budget < least], measured)
 
 
 def _made(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
-    source = model.checkpoint.quantization
-    if source is not None and not source.requantizable:
+    if _is_settled(model):
         yield AS_IT_IS
         return
     listed = unit_list(model, ranks)

@@ -15,7 +15,7 @@ from sparkd.capacity.account import account, machine
 from sparkd.capacity.candidates import candidates_of
 from sparkd.capacity.fit import FORMATS
 from sparkd.capacity.headers import headers_here
-from sparkd.capacity.mixes import mixes_of, unit_list
+from sparkd.capacity.mixes import mixes_below, mixes_of, unit_list
 from sparkd.capacity.plan_for_checkpoint import answer
 from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import refuse_unloadable
@@ -139,6 +139,8 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     mixes = [one for one in candidates if one.args.recipe not in singles]
     single = min((one for one in candidates if one.args.recipe in singles), key=lambda one: bytes_of[id(one)])
     assert mixes and candidates[-len(mixes) :] == tuple(mixes) and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
+    below = mixes_below(headers.model, FORMATS, UNMEASURED)
+    assert mixes_below(headers.model, FORMATS, UNMEASURED) is below, "a model that waits for room is asked about again and again"
     needed, held = account(single, hardware), account(mixes[-1], hardware)
     assert needed is not None and held is not None and held.least < needed.least
     margin = 121 * GIB - auto_resolve.room_of(args, hardware, 121 * GIB).engine

@@ -95,6 +95,26 @@ def _weights(packed, scale, row, k, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
 
 
+@triton.jit
+def _sum(
+    packed, scales, row, source, inside, first, end, K,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` times the activations at source [TOKENS, 1], over the columns from first to end: [ROWS, TOKENS], 0 where not inside."""
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    # Triton copies nothing ahead that is as narrow as a scale, so those of the next block are loaded here.
+    ahead = _scales(scales, row, first, K, GROUP, COLUMNS)
+    for k in range(first, end, COLUMNS):
+        scale = ahead
+        ahead = _scales(scales, row, k + COLUMNS, K, GROUP, COLUMNS)
+        matrix = _weights(packed, scale, row, k, K, ROWS, COLUMNS, EVEN, source.dtype.element_ty)
+        column = k + tl.arange(0, COLUMNS)
+        read = inside if EVEN else inside & (column < K)[None, :]
+        tokens = tl.load(source + column[None, :], mask=read, other=0.0)
+        total = tl.dot(matrix, tl.trans(tokens), total)
+    return total
+
+
 # The number of tokens changes from call to call: no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
@@ -107,18 +127,10 @@ def linear_kernel(
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = (n % N).to(tl.int64)
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
     first = part * part_columns
-    # Triton copies nothing ahead that is as narrow as a scale, so those of the next block are loaded here.
-    ahead = _scales(scales, row, first, K, GROUP, COLUMNS)
-    for k in range(first, tl.minimum(K, first + part_columns), COLUMNS):
-        scale = ahead
-        ahead = _scales(scales, row, k + COLUMNS, K, GROUP, COLUMNS)
-        matrix = _weights(packed, scale, row, k, K, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
-        column = k + tl.arange(0, COLUMNS)
-        inside = (m < M)[:, None] if EVEN else (m < M)[:, None] & (column < K)[None, :]
-        tokens = tl.load(x + m[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
-        total = tl.dot(matrix, tl.trans(tokens), total)
+    end = tl.minimum(K, first + part_columns)
+    source = x + m[:, None].to(tl.int64) * stride
+    total = _sum(packed, scales, row, source, (m < M)[:, None], first, end, K, GROUP, ROWS, TOKENS, COLUMNS, EVEN)
     if HAS_BIAS:
         total += tl.where(part == 0, tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), 0.0)[:, None]
     place = out + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
@@ -177,16 +189,7 @@ def experts_kernel(
     packed += expert * N * (K // 2)
     scales += expert * N * (K // GROUP)
     source = x + (row // TOP)[:, None] * stride
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    ahead = _scales(scales, matrix_row, 0, K, GROUP, COLUMNS)
-    for k in range(0, K, COLUMNS):
-        scale = ahead
-        ahead = _scales(scales, matrix_row, k + COLUMNS, K, GROUP, COLUMNS)
-        matrix = _weights(packed, scale, matrix_row, k, K, ROWS, COLUMNS, EVEN, x.dtype.element_ty)
-        column = k + tl.arange(0, COLUMNS)
-        read = inside[:, None] if EVEN else inside[:, None] & (column < K)[None, :]
-        tokens = tl.load(source + column[None, :], mask=read, other=0.0)
-        total = tl.dot(matrix, tl.trans(tokens), total)
+    total = _sum(packed, scales, matrix_row, source, inside[:, None], 0, K, K, GROUP, ROWS, TOKENS, COLUMNS, EVEN)
     if HAS_BIAS:
         total += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if WEIGHTED:

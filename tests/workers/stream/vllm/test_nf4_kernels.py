@@ -73,7 +73,8 @@ def test_products_are_those_of_the_decoded_weights() -> None:
 
 
 def test_a_gpu_s_operators_compute_what_a_cpu_s_do() -> None:
-    """Of one to 300 tokens: shared columns, whole weights in parts, pairs, blocks as moe_align_block_size makes them, experts elsewhere."""
+    """The cases have one to 300 tokens, columns that programs share, weights that are decoded whole in parts, experts pair by pair and in
+    blocks as moe_align_block_size makes them, and experts of another rank."""
     if importlib.util.find_spec("triton") is None:
         assert not torch.cuda.is_available()
         return
