@@ -29,7 +29,7 @@ from tests.bench.arguments import Parser, amount, count, model, new, pattern
 from tests.support.activated import ActivatedDaemon
 from tests.support.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
 from tests.support.clock_shift import ShiftedClock
-from tests.support.daemon_process import until
+from tests.support.waiting import until
 
 STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
 LOADS = (0, 4, 16)
@@ -137,7 +137,7 @@ def _restarted(scene: Scene, state: str) -> float | None:
     if state != "READY":
         return None
     with suppress(AssertionError):
-        until(scene.answers, 30, "an answer", 0.02)
+        until(scene.answers, "an answer", 0.02)
         return time.monotonic() - began_s
     return None
 
@@ -289,7 +289,7 @@ def _storm() -> dict[str, str | None]:
         given = settings(made.folder, stub=True, model=None)
         made.configure(given)
         streams = [Client(made.url) for _ in range(STORM_STREAMS)]
-        until(lambda: sum(client.began for client in streams) == STORM_STREAMS, 60, "streams begin")
+        until(lambda: sum(client.began for client in streams) == STORM_STREAMS, "streams begin")
         for number in range(RELOADS):
             made.configure(given | {"global_ttl_s": 100_000 + number} if number % 5 else {"modles": number})
             if number % 2:

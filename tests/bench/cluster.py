@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench.arguments import Parser, count, new, pattern
-from tests.support.daemon_process import until
 from tests.support.pair import Pair, Stream, shared_model, two_sparks
+from tests.support.waiting import until
 
 STATES = ("LOADING", "WARMING", "SIZING", "READY")
 STREAMS = 8
@@ -110,7 +110,7 @@ def _bring_to(pair: Pair, state: str) -> list[Stream]:
     pair.daemon.load("pair")
     # A busy machine may pass through a state between two looks.
     reached = STATES[STATES.index(state) :]
-    until(lambda: pair.daemon.model("pair").get("state") in reached, 90, state, 0.05)
+    until(lambda: pair.daemon.model("pair").get("state") in reached, state, 0.05)
     return []
 
 
@@ -123,7 +123,7 @@ def _ready_again(pair: Pair, at_s: float) -> float | None:
 
     try:
         pair.both(READY_S)
-        until(look, READY_S, "READY again", 0.2)
+        until(look, "READY again", 0.2, limit_s=READY_S)
     except AssertionError:
         return None
     return time.time() - at_s
@@ -132,7 +132,7 @@ def _ready_again(pair: Pair, at_s: float) -> float | None:
 def _wait_until_noticed(pair: Pair, at_s: float) -> None:
     """Until then it may answer: the ranks have not missed each other yet."""
     try:
-        until(lambda: _noticed(pair, at_s)[0], NOTICED_S, "a failure", 0.1)
+        until(lambda: _noticed(pair, at_s)[0], "a failure", 0.1, limit_s=NOTICED_S)
     except AssertionError:
         return
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.arguments import Parser, amount, model
-from tests.support.daemon_process import ROOT, DaemonProcess, until
+from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.memory_box import GIB, MemoryBox, NoBox
+from tests.support.waiting import until
 
 SOFT_GIB, HARD_GIB, FLOOR_GIB = 1.5, 1.0, 0.4
 REACTION_S = 1.0
@@ -103,10 +104,10 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
         )
         words = box.command([sys.executable, "-c", _HOG, str(asked.rate_gib_s * GIB), str(0.7 * GIB)])
         hog = subprocess.Popen(words)
-        failed = until(lambda: _failed(made), 60, f"the guard acts; {made.tail()}")
+        failed = until(lambda: _failed(made), f"the guard acts; {made.tail()}")
         least = box.least_available_bytes
         print(f"the engine failed: {failed}: {made.model('m').get('message')}", flush=True)
-        (summary,) = until(lambda: made.get("/admin/v1/incidents")["incidents"], 20, "a bundle")
+        (summary,) = until(lambda: made.get("/admin/v1/incidents")["incidents"], "a bundle")
         bundle = made.get(f"/admin/v1/incidents/{summary['id']}")
         rows = bundle["readings"]
         crossed_s = next((row[0] for row in rows if row[1] < HARD_GIB * GIB), rows[-1][0])

@@ -27,7 +27,8 @@ from typing import NamedTuple
 from tests.bench.arguments import Parser, amount, count, new
 from tests.bench.load import Job
 from tests.bench.trend import Verdict, trend
-from tests.support.daemon_process import ROOT, DaemonProcess, until
+from tests.support.daemon_process import ROOT, DaemonProcess
+from tests.support.waiting import until
 
 BAR_KIB = 1.0
 CHUNKS, STREAMS_AT_ONCE, WARMER = 20, 100, 2
@@ -106,7 +107,7 @@ def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[Reading]:
             # What is refused, and who leaves early, must not stay either.
             made.chat("nobody", "x")
             _leave(made.port, leavers - last.leavers)
-            until(lambda: made.metric("sparkd_in_flight", '"m"') == 0, STEP_LIMIT_S, "no request is at work")
+            until(lambda: made.metric("sparkd_in_flight", '"m"') == 0, "no request is at work", limit_s=STEP_LIMIT_S)
             readings.append(Reading(requests, streams, leavers, anonymous_kib(pid)))
             if step % 10 == 0:
                 done = f"{requests:>8,} requests {streams:>7,} streams {leavers:>7,} leavers"

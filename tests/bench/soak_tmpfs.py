@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from tests.bench.soak_watch import Chats
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import until
 
 PIECE_BYTES = 4096
 RECOVERS_S = 60.0
@@ -60,7 +61,7 @@ def fill_and_empty(made: SmallState, full_s: float) -> tuple[int, list[str]]:
         try:
             made.load("m")
             made.wait_for("m", "READY", RECOVERS_S)
-            until(lambda: not _unsaved(made), RECOVERS_S, "what is asked for is saved again")
+            until(lambda: not _unsaved(made), "what is asked for is saved again", limit_s=RECOVERS_S)
         except AssertionError as error:
             faults.append(str(error))
         answered = chats.count

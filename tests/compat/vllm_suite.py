@@ -143,7 +143,7 @@ def served() -> Iterator[tuple[str, str]]:
         "preload": True,
     }
     with TemporaryDirectory(prefix="sparkd-suite-") as folder, daemon(Path(folder), {"models": {MODEL: model}}) as made:
-        made.wait_for(MODEL, "READY", START_S)
+        made.wait_for(MODEL, "READY")
         yield made.url, made.model(MODEL)["ranks"][0]["socket_path"]
 
 

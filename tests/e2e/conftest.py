@@ -108,5 +108,5 @@ def served(
         },
     }
     with daemon(tmp_path_factory.mktemp("e2e"), settings) as made:
-        made.wait_for(NAME, "READY", START_S)
+        made.wait_for(NAME, "READY")
         yield made

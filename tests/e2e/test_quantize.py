@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import START_S
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import until
 
 NAME = "quantized"
 QUESTION = "What is the capital of France?"
@@ -26,7 +27,7 @@ def test_a_model_is_quantized_while_it_is_loaded_and_the_second_start_only_reads
     with ThreadPoolExecutor(1) as pool:
         body = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 16}
         answer = pool.submit(served.client.post, "/v1/chat/completions", json=body, timeout=START_S)
-        until(lambda: served.model(NAME)["state"] != "STOPPED", 30, "the request starts it")
+        until(lambda: served.model(NAME)["state"] != "STOPPED", "the request starts it")
         first, on_the_way = watched(served)
         assert "Paris" in answer.result().json()["choices"][0]["message"]["content"]
     assert served.model(NAME)["wanted_by"] == "request"
@@ -35,17 +36,17 @@ def test_a_model_is_quantized_while_it_is_loaded_and_the_second_start_only_reads
     assert first["units_done"] == first["units_total"] > 100
     assert any(0 < (one.get("bytes_done") or 0) < one["bytes_total"] for one in on_the_way), "it was seen on its way"
     assert served.metric("sparkd_model_load_read_bytes", f'model="{NAME}"') >= first["bytes_total"]
-    kept = until(lambda: written(served), 60, "the quantized cache")
+    kept = until(lambda: written(served), "the quantized cache")
 
     served.unload(NAME)
-    served.wait_for(NAME, "STOPPED", 30)
+    served.wait_for(NAME, "STOPPED")
     served.load(NAME)
     second, _ = watched(served)
     assert (second["source"], second["failure"]) == ("cache", None)
     assert second["bytes_total"] < 0.6 * first["bytes_total"]
     assert second["read_bytes"] <= 1.03 * kept["cache_bytes"]
     served.unload(NAME)
-    served.wait_for(NAME, "STOPPED", 30)
+    served.wait_for(NAME, "STOPPED")
 
 
 def watched(served: DaemonProcess) -> tuple[dict[str, Any], list[dict[str, Any]]]:

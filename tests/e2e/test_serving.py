@@ -17,8 +17,9 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import NAME, START_S, Kinds
-from tests.support.daemon_process import DaemonProcess, alive, until
+from tests.e2e.conftest import NAME, Kinds
+from tests.support.daemon_process import DaemonProcess, alive
+from tests.support.waiting import until
 from workers.host.processes import descendants, table
 
 GIB = 1 << 30
@@ -61,7 +62,7 @@ def test_ready_means_it_answered_and_the_first_user_gets_paris(served: DaemonPro
 
 
 def test_vllms_own_routes_are_served_and_what_the_model_has_not_is_refused(served: DaemonProcess) -> None:
-    until(lambda: served.model(NAME)["max_model_len"] == 2048, 30, "the engine told of itself")
+    until(lambda: served.model(NAME)["max_model_len"] == 2048, "the engine told of itself")
     (listed,) = [entry for entry in served.get("/v1/models/")["data"] if entry["id"] == NAME]
     assert (listed["max_model_len"], listed["root"]) == (2048, served.model(NAME)["source"])
     assert set(served.get(f"/version?model={NAME}")) == {"version"}
@@ -149,25 +150,25 @@ def test_tokenize_and_detokenize_are_each_others_inverse(served: DaemonProcess) 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
 def test_a_client_that_leaves_ends_its_request_in_vllm(served: DaemonProcess, stream: bool) -> None:
     client = raw_request(served, stream=stream, **LONG)
-    until(lambda: running(served) == 1, 10, "vLLM works on it")
+    until(lambda: running(served) == 1, "vLLM works on it")
     client.close()
 
-    until(lambda: running(served) == 0, 1.0, "vLLM stopped within a second")
+    until(lambda: running(served) == 0, "vLLM stopped within a second")
     assert served.model(NAME)["in_flight"] == 0
 
 
 def test_a_client_that_leaves_while_queued_in_vllm_is_aborted_too(served: DaemonProcess) -> None:
     """max_num_seqs is 4: the fifth request waits inside the engine."""
     clients = [raw_request(served, stream=True, **LONG) for _ in range(5)]
-    until(lambda: engine_metric(served, "vllm:num_requests_waiting{") == 1, 15, "the fifth waits")
+    until(lambda: engine_metric(served, "vllm:num_requests_waiting{") == 1, "the fifth waits")
     for client in reversed(clients):
         client.close()
 
-    until(lambda: running(served) == 0 and engine_metric(served, "vllm:num_requests_waiting{") == 0, 5.0, "all are gone")
+    until(lambda: running(served) == 0 and engine_metric(served, "vllm:num_requests_waiting{") == 0, "all are gone")
 
 
 def test_metrics_of_the_engine_carry_model_and_node(served: DaemonProcess) -> None:
-    until(lambda: f'model="{NAME}",node="127.0.0.1"' in served.client.get("/metrics").text, 15, "a scrape", 0.5)
+    until(lambda: f'model="{NAME}",node="127.0.0.1"' in served.client.get("/metrics").text, "a scrape", 0.5)
     assert served.metric("vllm:generation_tokens_total", f'model="{NAME}"') > 0
 
 
@@ -195,7 +196,7 @@ def test_the_daemon_is_killed_and_the_next_answers_at_once_with_the_same_engine(
     served.kill()
     served.start()
     began = time.monotonic()
-    until(lambda: _paris(served), 30, "an answer")
+    until(lambda: _paris(served), "an answer")
     took_s = time.monotonic() - began
 
     assert served.pid_of(NAME) == rank
@@ -211,8 +212,8 @@ def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> N
     os.kill(raylet, signal.SIGKILL)
 
     assert _paris(served)
-    until(lambda: raylet not in served.ray_pids() and served.status()["nodes"][0]["agent"], 90, "Ray is back", 0.5)
-    until(lambda: [pid for pid in before if alive(pid)] == [], 15, "nothing of the old Ray is left")
+    until(lambda: raylet not in served.ray_pids() and served.status()["nodes"][0]["agent"], "Ray is back", 0.5)
+    until(lambda: [pid for pid in before if alive(pid)] == [], "nothing of the old Ray is left")
     assert (served.pid_of(NAME), served.model(NAME)["failures"]) == (rank, 0)
     assert _paris(served)
 
@@ -222,11 +223,11 @@ def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> Non
     below = descendants([rank], table())
     core = max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))  # it holds the weights
     os.kill(core, signal.SIGKILL)
-    until(lambda: served.model(NAME)["failures"] == 1, 60, "the failure is seen")
+    until(lambda: served.model(NAME)["failures"] == 1, "the failure is seen")
     events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
     told = [event["message"] for event in events if (event["kind"], event["model"]) == ("failed", NAME)][-1]
     assert re.search(r"ended by itself \(its (?:engine core|worker \S+) was lost(?:, by SIGKILL)?\)\.", told), told
-    served.wait_for(NAME, "READY", START_S)
+    served.wait_for(NAME, "READY")
 
     assert served.pid_of(NAME) != rank
     assert not alive(core)

@@ -6,8 +6,9 @@ import re
 
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import NAME, START_S
-from tests.support.daemon_process import DaemonProcess, until
+from tests.e2e.conftest import NAME
+from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import until
 from tests.web.browser import Tab, chromium, context_of
 
 
@@ -26,7 +27,7 @@ def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> Non
             told.extend(page.locator(".figure[role=status], p.figure").all_inner_texts())
             return page.locator(".page-head .word", has_text="READY").count()
 
-        until(ready, START_S, "READY")
+        until(ready, "READY")
         assert any(line.startswith("loading") for line in told), told
         page.get_by_role("link", name="Load", exact=True).click()
         expect(page.get_by_role("table", name="Phases of the start").locator("tbody tr").nth(1)).to_be_visible()

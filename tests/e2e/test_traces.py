@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.e2e.conftest import NAME
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
 from tests.support.otlp_receiver import Receiver, tree_of
+from tests.support.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CHAT = "POST /v1/chat/completions"
@@ -15,7 +16,7 @@ def test_the_engines_span_is_below_the_gateways(served: DaemonProcess, collector
     body = {"model": NAME, "messages": [{"role": "user", "content": CANARY}], "max_tokens": 4, "stream": True}
     sent = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     assert served.client.post("/v1/chat/completions", json=body, headers=sent).status_code == 200
-    until(lambda: sum(span.trace == TRACE for span in collector.spans) >= 4, 60, "four spans")
+    until(lambda: sum(span.trace == TRACE for span in collector.spans) >= 4, "four spans")
     spans = [span for span in collector.spans if span.trace == TRACE]
 
     assert tree_of(spans) == {CHAT: "", "queue": CHAT, "engine": CHAT, "llm_request": "engine"}
@@ -35,5 +36,5 @@ def test_a_trace_that_begins_at_the_gateway_is_one_for_both(served: DaemonProces
             (span.trace for span in collector.spans if span.attributes.get("sparkd.request_id") == answer.headers["x-request-id"]), None
         )
 
-    trace = until(root, 30, "the gateway's span")
-    until(lambda: any(span.trace == trace and span.name == "llm_request" for span in collector.spans), 30, "the engine's span")
+    trace = until(root, "the gateway's span")
+    until(lambda: any(span.trace == trace and span.name == "llm_request" for span in collector.spans), "the engine's span")

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from tests.support.activated import ActivatedDaemon
-from tests.support.daemon_process import ROOT, alive, until
+from tests.support.daemon_process import ROOT, alive
+from tests.support.waiting import until
 
 # `git archive` of its packages: a clone need not have the history.
 OLD = ROOT / "tests" / "fixtures" / "flat_release.tar.xz"
@@ -46,7 +47,7 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         made.settled()
         made.ray_connected()
         for name in ENGINES:
-            made.wait_for(name, "READY", START_S)
+            made.wait_for(name, "READY")
         yield made
     finally:
         made.gone()
@@ -84,7 +85,7 @@ class Askers:
     def go_on(self) -> None:
         """Wait until each has two more answers."""
         before = list(self.answered)
-        until(lambda: all(now > then + 1 for now, then in zip(self.answered, before, strict=True)), 240, f"answers beyond {before}")
+        until(lambda: all(now > then + 1 for now, then in zip(self.answered, before, strict=True)), f"answers beyond {before}")
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +120,7 @@ def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: Ac
     with ThreadPoolExecutor(12) as pool, Askers(old, ("quick", "quick", "real"), pool) as askers:
         askers.go_on()
         streams = [pool.submit(ask, old, "slow", stream=True, tokens=80) for _ in range(8)]
-        until(lambda: old.model("slow").get("in_flight") == 8, 30, "all streams run")
+        until(lambda: old.model("slow").get("in_flight") == 8, "all streams run")
         replace(old.root)
         old.restart()
         old.settled()
@@ -128,7 +129,7 @@ def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: Ac
         assert [stream.result().endswith("data: [DONE]\n\n") for stream in streams] == [True] * 8
 
     old.ray_connected()
-    until(lambda: agent_pids(old) and not agent_pids(old) & agents, 60, "the agent is of this tree")
+    until(lambda: agent_pids(old) and not agent_pids(old) & agents, "the agent is of this tree")
     assert [alive(pid) for pid in agents] == [False]
     assert [old.pid_of(name) for name in ENGINES] == pids
     assert [(old.model(name)["state"], old.model(name)["failures"]) for name in ENGINES] == [("READY", 0)] * 3
@@ -140,8 +141,8 @@ def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: Ac
 def test_an_engine_of_the_old_release_ends_when_it_is_unloaded(old: ActivatedDaemon) -> None:
     pid = old.pid_of("real")
     old.unload("real")
-    old.wait_for("real", "STOPPED", 60)
+    old.wait_for("real", "STOPPED")
     assert not alive(pid)
     old.load("real")
-    old.wait_for("real", "READY", START_S)
+    old.wait_for("real", "READY")
     assert old.chat("real", "hi").status_code == 200

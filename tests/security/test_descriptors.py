@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.sparkd.gateway.fakes import post, request
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import until
 
 LIMIT, CLIENTS = 256, 400
 SLOW = {"SPARKD_STUB_CHUNK_INTERVAL_S": "0.2", "SPARKD_STUB_TOKENS": "100"}
@@ -31,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     made.start()
     try:
         made.settled()
-        made.wait_for("m", "READY", 90)
+        made.wait_for("m", "READY")
         yield made
     finally:
         made.gone()
@@ -70,6 +71,6 @@ def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: Dae
         call_anew(made)
         assert made.client.get("/livez").status_code == 200
         assert made.client.get("/metrics").status_code == 200
-    until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, 20, "an answer")
+    until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, "an answer")
     assert made.status()["cluster"]["connected"]
     assert made.model("m")["restarts"] == 0

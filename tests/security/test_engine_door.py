@@ -16,7 +16,7 @@ import pytest
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
 from sparkd.engine.upstream import Upstream, served_models
 from tests.support.daemon_process import ROOT
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.agent.actor import Agent
 from workers.door import KEY_FILE, Door
 from workers.host.runtime import probe
@@ -142,7 +142,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     handle = agent.spawn(spec, True)
     made = Engine(f"http://{handle['host']}:{handle['port']}", agent.api_key(handle["rank_id"]), folder / "log" / "m.log")
     try:
-        until(lambda: _ended(agent, made) or "Application startup complete" in made.log.read_text(), START_S)
+        until(lambda: _ended(agent, made) or "Application startup complete" in made.log.read_text())
         yield made
     finally:
         agent.destroy(handle, 5.0)

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 
 from tests.support.activated import ActivatedDaemon
-from tests.support.daemon_process import alive, until
+from tests.support.daemon_process import alive
+from tests.support.waiting import until
 
 MODEL = "m"
 RANK = b"SPARKD_RANK_ID="
@@ -108,7 +109,7 @@ class Scene:
             return back and bool(status["settled"] and status["cluster"].get("connected"))
 
         try:
-            until(look, timeout_s * self._patience, "all is well", 0.25)
+            until(look, "all is well", 0.25, limit_s=timeout_s * self._patience)
         except AssertionError:
             return None
         return time.monotonic() - began_s
@@ -124,14 +125,14 @@ class Scene:
         self.daemon.load(MODEL)
         reached = order[order.index(state) :]
         with suppress(AssertionError):
-            until(lambda: self.daemon.model(MODEL).get("state") in reached and self.present(), 60 * self._patience, state, 0.02)
+            until(lambda: self.daemon.model(MODEL).get("state") in reached and self.present(), state, 0.02, limit_s=60 * self._patience)
             return True
         return False
 
     def streams(self, count: int) -> list[Client]:
         clients = [Client(self.daemon.url) for _ in range(count)]
         with suppress(AssertionError):
-            until(lambda: all(client.began for client in clients), 20, "streams begin", 0.05)
+            until(lambda: all(client.began for client in clients), "streams begin", 0.05)
         return clients
 
     # Where to hit. Each returns the processes that it killed; none is a fault that hit nothing.

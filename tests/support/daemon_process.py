@@ -9,30 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import yaml
 
 from sparkd.config.config import load_config
+from tests.support.waiting import HUNG_S, until
 
-T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def until(look: Callable[[], T], timeout_s: float, what: str, every_s: float = 0.05) -> T:
-    """The first true thing that `look` sees. Fails with `what` after timeout_s."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        seen = look()
-        if seen:
-            return seen
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}; last seen: {seen!r}")
-        time.sleep(every_s)
 
 
 def free_port() -> int:
@@ -65,7 +52,7 @@ class DaemonProcess:
         self.output = folder / "daemon.log"
         self._environ = environ or {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = httpx.Client(base_url=self.url, headers={"x-sparkd-client": "test"}, timeout=60.0, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, headers={"x-sparkd-client": "test"}, timeout=HUNG_S, trust_env=False)
         self.configure(settings)
         self.runtime_dir = load_config(self.config, environ={}).runtime_path
 
@@ -97,11 +84,11 @@ class DaemonProcess:
                 pass_fds=pass_fds,
             )
 
-    def settled(self, timeout_s: float = 60.0) -> None:
-        until(lambda: self._status_of("/readyz") == 200, timeout_s, f"/readyz; {self.tail()}")
+    def settled(self) -> None:
+        until(lambda: self._status_of("/readyz") == 200, f"/readyz; {self.tail()}")
 
-    def ray_connected(self, timeout_s: float = 90.0) -> None:
-        until(lambda: self.status().get("cluster", {}).get("connected"), timeout_s, "Ray connected", 0.2)
+    def ray_connected(self) -> None:
+        until(lambda: self.status().get("cluster", {}).get("connected"), "Ray connected", 0.2)
 
     def status(self) -> dict[str, Any]:
         return dict(self.get("/admin/v1/status") or {})
@@ -117,12 +104,12 @@ class DaemonProcess:
         """The shim of the first rank."""
         return self.pids_of(name)[0]
 
-    def wait_for(self, name: str, state: str, timeout_s: float) -> dict[str, Any]:
+    def wait_for(self, name: str, state: str, limit_s: float = HUNG_S) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             seen = self.model(name)
             return seen if seen.get("state") == state else None
 
-        return until(look, timeout_s, f"{name} {state}", 0.1)
+        return until(look, f"{name} {state}", 0.1, limit_s=limit_s)
 
     def load(self, name: str) -> str:
         response = self.client.post(f"/admin/v1/models/{name}/load")
@@ -156,19 +143,19 @@ class DaemonProcess:
         """kill -9 of the daemon alone."""
         if self.process:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(HUNG_S)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60.0) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM, limit_s: float = HUNG_S) -> int:
         if self.process is None:
             return 0
         self.process.send_signal(number)
-        return self.process.wait(timeout_s)
+        return self.process.wait(limit_s)
 
     def gone(self) -> None:
         """Ended by Ctrl-C, and nothing of it is left."""
         self.end(signal.SIGINT)
         self.client.close()
-        until(lambda: not self.leftovers(), 20, f"nothing is left: {self.leftovers()}")
+        until(lambda: not self.leftovers(), f"nothing is left: {self.leftovers()}")
 
     def forget(self) -> None:
         """Remove what a daemon leaves that was killed with all of its processes."""
@@ -213,4 +200,4 @@ def daemon(folder: Path, settings: dict[str, Any], *arguments: str, environ: dic
         if made.process and made.process.poll() is None:
             made.end(signal.SIGINT)
         made.client.close()
-        until(lambda: not made.leftovers(), 20, f"nothing is left: {made.leftovers()}")
+        until(lambda: not made.leftovers(), f"nothing is left: {made.leftovers()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,8 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
+
+from tests.support.waiting import until
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,13 @@ class Receiver:
     spans: list[Span] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
 
-    def wait_for(self, number: int, timeout_s: float = 30.0, **wanted: Any) -> list[Span]:
+    def wait_for(self, number: int, **wanted: Any) -> list[Span]:
         """At least so many spans whose fields have these values."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            found = [span for span in self.spans if all(getattr(span, name) == value for name, value in wanted.items())]
-            if len(found) >= number:
-                return found
-            assert time.monotonic() < end_s, f"{number} spans {wanted}: {self.spans}"
-            time.sleep(0.05)
+        def found() -> list[Span]:
+            return [span for span in self.spans if all(getattr(span, name) == value for name, value in wanted.items())]
+
+        until(lambda: len(found()) >= number, f"{number} spans {wanted}")
+        return found()
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.ray_node import RayNode, reserve_gib
+from tests.support.waiting import until
 
 RAY_PORT = 6379
 OFFERED_GIB = 4
@@ -67,25 +68,25 @@ class Pair:
     daemon: DaemonProcess
     ray_node: RayNode
 
-    def both(self, timeout_s: float = 90.0) -> None:
+    def both(self) -> None:
         def seen() -> bool:
             nodes = (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]
             return len(nodes) == 2 and all(node["agent"] for node in nodes)
 
-        until(seen, timeout_s, "both nodes", 0.2)
+        until(seen, "both nodes", 0.2)
 
     def ready(self) -> list[dict[str, Any]]:
         """The ranks, rank 0's first."""
         self.both()
         if self.daemon.model("pair")["want"] != "RUNNING":
             self.daemon.load("pair")
-        return list(self.daemon.wait_for("pair", "READY", 60)["ranks"])
+        return list(self.daemon.wait_for("pair", "READY")["ranks"])
 
     def again(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """READY without a hand: other processes, on both nodes, and nothing of the earlier ones."""
         self.both()
-        until(lambda: self.daemon.model("pair").get("restarts"), 30, "it failed", 0.1)
-        after = list(self.daemon.wait_for("pair", "READY", 90)["ranks"])
+        until(lambda: self.daemon.model("pair").get("restarts"), "it failed", 0.1)
+        after = list(self.daemon.wait_for("pair", "READY")["ranks"])
         assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
         assert [pid for rank in before for pid in self.members(rank)] == []
         assert len(self.engines()) == len(after) == 2
@@ -95,7 +96,7 @@ class Pair:
     def failure(self, since_s: float, model: str = "pair") -> tuple[str, float]:
         """Why it failed first since then, and how many seconds later that was noticed."""
 
-        failures = until(lambda: self.failures(since_s, model), 30, "the failure", 0.2)
+        failures = until(lambda: self.failures(since_s, model), "the failure", 0.2)
         assert failures is not None
         return failures[0]
 

@@ -7,12 +7,12 @@ import shutil
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec
@@ -98,14 +98,6 @@ def a_place() -> Iterator[Place]:
     left = processes.marks(processes.table(), here.run_dir)
     shutil.rmtree(root)
     assert not left
-
-
-def until(condition: Callable[[], Any], limit_s: float = DEADLINE_S) -> Any:
-    deadline_s = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.01)
-    return value
 
 
 def stop(place: Place, handle: dict[str, Any], grace_s: float = 10.0) -> dict[str, Any]:

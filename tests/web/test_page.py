@@ -16,7 +16,8 @@ from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
 from sparkd.models.source import name_of
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import until
 from tests.web.benches import BENCHES, write_benches
 from tests.web.browser import HEIGHT, NARROW, WIDTH, Tab
 from tests.web.conftest import ADMIN, GIB, INFERENCE, settings
@@ -231,10 +232,10 @@ def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: D
     tab.picture("overview-loading")
     tab.open("models", "slow")
     expect(page.get_by_role("heading", name="slow")).to_be_visible()
-    until(lambda: (page.evaluate(PROGRESS) or 0) > first, 20, "the progress goes on")
+    until(lambda: (page.evaluate(PROGRESS) or 0) > first, "the progress goes on")
     tab.open("models", "slow", "load")
     expect(page.get_by_role("main")).to_contain_text(re.compile(r"goes on: [\d.]+ m?s so far, [\w ]+ for [\d.]+ m?s"))
-    until(lambda: float(page.evaluate(RUNNING_WIDTH) or 0) > 20, 20, "the bar of the running phase has a length")
+    until(lambda: float(page.evaluate(RUNNING_WIDTH) or 0) > 20, "the bar of the running phase has a length")
     tab.picture("model-load-running")
     expect(page.locator(".page-head .word")).to_have_text("READY", timeout=PATIENCE_MS)
     expect(page.locator(".waterfall rect").nth(1)).to_be_visible()
@@ -568,7 +569,7 @@ def test_a_models_memory_is_drawn_on_what_is_reserved_for_it(tab: Tab, served: D
     assert bytes_ > 0
     expect(legend.filter(has_text="in use")).to_contain_text(f"{bytes_ / GIB:.1f} GiB")
     for colour in ("--series-4", "--series-1"):
-        until(lambda colour=colour: page.evaluate(DRAWN, ["Memory", colour]), 20, f"{colour} is drawn")
+        until(lambda colour=colour: page.evaluate(DRAWN, ["Memory", colour]), f"{colour} is drawn")
 
 
 def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:

@@ -7,7 +7,9 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, reported in the loader's progress file
     SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
-    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub.engine.Behaviour
+    SPARKD_STUB_LOAD_GATE         a file; the load stands still half-way until it exists
+    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS, _GATE, _GATE_AFTER
+                                  workers.stub.engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, second, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
@@ -91,6 +93,7 @@ class Life:
 
     start_delay_s: float = 0.0
     load_bytes: int = 0
+    load_gate: str = ""
     room_bytes: int = 64 << 30
     exit_at: str = "none"
     exit_after: int = 0
@@ -181,7 +184,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     if life.core and children:
         loop.add_reader(os.pidfd_open(children[-1].pid), _core_died, stop)
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
-    load, kv = StubLoad(line.flags, life.load_bytes), StubKv(line.flags, os.environ, life.room_bytes)
+    load, kv = StubLoad(line.flags, life.load_bytes, life.load_gate), StubKv(line.flags, os.environ, life.room_bytes)
     team = StubTeam.of(line.flags)
     if team is not None:
         engine.stalled = team.stalled
@@ -230,6 +233,7 @@ async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop
     if engine.behaviour.hang_at == "start":
         await stop.wait()
         return None
+    await load.pass_gate(stop)
     await load.go_on(stop, pause_s, 1.0)
     load.done()
     _shards(2, 2 * pause_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections import deque
@@ -31,6 +32,8 @@ class Behaviour:
     malformed: a name in workers.stub.faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
     hang_at: none, request (POSTs are never answered, /health goes on), second (all but the first are not, nor are they counted as
     running: as in a vLLM that hangs in the step that it begins with), health or metrics.
+    gate: a file; until it exists an answer is held, a stream behind its first `gate_after` pieces, so that a test makes the moment in which
+    requests are in flight.
     """
 
     tokens: int = 7
@@ -39,12 +42,18 @@ class Behaviour:
     malformed: str = ""
     status: int = 200
     hang_at: str = "none"
+    gate: str = ""
+    gate_after: int = 1
 
     def __post_init__(self) -> None:
         if self.malformed and self.malformed not in FAULTS:
             raise ValueError(f"malformed={self.malformed!r} is not a fault; choose one of {', '.join(FAULTS)}")
         if self.hang_at not in ("none", "start", "request", "second", "health", "metrics"):
             raise ValueError(f"hang_at={self.hang_at!r} is not one of none, start, request, second, health, metrics")
+
+    def held(self, pieces: int) -> bool:
+        """Whether an answer of which `pieces` were sent waits for the gate."""
+        return bool(self.gate) and pieces >= self.gate_after and not os.path.exists(self.gate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ class StubProtocol(asyncio.Protocol):
         request, answer = self._request, self._answer
         if request is None:
             return
-        if answer.behaviour is not None and self._engine.stalled():
+        behaviour = answer.behaviour
+        if behaviour is not None and (self._engine.stalled() or behaviour.held(0 if answer.stream else behaviour.gate_after)):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._begin)
             return
         if answer.behaviour is not None and answer.behaviour.malformed:
@@ -157,12 +158,15 @@ class StubProtocol(asyncio.Protocol):
         request, answer, stream = self._request, self._answer, self._answer.stream
         if request is None or stream is None or self._paused:
             return
-        if self._engine.stalled():
+        behaviour = answer.behaviour or _PLAIN
+        start = self._seq
+        if self._engine.stalled() or behaviour.held(start):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._continue)
             return
-        interval_s = (answer.behaviour or _PLAIN).chunk_interval_s
-        start = self._seq
+        interval_s = behaviour.chunk_interval_s
         stop = min(answer.tokens, start + (1 if interval_s else _BURST))
+        if behaviour.held(stop):
+            stop = min(stop, behaviour.gate_after)
         events = [stream.chunk(seq, time.monotonic_ns()) for seq in range(start, stop)]
         if start == 0 and stream.head:
             events.insert(0, stream.head)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 
 from workers.stream.progress import ProgressFile
 
 UNITS = 100
+_GATE_AGAIN_S = 0.05
 _FLAG = "model-loader-extra-config"
 
 
 class StubLoad:
-    """A load of `nbytes` of weights in UNITS units. For 0 bytes, or without the loader's settings in the flags, it reports nothing."""
+    """A load of `nbytes` of weights in UNITS units. For 0 bytes, or without the loader's settings in the flags, it reports nothing.
 
-    def __init__(self, flags: Mapping[str, Sequence[str]], nbytes: int) -> None:
+    gate: a file; the load stands still behind its first half until it exists. Empty: it does not.
+    """
+
+    def __init__(self, flags: Mapping[str, Sequence[str]], nbytes: int, gate: str = "") -> None:
         """SystemExit where the settings are no JSON object, as vLLM."""
         try:
             settings = json.loads((flags.get(_FLAG) or ["{}"])[0])
@@ -24,6 +29,7 @@ class StubLoad:
             raise SystemExit(f"stub: argument --{_FLAG}: no JSON object") from None
         self._file = ProgressFile(path if nbytes else None)
         self._nbytes = nbytes
+        self._gate = gate
         self._units = 0
 
     def begin(self) -> None:
@@ -38,6 +44,10 @@ class StubLoad:
                 return
             self._units += 1
             self._file.advance(self._units * self._nbytes // UNITS, self._units)
+
+    async def pass_gate(self, stop: asyncio.Event) -> None:
+        while self._gate and not os.path.exists(self._gate) and not stop.is_set():
+            await pause(stop, _GATE_AGAIN_S)
 
     def done(self) -> None:
         self._file.done(self._nbytes, True)

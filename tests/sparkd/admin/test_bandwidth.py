@@ -38,6 +38,7 @@ from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import Scene as Supervised
 from tests.support.fakes import stage
+from tests.support.waiting import eventually
 from workers.agent.nccl_rate import MOST_BYTES as PROGRAM_MOST_BYTES
 from workers.agent.rating import Rating
 
@@ -101,15 +102,9 @@ class Scene:
         return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
-        await until(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
-        await until(lambda: self.measures._running is None)
+        await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
+        await eventually(lambda: self.measures._running is None)
         return self.ledger.operations.find(operation.id)
-
-
-async def until(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not happened():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -322,10 +317,10 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")
             assert (again.status_code, f"`sparkd cancel {began['operation']}`" in again.text) == (409, True)
-            await until(lambda: made.nodes.of("rating"))
+            await eventually(lambda: made.nodes.of("rating"))
             ended = (await client.delete(f"/operations/{began['operation']}")).json()
             assert (ended["state"], ended["progress"]["phase"]) == ("CANCELLED", "measuring")
-            await until(lambda: made.measures._running is None)
+            await eventually(lambda: made.measures._running is None)
             assert len(made.nodes.of("end_rate")) == 2
             made.nodes.waits = False
             done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()

@@ -21,8 +21,9 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
-from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.daemon_process import ROOT, DaemonProcess, alive
 from tests.support.facts import lacking
+from tests.support.waiting import until
 
 ANSWER = "The capital of France is Paris."
 SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}
@@ -85,7 +86,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     daemon, node = made.daemon, made.node
     try:
         # From here on the daemon waits for the node's Ray and starts none of its own.
-        until((daemon.runtime_dir / "ray.json").exists, 60, "the node's record")
+        until((daemon.runtime_dir / "ray.json").exists, "the node's record")
         daemon.start()
         daemon.settled()
         daemon.ray_connected()
@@ -97,7 +98,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
                 process.send_signal(signal.SIGINT)
                 process.wait(60)
         daemon.client.close()
-    until(lambda: not daemon.leftovers(), 20, f"nothing is left: {daemon.leftovers()}")
+    until(lambda: not daemon.leftovers(), f"nothing is left: {daemon.leftovers()}")
 
 
 def _ends_apart(made: Cli) -> None:
@@ -195,7 +196,7 @@ def test_run_brings_a_model_in_with_its_arguments_unchanged(cli: Cli) -> None:
     assert cli.run("run", "/nowhere", "--name", "guest")[0] == 5
     assert cli.run("rm", "guest")[0] == 0
     assert cli.run("rm", "quick")[0] == 5
-    until(lambda: "guest" not in {model["name"] for model in cli.json("ls")["models"]}, 10, "guest is forgotten")
+    until(lambda: "guest" not in {model["name"] for model in cli.json("ls")["models"]}, "guest is forgotten")
 
 
 def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_knows(cli: Cli) -> None:
@@ -215,7 +216,7 @@ def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_k
     assert cli.run("run", "mine@short")[0] == 2
     assert "`sparkd recipes ls`" in cli.run("run", "nobodys-recipe")[2]
     assert cli.run("rm", "mine-long")[0] == 0
-    until(lambda: "mine-long" not in {model["name"] for model in cli.json("ls")["models"]}, 10, "it is forgotten")
+    until(lambda: "mine-long" not in {model["name"] for model in cli.json("ls")["models"]}, "it is forgotten")
 
 
 def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:
@@ -320,7 +321,7 @@ def test_leaving_an_answer_ends_it(cli: Cli) -> None:
     pieces = client.answer("quick", [{"role": "user", "content": "hi"}])
     next(pieces)
     pieces.close()
-    until(lambda: client.model("quick")["in_flight"] == 0, 5, "the request has ended")
+    until(lambda: client.model("quick")["in_flight"] == 0, "the request has ended")
     client.close()
 
 

@@ -22,7 +22,7 @@ from sparkd.cluster.ray_head import MARK, RayHead, costs_of
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.status import status_path, write_status

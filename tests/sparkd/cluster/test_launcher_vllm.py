@@ -37,7 +37,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
     for name in WAYS:
         pair.both()
         pair.daemon.load(name)
-        ready = pair.daemon.wait_for(name, "READY", START_S)
+        ready = pair.daemon.wait_for(name, "READY")
         assert len(ready["ranks"]) == (1 if name == "whole" else 2)
         assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
         said[name] = log_probabilities(pair, name)
@@ -46,7 +46,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         if name == "rayed":
             _adopted_and_lost(pair, ready["ranks"])
         pair.daemon.unload(name)
-        pair.daemon.wait_for(name, "STOPPED", 60)
+        pair.daemon.wait_for(name, "STOPPED")
 
     for name in ("split", "rayed"):
         assert furthest(said[name], said["whole"]) < AGREED
@@ -61,7 +61,7 @@ def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
     pair.daemon.start()
     pair.daemon.settled()
     pair.both()
-    assert [rank["pid"] for rank in pair.daemon.wait_for("rayed", "READY", 60)["ranks"]] == [rank["pid"] for rank in ranks]
+    assert [rank["pid"] for rank in pair.daemon.wait_for("rayed", "READY")["ranks"]] == [rank["pid"] for rank in ranks]
     assert pair.daemon.chat("rayed", "hello", max_tokens=4).status_code == 200
 
     # Whose parent is the second node's raylet.

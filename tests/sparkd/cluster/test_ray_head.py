@@ -23,7 +23,8 @@ from sparkd.cluster.node_paths import rank_folders
 from sparkd.cluster.ray_head import MARK, RayHead, RayOptions, make_token, node_environment, process_cost
 from sparkd.config.config import load_config
 from sparkd.errors import RayUnavailable
-from tests.support.daemon_process import alive, until
+from tests.support.daemon_process import alive
+from tests.support.waiting import until
 from workers.agent.actor import Agent
 from workers.host.node_variables import NODE_LINKS
 
@@ -351,11 +352,11 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
     finally:
         head.stop()
 
-    until(lambda: not [pid for pid in pids if alive(pid)], 20, "every process of Ray ends")
+    until(lambda: not [pid for pid in pids if alive(pid)], "every process of Ray ends")
     assert head.living_address() is None
     assert alive(friend.pid)
     assert sorted(os.listdir(folder)) == ["ray.token", "wrong.token"]
-    until(lambda: not _answers(address), 10, "its port is closed")
+    until(lambda: not _answers(address), "its port is closed")
 
 
 def _answers(address: str) -> bool:

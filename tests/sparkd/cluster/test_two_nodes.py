@@ -18,12 +18,13 @@ import httpx
 import pytest
 
 from sparkd.cluster.membership import RECORD, TOKEN
-from tests.support.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.support.daemon_process import ROOT, DaemonProcess, alive
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.ray_node import RayNode, name_of, reserve_gib
 from tests.support.shards import layered, write_folder
+from tests.support.waiting import until
 from workers.host.hub_cache import snapshot_of
 
 RAY_PORT = 6379
@@ -66,7 +67,7 @@ class Stage:
 
     def join(self) -> None:
         """What the operator does: a look, a try with a wrong token, then the right one from the head."""
-        self.offered = until(lambda: (self.daemon.get("/admin/v1/nodes") or {})["offered"], 15, "somebody is offered", 0.5)
+        self.offered = until(lambda: (self.daemon.get("/admin/v1/nodes") or {})["offered"], "somebody is offered", 0.5)
         self.ray_node.config.write_text(f"{{state_dir: {self.ray_node.state_dir}}}")
         words = ("join", self.head, "--token", "-", "--config", str(self.ray_node.config))
         self.refused = self.sparkd(*words, node=self.there, stdin=f"{'0' * 64}\n")
@@ -78,16 +79,16 @@ class Stage:
 
     def both(self, timeout_s: float = 60.0) -> None:
         """Both nodes are in sight, by their agents."""
-        until(lambda: len(found := self.nodes()) == 2 and all(node["agent"] for node in found.values()), timeout_s, "both nodes", 0.1)
+        until(lambda: len(found := self.nodes()) == 2 and all(node["agent"] for node in found.values()), "both nodes", 0.1)
 
     def ready(self, name: str) -> dict[str, Any]:
         if self.daemon.model(name)["state"] != "READY":
             self.daemon.load(name)
-        return self.daemon.wait_for(name, "READY", 30)
+        return self.daemon.wait_for(name, "READY")
 
     def unloaded(self, name: str) -> None:
         self.daemon.unload(name)
-        self.daemon.wait_for(name, "STOPPED", 20)
+        self.daemon.wait_for(name, "STOPPED")
 
     def far(self) -> Rank:
         """The model that runs on the second node, because the first is full."""
@@ -203,7 +204,7 @@ def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_
     assert stage.ready("big")["node"] == stage.there.address
     stage.unloaded("big")
     stage.daemon.load("huge")
-    refused = stage.daemon.wait_for("huge", "FAILED", 20)
+    refused = stage.daemon.wait_for("huge", "FAILED")
     stage.unloaded("huge")
 
     assert refused["reason"] == "DoesNotFit"
@@ -213,7 +214,7 @@ def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_
 def test_nodes_share_no_model_over_a_cable_that_is_not_sound(stage: Stage) -> None:
     stage.there.set_mtu(1400)
     stage.daemon.load("shared")
-    refused = stage.daemon.wait_for("shared", "FAILED", 20)
+    refused = stage.daemon.wait_for("shared", "FAILED")
     stage.unloaded("shared")
     stage.there.set_mtu(1500)
 
@@ -298,7 +299,7 @@ def test_a_client_that_leaves_aborts_on_the_other_node_too(stage: Stage) -> None
         lines = stream.iter_lines()
         assert next(lines)
         assert rank.running() == 1
-    until(lambda: rank.running() == 0, 2, "the engine stops")
+    until(lambda: rank.running() == 0, "the engine stops")
 
 
 def test_its_log_and_its_metrics_come_through_the_first_node(stage: Stage) -> None:
@@ -306,7 +307,7 @@ def test_its_log_and_its_metrics_come_through_the_first_node(stage: Stage) -> No
 
     assert "Application startup complete" in stage.daemon.get("/admin/v1/models/far/log")["text"]
     labels = f'model="far",node="{stage.there.address}"'
-    until(lambda: stage.daemon.metric("vllm:num_requests_running", labels) >= 0, 15, "a scrape of the other node", 0.3)
+    until(lambda: stage.daemon.metric("vllm:num_requests_running", labels) >= 0, "a scrape of the other node", 0.3)
 
 
 def test_a_model_is_downloaded_once_and_copied_to_the_other_node(stage: Stage) -> None:
@@ -346,13 +347,13 @@ def test_a_cable_that_is_out_for_a_few_seconds_ends_nothing(stage: Stage) -> Non
     rank = stage.far()
     stage.there.plug(up=False)
     try:
-        until(lambda: any("NodeUnseen" in told for told in stage.daemon.status()["conditions"]), 15, "it is noticed", 0.2)
+        until(lambda: any("NodeUnseen" in told for told in stage.daemon.status()["conditions"]), "it is noticed", 0.2)
         assert stage.nodes()[stage.there.address]["agent"] is False
         assert stage.daemon.model("far")["state"] == "READY"
         assert stage.daemon.chat("near", "hello").status_code == 200
     finally:
         stage.there.plug(up=True)
-    stage.both(20)
+    stage.both()
 
     stage.untouched(rank)
     assert stage.daemon.status()["conditions"] == []
@@ -362,8 +363,8 @@ def test_the_agent_of_the_other_node_dies_and_its_rank_does_not_notice(stage: St
     rank = stage.far()
     agent = stage.ray_node.pid_of("ray::Agent")
     os.kill(agent, signal.SIGKILL)
-    until(lambda: stage.ray_node.pid_of("ray::Agent") not in (0, agent), 30, "Ray starts it again", 0.2)
-    stage.both(20)
+    until(lambda: stage.ray_node.pid_of("ray::Agent") not in (0, agent), "Ray starts it again", 0.2)
+    stage.both()
 
     stage.untouched(rank)
 
@@ -373,13 +374,13 @@ def test_the_raylet_of_the_other_node_dies_and_its_rank_is_found_again(stage: St
     raylet = stage.ray_node.pid_of("raylet")
     os.kill(raylet, signal.SIGKILL)
     assert stage.daemon.chat("far", "hello", max_tokens=2).status_code == 200
-    until(lambda: stage.nodes()[stage.there.address]["agent"] is False, 15, "it is noticed", 0.2)
-    until(lambda: stage.ray_node.pid_of("raylet") not in (0, raylet), 30, "`sparkd join` starts another", 0.2)
+    until(lambda: stage.nodes()[stage.there.address]["agent"] is False, "it is noticed", 0.2)
+    until(lambda: stage.ray_node.pid_of("raylet") not in (0, raylet), "`sparkd join` starts another", 0.2)
     stage.both()
 
     stage.untouched(rank)
     stage.daemon.load("big")
-    refused = stage.daemon.wait_for("big", "FAILED", 20)
+    refused = stage.daemon.wait_for("big", "FAILED")
     stage.unloaded("big")
     assert f"{stage.there.address} {THERE_GIB - 3} of {THERE_GIB}" in refused["message"]
 
@@ -390,13 +391,13 @@ def test_the_daemon_is_killed_and_the_next_one_adopts_the_rank_on_the_other_node
     assert alive(rank.pid)
     stage.daemon.start()
     stage.daemon.settled()
-    stage.daemon.wait_for("far", "READY", 30)
+    stage.daemon.wait_for("far", "READY")
 
     stage.untouched(rank)
     events = stage.daemon.get("/admin/v1/events?limit=1000")["events"]
     told = [event["kind"] for event in events if event["model"] == "far"]
     assert [kind for kind in told if kind in ("started", "adopted")] == ["started", "adopted"]
-    until(lambda: [node["reserved_gib"] for node in stage.nodes().values()] == [3, 3], 10, "its memory is reserved again")
+    until(lambda: [node["reserved_gib"] for node in stage.nodes().values()] == [3, 3], "its memory is reserved again")
 
 
 def test_a_raylet_of_an_earlier_head_is_ended_and_its_rank_adopted(stage: Stage) -> None:
@@ -417,9 +418,9 @@ def test_a_raylet_of_an_earlier_head_is_ended_and_its_rank_adopted(stage: Stage)
 
     assert not alive(raylet)
     assert alive(rank.pid)
-    stage.daemon.wait_for("far", "READY", 40)
+    stage.daemon.wait_for("far", "READY")
     assert stage.daemon.model("far")["ranks"][0]["pid"] == rank.pid
-    stage.daemon.wait_for("near", "READY", 40)
+    stage.daemon.wait_for("near", "READY")
 
 
 def test_unloading_ends_every_process_of_it(stage: Stage) -> None:

@@ -19,7 +19,8 @@ from sparkd.__main__ import exit_code
 from sparkd.bench.benchy import chosen_text
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import text_label
-from tests.support.daemon_process import ROOT, DaemonProcess, daemon, until
+from tests.support.daemon_process import ROOT, DaemonProcess, daemon
+from tests.support.waiting import until
 
 KEY = "canary-of-the-boss-0123456789"
 TOKENIZER = ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"
@@ -48,7 +49,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
     with daemon(folder, settings) as process:
         process.config.chmod(0o600)
         process.client.headers["authorization"] = f"Bearer {KEY}"
-        process.wait_for("quick", "READY", 90)
+        process.wait_for("quick", "READY")
         yield process
 
 
@@ -61,7 +62,7 @@ def ended(process: DaemonProcess, operation: str) -> dict[str, Any]:
         answer: dict[str, Any] = process.get(f"/admin/v1/operations/{operation}")
         return answer if answer["state"] != "RUNNING" else None
 
-    return until(look, 240, "the bench ended") or {}
+    return until(look, "the bench ended") or {}
 
 
 @pytest.mark.timeout(300)
@@ -112,21 +113,21 @@ def test_a_bench_is_cancelled_and_goes_on(running: DaemonProcess) -> None:
     def in_flight() -> bool:
         return bool(running.get("/admin/v1/requests?state=in_flight")["in_flight"])
 
-    until(in_flight, 60, "a request of the bench")
+    until(in_flight, "a request of the bench")
     busy = start(running, force=True)
     assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conflict")
     children = [pid for pid in os.listdir("/proc") if pid.isdigit() and b"benchy_program" in _command(pid)]
     assert children and all(KEY.encode() not in _command(pid) for pid in children)
     assert running.client.delete(f"/admin/v1/operations/{started['operation']}").status_code < 300
     assert ended(running, started["operation"])["state"] == "CANCELLED"
-    until(lambda: not any(_command(pid) for pid in children), 20, "llama-benchy ended")
+    until(lambda: not any(_command(pid) for pid in children), "llama-benchy ended")
     path = f"/admin/v1/bench/{started['bench']}"
-    until(lambda: running.get(path)["state"] == "cancelled", 20, "the result is kept")
+    until(lambda: running.get(path)["state"] == "cancelled", "the result is kept")
     assert running.get(path)["cells"][0]["state"] != "done"
     for other in ({"profile": "other"}, {"book": "Call me Ishmael. " * 60}, {"profile_text": PROFILE}):
         refused = start(running, **{"profile_text": SLOW, "resume": started["bench"]} | other)
         assert (refused.status_code, started["bench"] in refused.json()["error"]["message"]) == (400, True)
-    until(lambda: not running.get("/admin/v1/requests?state=in_flight")["in_flight"], 20, "no request is left")
+    until(lambda: not running.get("/admin/v1/requests?state=in_flight")["in_flight"], "no request is left")
     again = start(running, profile_text=SLOW, resume=started["bench"])
     assert again.status_code == 202, again.text
     end = ended(running, again.json()["operation"])
@@ -153,7 +154,7 @@ def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess, tmp_pat
     to = ["--url", running.url, "--key-file", str(key)]
     words = [sys.executable, "-m", "sparkd", "bench", "quick", "--profile", str(profile), *to]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    until(lambda: running.get("/admin/v1/requests?state=in_flight")["in_flight"], 60, "a request of the bench")
+    until(lambda: running.get("/admin/v1/requests?state=in_flight")["in_flight"], "a request of the bench")
     os.kill(running.pid_of("quick"), signal.SIGKILL)
     out, err = command.communicate(timeout=240)
     result = running.get(f"/admin/v1/bench/{running.get('/admin/v1/bench')['benches'][0]['id']}")
@@ -161,7 +162,7 @@ def test_an_engine_that_is_killed_costs_one_cell(running: DaemonProcess, tmp_pat
     error = result["cells"][0]["error"]
     assert "EngineExited" in error and error == one_line(error) and error in out
     assert f"--profile '{profile}' --resume {result['id']}" in err
-    running.wait_for("quick", "READY", 90)
+    running.wait_for("quick", "READY")
 
 
 def test_what_cannot_be_measured_is_refused(running: DaemonProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

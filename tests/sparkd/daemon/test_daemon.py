@@ -21,8 +21,9 @@ import yaml
 
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import Config
-from tests.support.daemon_process import DaemonProcess, alive, daemon, until
+from tests.support.daemon_process import DaemonProcess, alive, daemon
 from tests.support.facts import lacking
+from tests.support.waiting import until
 
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 GIB = 1 << 30
@@ -84,7 +85,7 @@ def _unload_all(request: pytest.FixtureRequest) -> Iterator[None]:
         for found in made.get("/admin/v1/models")["models"]:
             if found["state"] != "STOPPED":
                 made.unload(found["name"])
-                made.wait_for(found["name"], "STOPPED", 30)
+                made.wait_for(found["name"], "STOPPED")
 
 
 def test_a_load_is_an_operation_that_can_be_waited_for(stage: DaemonProcess) -> None:
@@ -143,7 +144,7 @@ def test_a_client_that_leaves_while_another_model_goes_for_it_does_not_empty_the
     with pytest.raises(httpx.ReadTimeout):
         stage.client.post("/v1/chat/completions", json={"model": "curled", "messages": []}, timeout=3)
 
-    assert stage.wait_for("curled", "READY", 30)["wanted_by"] == "request"
+    assert stage.wait_for("curled", "READY")["wanted_by"] == "request"
     assert stage.model("this")["state"] == "STOPPED"
 
 
@@ -151,15 +152,15 @@ def test_a_load_that_its_last_client_leaves_is_ended(stage: DaemonProcess) -> No
     with pytest.raises(httpx.ReadTimeout):
         stage.client.post("/v1/chat/completions", json={"model": "abandoned", "messages": []}, timeout=1.5)
 
-    stage.wait_for("abandoned", "STOPPED", 30)
+    stage.wait_for("abandoned", "STOPPED")
     assert stage.model("abandoned")["wanted_by"] == "request"
 
 
 def test_progress_is_read_from_the_log_and_shown(stage: DaemonProcess) -> None:
     stage.load("slow")
-    seen = until(lambda: stage.model("slow")["progress"], 20, "progress")
+    seen = until(lambda: stage.model("slow")["progress"], "progress")
     assert seen["phase"] in ("starting", "loading", "warming", "sizing", "serving")
-    ready = stage.wait_for("slow", "READY", 30)
+    ready = stage.wait_for("slow", "READY")
 
     assert ready["progress"]["kv_tokens"] > 0
     assert ready["load_s"] > 2
@@ -172,18 +173,18 @@ def test_the_bytes_of_a_load_reach_everybody_who_watches_and_a_cancelled_one_end
         known = stage.model("weights")["progress"] or {}
         return known if 0 < (known.get("bytes_done") or 0) < 10**10 else None
 
-    seen = until(halfway, 30, "bytes of a load")
+    seen = until(halfway, "bytes of a load")
     shim = stage.pid_of("weights")
     assert (seen["phase"], seen["bytes_total"], seen["units_total"], seen["source"]) == ("loading", 10**10, 100, "checkpoint")
     assert seen["fraction"] == seen["bytes_done"] / 10**10
     asked = stage.get(f"/admin/v1/operations/{operation}")["progress"]
     assert asked["bytes_total"] == 10**10
-    until(lambda: stage.metric("sparkd_model_load_bytes{", 'model="weights"') > 0, 10, "the metric")
+    until(lambda: stage.metric("sparkd_model_load_bytes{", 'model="weights"') > 0, "the metric")
     assert stage.metric("sparkd_model_load_total_units", 'model="weights"') == 100
     assert stage.model("weights")["quantize"] == {"format": "nvfp4", "layers": []}
 
     assert stage.client.delete(f"/admin/v1/operations/{operation}").json()["state"] == "CANCELLED"
-    stage.wait_for("weights", "STOPPED", 30)
+    stage.wait_for("weights", "STOPPED")
     assert [pid for pid in _members(shim) if alive(pid)] == []
     assert not list(stage.runtime_dir.rglob("*.load*"))
 
@@ -199,9 +200,9 @@ def test_why_a_load_failed_is_what_its_loader_says(stage: DaemonProcess) -> None
 
 def test_how_a_cache_was_sized_reaches_everybody_who_asks_and_the_next_start_remembers(stage: DaemonProcess) -> None:
     stage.load("rehearsed")
-    sizing = until(lambda: stage.model("rehearsed") if stage.model("rehearsed")["state"] == "SIZING" else None, 30, "SIZING")
+    sizing = until(lambda: stage.model("rehearsed") if stage.model("rehearsed")["state"] == "SIZING" else None, "SIZING")
     assert sizing["progress"]["kv"]["phase"] in ("rehearsing", "sized")
-    ready = stage.wait_for("rehearsed", "READY", 30)
+    ready = stage.wait_for("rehearsed", "READY")
     kv = ready["progress"]["kv"]
     assert (kv["phase"], kv["source"], kv["rank"], kv["ranks"], kv["why"]) == ("ready", "rehearsal", 0, 1, None)
     assert kv["tokens"] == ready["progress"]["kv_tokens"] == kv["pool_bytes"] // 2048
@@ -212,20 +213,20 @@ def test_how_a_cache_was_sized_reaches_everybody_who_asks_and_the_next_start_rem
     assert list((stage.state_dir / "kv-profiles").glob("*.json"))
 
     stage.unload("rehearsed")
-    stage.wait_for("rehearsed", "STOPPED", 30)
+    stage.wait_for("rehearsed", "STOPPED")
     assert not list(stage.runtime_dir.rglob("*.kv*"))
     assert 'sparkd_model_kv_cache_tokens{model="rehearsed"' not in stage.client.get("/metrics").text
     stage.load("rehearsed")
-    assert stage.wait_for("rehearsed", "READY", 30)["progress"]["kv"]["source"] == "profile"
+    assert stage.wait_for("rehearsed", "READY")["progress"]["kv"]["source"] == "profile"
 
 
 def test_a_cpu_gives_two_gib_unless_it_was_asked_for_more(stage: DaemonProcess) -> None:
     stage.load("quick")
-    assert stage.wait_for("quick", "READY", 30)["progress"]["kv"]["pool_bytes"] == 2 << 30
+    assert stage.wait_for("quick", "READY")["progress"]["kv"]["pool_bytes"] == 2 << 30
 
     stage.load("stock")
     # vLLM sizes: what its log tells is told, and nothing else is known.
-    kv = stage.wait_for("stock", "READY", 30)["progress"]["kv"]
+    kv = stage.wait_for("stock", "READY")["progress"]["kv"]
     assert (kv["phase"], kv["source"], kv["margin_bytes"], kv["pool_bytes"]) == ("stock", None, None, 1 << 30)
 
 
@@ -244,47 +245,47 @@ def test_a_client_that_leaves_while_it_waits_is_no_longer_queued(stage: DaemonPr
     with socket.create_connection(("127.0.0.1", stage.port)) as client:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        until(lambda: stage.model("slow")["queued"] == 1, 5, "it waits")
-    until(lambda: stage.model("slow")["queued"] == 0, 1, "it waits no longer")
+        until(lambda: stage.model("slow")["queued"] == 1, "it waits")
+    until(lambda: stage.model("slow")["queued"] == 0, "it waits no longer")
 
 
 def test_unloading_ends_the_whole_tree_of_processes(stage: DaemonProcess) -> None:
     stage.load("tree")
-    stage.wait_for("tree", "READY", 30)
+    stage.wait_for("tree", "READY")
     shim = stage.pid_of("tree")
     tree = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _session(int(entry.name)) == shim]
     assert len(tree) >= 5
 
     stage.unload("tree")
-    stage.wait_for("tree", "STOPPED", 30)
+    stage.wait_for("tree", "STOPPED")
 
     assert [pid for pid in tree if alive(pid)] == []
 
 
 def test_an_exit_that_nobody_ordered_is_a_failure_whatever_its_code(stage: DaemonProcess) -> None:
     stage.load("crash")
-    failed = stage.wait_for("crash", "FAILED", 30)
+    failed = stage.wait_for("crash", "FAILED")
 
     assert failed["reason"] == "CudaOutOfMemory", "as its log says"
     assert "exit code 0" in failed["message"]
     assert stage.client.get("/readyz").status_code == 200
-    until(lambda: stage.model("crash")["failures"] >= 3, 30, "it is tried again")
+    until(lambda: stage.model("crash")["failures"] >= 3, "it is tried again")
 
 
 def test_an_idle_model_goes_after_its_ttl(stage: DaemonProcess) -> None:
     assert stage.chat("idle", "hello").status_code == 200
-    stage.wait_for("idle", "STOPPED", 15)
+    stage.wait_for("idle", "STOPPED")
 
     assert stage.model("idle")["wanted_by"] == "ttl"
 
 
 def test_cancelling_a_load_stops_it(stage: DaemonProcess) -> None:
     operation = stage.load("slow")
-    until(lambda: stage.model("slow")["state"] in ("LOADING", "WARMING"), 20, "it loads")
+    until(lambda: stage.model("slow")["state"] in ("LOADING", "WARMING"), "it loads")
     cancelled = stage.client.delete(f"/admin/v1/operations/{operation}").json()
 
     assert cancelled["state"] == "CANCELLED"
-    stage.wait_for("slow", "STOPPED", 20)
+    stage.wait_for("slow", "STOPPED")
 
 
 @pytest.mark.parametrize("state", ["LOADING", "SIZING", "READY"])
@@ -292,45 +293,45 @@ def test_an_engine_that_is_killed_comes_back(stage: DaemonProcess, state: str) -
     """SIZING stands for: the server is up and the first question is being answered."""
     name = {"LOADING": "slow", "SIZING": "lazy", "READY": "quick"}[state]
     stage.load(name)
-    first = until(lambda: _killable(stage, name, state), 30, f"{name} {state}")
+    first = until(lambda: _killable(stage, name, state), f"{name} {state}")
     os.kill(first, signal.SIGKILL)
-    until(lambda: stage.model(name)["failures"] >= 1, 10, "the failure is seen")
-    until(lambda: first not in (pids := stage.pids_of(name)) and pids, 50, "a new rank")
+    until(lambda: stage.model(name)["failures"] >= 1, "the failure is seen")
+    until(lambda: first not in (pids := stage.pids_of(name)) and pids, "a new rank")
 
     if state != "SIZING":
-        stage.wait_for(name, "READY", 30)
+        stage.wait_for(name, "READY")
 
 
 def test_the_agent_actor_dies_and_the_engine_does_not_notice(stage: DaemonProcess) -> None:
     stage.load("quick")
-    stage.wait_for("quick", "READY", 30)
+    stage.wait_for("quick", "READY")
     rank = stage.pid_of("quick")
     (agent,) = [process["pid"] for process in stage.status()["costs"]["ray"] if process["name"].startswith("ray::Agent")]
     os.kill(agent, signal.SIGKILL)
 
     assert stage.chat("quick", "hello").status_code == 200
-    until(lambda: _agents(stage) not in ([], [agent]), 30, "Ray starts the agent again", 0.3)
-    until(lambda: stage.status()["nodes"][0]["agent"], 20, "it answers", 0.2)
+    until(lambda: _agents(stage) not in ([], [agent]), "Ray starts the agent again", 0.3)
+    until(lambda: stage.status()["nodes"][0]["agent"], "it answers", 0.2)
     assert (stage.pid_of("quick"), stage.model("quick")["failures"]) == (rank, 0)
 
 
 def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage: DaemonProcess) -> None:
     stage.load("quick")
-    stage.wait_for("quick", "READY", 30)
+    stage.wait_for("quick", "READY")
     rank = stage.pid_of("quick")
     before = stage.ray_pids()
     (raylet,) = [process["pid"] for process in stage.status()["costs"]["ray"] if process["name"] == "raylet"]
     os.kill(raylet, signal.SIGKILL)
 
     assert stage.chat("quick", "hello").status_code == 200
-    until(lambda: raylet not in stage.ray_pids() and stage.status()["nodes"][0]["agent"] and _connected(stage), 60, "Ray is back", 0.3)
+    until(lambda: raylet not in stage.ray_pids() and stage.status()["nodes"][0]["agent"] and _connected(stage), "Ray is back", 0.3)
     assert (stage.pid_of("quick"), stage.model("quick")["failures"]) == (rank, 0)
-    until(lambda: [pid for pid in before if alive(pid)] == [], 10, "nothing of the old Ray is left")
+    until(lambda: [pid for pid in before if alive(pid)] == [], "nothing of the old Ray is left")
     assert stage.status()["nodes"][0]["reserved_gib"] == 3
     stage.unload("quick")
-    stage.wait_for("quick", "STOPPED", 20)
+    stage.wait_for("quick", "STOPPED")
     stage.load("quick")
-    stage.wait_for("quick", "READY", 90)  # Ray starts anew, which takes half a minute on a busy machine
+    stage.wait_for("quick", "READY")  # Ray starts anew, which takes half a minute on a busy machine
 
 
 def test_events_are_streamed(stage: DaemonProcess) -> None:
@@ -348,7 +349,7 @@ def test_events_are_streamed(stage: DaemonProcess) -> None:
 
 def test_the_log_of_an_engine_can_be_followed(stage: DaemonProcess) -> None:
     stage.load("quick")
-    stage.wait_for("quick", "READY", 30)
+    stage.wait_for("quick", "READY")
     page = stage.get("/admin/v1/models/quick/log")
     assert "Application startup complete" in page["text"]
     with stage.client.stream("GET", "/admin/v1/models/quick/log", params={"follow": "true"}) as stream:
@@ -357,8 +358,8 @@ def test_the_log_of_an_engine_can_be_followed(stage: DaemonProcess) -> None:
 
 def test_engine_metrics_pass_through_with_labels_and_a_hung_engine_does_not_delay_the_scrape(stage: DaemonProcess) -> None:
     stage.load("quick")
-    stage.wait_for("quick", "READY", 30)
-    until(lambda: "vllm:num_requests_running" in stage.client.get("/metrics").text, 15, "a scrape", 0.3)
+    stage.wait_for("quick", "READY")
+    until(lambda: "vllm:num_requests_running" in stage.client.get("/metrics").text, "a scrape", 0.3)
     text = stage.client.get("/metrics").text
     assert 'model="quick",node="127.0.0.1"' in text
     assert text.count("# TYPE vllm:num_requests_running") == 1
@@ -410,14 +411,14 @@ def test_the_next_daemon_adopts_the_engine_of_one_that_was_killed_and_of_one_tha
     made = DaemonProcess(tmp_path, settings(tmp_path, quick={"preload": True}))
     made.start()
     made.settled()
-    made.wait_for("quick", "READY", 60)
+    made.wait_for("quick", "READY")
     rank = made.pid_of("quick")
     ray = made.ray_pids()
     made.kill()
     assert alive(rank)
 
     made.start("--leave-engines")
-    answered = until(lambda: _answers(made, "quick"), 30, "an answer")
+    answered = until(lambda: _answers(made, "quick"), "an answer")
     made.ray_connected()
 
     assert answered
@@ -425,13 +426,13 @@ def test_the_next_daemon_adopts_the_engine_of_one_that_was_killed_and_of_one_tha
     assert sorted(made.ray_pids())[0] in ray
     kinds = [event["kind"] for event in made.get("/admin/v1/events?limit=1000")["events"]]
     assert (kinds.count("adopted"), kinds.count("started")) == (1, 1)
-    until(lambda: made.status()["nodes"][0]["reserved_gib"] == 1, 10, "its memory is reserved again")
+    until(lambda: made.status()["nodes"][0]["reserved_gib"] == 1, "its memory is reserved again")
     assert made.end(signal.SIGTERM) == 0
     assert alive(rank)
 
     made.start()
     made.settled()
-    made.wait_for("quick", "READY", 30)
+    made.wait_for("quick", "READY")
     assert made.pid_of("quick") == rank
     made.gone()
 
@@ -443,13 +444,13 @@ def test_the_next_daemon_adopts_the_engine_of_one_that_was_killed_and_of_one_tha
 def test_ctrl_c_lets_requests_finish_and_waits_for_nothing_else(tmp_path: Path) -> None:
     env = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.1"}
     with daemon(tmp_path, settings(tmp_path, quick={"preload": True, "env": env})) as made, ThreadPoolExecutor(2) as pool:
-        made.wait_for("quick", "READY", 60)
+        made.wait_for("quick", "READY")
         # It would go on for ever.
         begun = threading.Event()
         watching = pool.submit(_read_to_its_end, made, "GET", "/admin/v1/events", {"accept": "text/event-stream"}, None, begun)
         assert begun.wait(30)
         asked = pool.submit(_read_to_its_end, made, "POST", "/v1/chat/completions", {}, _chat(stream=True))
-        until(lambda: made.model("quick").get("in_flight") == 1, 10, "the stream runs")
+        until(lambda: made.model("quick").get("in_flight") == 1, "the stream runs")
         began_s = time.monotonic()
         assert made.end(signal.SIGINT, 50) == 0
         assert asked.result(1).endswith("data: [DONE]\n\n")
@@ -463,9 +464,9 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     given = settings(tmp_path, quick={"preload": True, "env": env})
     given["engine"]["stop_timeout_s"] = 45
     with daemon(tmp_path, given) as made, ThreadPoolExecutor(1) as pool:
-        made.wait_for("quick", "READY", 60)
+        made.wait_for("quick", "READY")
         asked = pool.submit(_read_to_its_end, made, "POST", "/v1/chat/completions", {}, _chat(stream=True))
-        until(lambda: made.model("quick").get("in_flight") == 1, 10, "the stream runs")
+        until(lambda: made.model("quick").get("in_flight") == 1, "the stream runs")
         assert made.process is not None
         made.process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -504,7 +505,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonPr
     given = settings(folder, quick={"preload": True, "env": slow}) | {"keys": KEYS}
     with daemon(folder, given) as made:
         made.client.headers["authorization"] = "Bearer admin-key-0123456789"
-        made.wait_for("quick", "READY", 60)
+        made.wait_for("quick", "READY")
         yield made, given
 
 
@@ -542,21 +543,21 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
 
     reader = threading.Thread(target=read)
     reader.start()
-    until(lambda: len(chunks) > 3, 10, "the stream has begun")
+    until(lambda: len(chunks) > 3, "the stream has begun")
     given["models"]["second"] = model(tmp_path / "model")
     made.configure(given)
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-    until(lambda: made.model("second").get("state"), 10, "the new model is known")
+    until(lambda: made.model("second").get("state"), "the new model is known")
     made.config.write_text("modles: {}\n")
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-    until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
+    until(lambda: "modles" in made.tail(), "the refusal is logged")
     quick = given["models"]["quick"]
     file = tmp_path / "weights.gguf"
     file.touch()
     given["models"]["quick"] = quick | {"model": str(file)}
     made.configure(given)
     made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-    until(lambda: "models.quick.model" in made.tail(), 10, "its new entry is refused")
+    until(lambda: "models.quick.model" in made.tail(), "its new entry is refused")
     given["models"]["quick"] = quick
     made.configure(given)
     reader.join(20)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
 from tests.support.faulty_sparkd import PARTS
+from tests.support.waiting import until
 
 SHARE, LEAST = 0.2, 15
 SETTINGS = {
@@ -43,16 +44,16 @@ def test_whatever_its_parts_raise_the_daemon_lives_and_is_well_afterwards(made: 
     assert any(one.startswith("InternalError: ") for one in made.status()["conditions"])
     for name in ("other", "m"):
         made.load(name)
-        made.wait_for(name, "READY", 60)
+        made.wait_for(name, "READY")
     serving, before = made.pid_of("other"), errors(made)
 
     (made.folder / "faults").write_text(str(SHARE))
     os.kill(made.pid_of("m"), signal.SIGKILL)
-    until(lambda: made.chat("other", "hello").status_code == 200 and errors(made) >= before + LEAST, 60, "errors", 0.2)
+    until(lambda: made.chat("other", "hello").status_code == 200 and errors(made) >= before + LEAST, "errors", 0.2)
     assert made.chat("other", "hello").status_code == 200
     (made.folder / "faults").unlink()
 
-    made.wait_for("m", "READY", 90)
+    made.wait_for("m", "READY")
     assert made.chat("m", "hello").status_code == 200
     made.ray_connected()
     assert made.pid_of("other") == serving, "what served was let alone"

@@ -10,7 +10,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.bench.figures import WAYS, one_line
-from tests.support.daemon_process import DaemonProcess, daemon, until
+from tests.support.daemon_process import DaemonProcess, daemon
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
     }
     with daemon(folder, settings) as process:
         for name in ("a", "b"):
-            process.wait_for(name, "READY", 90)
+            process.wait_for(name, "READY")
         yield process
 
 
@@ -41,7 +42,7 @@ def ended(process: DaemonProcess, operation: str) -> dict[str, Any]:
         answer: dict[str, Any] = process.get(f"/admin/v1/operations/{operation}")
         return answer if answer["state"] != "RUNNING" else None
 
-    return until(look, 120, "the bench ended") or {}
+    return until(look, "the bench ended") or {}
 
 
 def test_each_way_of_a_load_is_measured_and_each_model_is_as_before(running: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +57,7 @@ def test_each_way_of_a_load_is_measured_and_each_model_is_as_before(running: Dae
         assert 0 < row["seconds"] <= row["first_answer_s"] + 2
         # The phases are parts of the whole.
         assert sum(phase["seconds"] for phase in row["phases"]) <= row["seconds"] + 1
-    until(lambda: all(running.model(name)["state"] == "READY" for name in ("a", "b")), 60, "both are READY again")
+    until(lambda: all(running.model(name)["state"] == "READY" for name in ("a", "b")), "both are READY again")
     assert exit_code(["bench", "show", begun["bench"], "--url", running.url]) == 0
     assert WAYS["back"] in capsys.readouterr().out
     assert exit_code(["bench", "export", begun["bench"], "--format", "html", "--url", running.url]) == 0
@@ -69,22 +70,22 @@ def test_each_way_of_a_load_is_measured_and_each_model_is_as_before(running: Dae
 def test_a_cancelled_bench_keeps_its_loads_and_the_models_wishes(running: DaemonProcess) -> None:
     begun = start(running, times=50).raise_for_status().json()
     path = f"/admin/v1/bench/{begun['bench']}"
-    until(lambda: running.get(path)["loads"], 60, "the first load")
+    until(lambda: running.get(path)["loads"], "the first load")
     assert running.client.delete(f"/admin/v1/operations/{begun['operation']}").status_code == 202
-    until(lambda: running.get(path)["state"] == "cancelled", 30, "it ended")
+    until(lambda: running.get(path)["state"] == "cancelled", "it ended")
     assert running.get(path)["loads"]
-    until(lambda: all(running.model(name)["state"] == "READY" for name in ("a", "b")), 60, "both are READY again")
+    until(lambda: all(running.model(name)["state"] == "READY" for name in ("a", "b")), "both are READY again")
 
 
 def test_a_model_that_does_not_load_ends_the_bench_with_its_reason(running: DaemonProcess) -> None:
     running.unload("b")
-    running.wait_for("b", "STOPPED", 30)
+    running.wait_for("b", "STOPPED")
     begun = start(running, model="broken", other="a").raise_for_status().json()
     operation = ended(running, begun["operation"])
     assert operation["state"] == "FAILED" and "broken" in operation["message"]
     assert "EngineExited" in operation["message"] and operation["message"] == one_line(operation["message"])
     assert running.get(f"/admin/v1/bench/{begun['bench']}")["loads"] == []
-    until(lambda: running.model("broken")["want"] == "STOPPED", 30, "it is wanted as before")
+    until(lambda: running.model("broken")["want"] == "STOPPED", "it is wanted as before")
 
 
 def test_what_cannot_be_measured_is_refused(running: DaemonProcess) -> None:

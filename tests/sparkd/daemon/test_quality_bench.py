@@ -14,7 +14,8 @@ from sparkd.bench.figures import one_line
 from sparkd.bench.passages import SHIPPED, shipped_text
 from sparkd.bench.result import text_label
 from tests.sparkd.daemon.test_benches import ended
-from tests.support.daemon_process import DaemonProcess, daemon, until
+from tests.support.daemon_process import DaemonProcess, daemon
+from tests.support.waiting import until
 
 KEY = "canary-of-the-boss-0123456789"
 CONFIGURED = ["broken", "own", "quick", "slow"]
@@ -42,7 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
     with daemon(folder, settings) as process:
         process.config.chmod(0o600)
         process.client.headers["authorization"] = f"Bearer {KEY}"
-        process.wait_for("quick", "READY", 90)
+        process.wait_for("quick", "READY")
         yield process
 
 
@@ -74,8 +75,8 @@ def test_the_format_of_the_entry_is_compared(running: DaemonProcess) -> None:
     assert (format_["kl"], format_["kl_p99"], format_["agreement"]) == (pytest.approx(0, abs=1e-9), pytest.approx(0, abs=1e-9), 1.0)
     assert format_["perplexity"] == stored["perplexity"] > 1
     assert format_["tokens"] > 400
-    until(lambda: names(running) == CONFIGURED, 30, "the lent models are forgotten")
-    assert running.wait_for("quick", "READY", 60)
+    until(lambda: names(running) == CONFIGURED, "the lent models are forgotten")
+    assert running.wait_for("quick", "READY")
 
 
 @pytest.mark.timeout(300)
@@ -94,10 +95,10 @@ def test_a_format_that_does_not_load_is_a_row(running: DaemonProcess) -> None:
 @pytest.mark.timeout(300)
 def test_a_cancelled_bench_keeps_its_rows_and_goes_on(running: DaemonProcess) -> None:
     started = start(running, "slow", formats=["fp8"], text=SECRET_TEXT, text_name="own.txt").json()
-    until(lambda: [row for row in result_of(running, started["bench"])["quality"] if row["tokens"]], 120, "a row")
+    until(lambda: [row for row in result_of(running, started["bench"])["quality"] if row["tokens"]], "a row")
     assert running.client.delete(f"/admin/v1/operations/{started['operation']}").status_code < 300
-    until(lambda: result_of(running, started["bench"])["state"] == "cancelled", 30, "the result is kept")
-    until(lambda: names(running) == CONFIGURED, 60, "the lent models are forgotten")
+    until(lambda: result_of(running, started["bench"])["state"] == "cancelled", "the result is kept")
+    until(lambda: names(running) == CONFIGURED, "the lent models are forgotten")
     rows = result_of(running, started["bench"])["quality"]
     assert rows[0]["perplexity"] and rows[1]["perplexity"] is None
     assert start(running, "slow", resume=started["bench"]).status_code == 400  # of another text
@@ -130,9 +131,9 @@ def test_what_cannot_be_compared_is_refused(running: DaemonProcess, tmp_path_fac
 @pytest.mark.timeout(300)
 def test_a_daemon_that_is_killed_leaves_no_lent_model(running: DaemonProcess) -> None:
     start(running, "slow", formats=["fp8"])
-    until(lambda: "slow.bench-as-stored" in names(running), 60, "a lent model")
-    running.wait_for("slow.bench-as-stored", "READY", 90)
+    until(lambda: "slow.bench-as-stored" in names(running), "a lent model")
+    running.wait_for("slow.bench-as-stored", "READY")
     running.kill()
     running.start()
-    running.wait_for("quick", "READY", 90)
+    running.wait_for("quick", "READY")
     assert names(running) == CONFIGURED

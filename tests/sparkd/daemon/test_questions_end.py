@@ -26,8 +26,9 @@ from sparkd.state.nouns import ModelState
 from tests.sparkd.admin.test_app import COSTS
 from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
-from tests.support.daemon_process import ROOT, until
+from tests.support.daemon_process import ROOT
 from tests.support.sketches import dense, tensors_of, write
+from tests.support.waiting import until
 from workers.host.runtime import API_SERVER
 
 LIMIT_S = 30.0
@@ -76,13 +77,13 @@ def test_a_command_that_is_interrupted_leaves_nothing(engine: Engine, words: lis
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARKD_URL": "http://127.0.0.1:1"}
     with subprocess.Popen(command, env=environment, start_new_session=True, text=True, **quiet) as asking:  # type: ignore[call-overload]
-        until(lambda: is_asked(engine) or asking.poll() is not None, LIMIT_S, "the question", 0.02)
+        until(lambda: is_asked(engine) or asking.poll() is not None, "the question", 0.02)
         assert list((engine.root / "tmp").iterdir()) and asking.poll() is None
         asking.send_signal(number)
         _, errors = asking.communicate(timeout=LIMIT_S)
     assert asking.returncode == 128 + number and "Traceback" not in errors
     assert not list((engine.root / "tmp").iterdir())
-    until(lambda: not is_asked(engine), LIMIT_S, "its end", 0.02)
+    until(lambda: not is_asked(engine), "its end", 0.02)
 
 
 class Here:

@@ -22,7 +22,8 @@ import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
-from tests.support.daemon_process import ROOT, DaemonProcess, until
+from tests.support.daemon_process import ROOT, DaemonProcess
+from tests.support.waiting import until
 
 CANARY = "canary-7f3a91"
 KEY, ADMIN_KEY = f"{CANARY}-key-of-a-laptop", f"{CANARY}-key-of-the-boss"
@@ -67,7 +68,7 @@ class Recorded(DaemonProcess):
             rows = self.get("/admin/v1/requests?state=finished&limit=1000")["finished"]
             return next((row for row in rows if row["request_id"] == request_id), None)
 
-        return until(look, 20, f"{request_id} finished") or {}
+        return until(look, f"{request_id} finished") or {}
 
     def stored(self) -> list[str]:
         """Ids of the requests that are on disk."""
@@ -81,7 +82,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     made.start()
     try:
         made.settled()
-        made.wait_for("quick", "READY", 90)
+        made.wait_for("quick", "READY")
         yield made
     finally:
         made.gone()
@@ -147,7 +148,7 @@ def asked(daemon: Recorded, path: str, request_id: str, **changes: Any) -> tuple
 def test_a_cancel_in_a_stream(daemon: Recorded, cli: Any, path: str) -> None:
     name = f"stream{path.replace('/', '-')}"
     pool, answer = asked(daemon, path, name, **SLOW)
-    until(lambda: (daemon.in_flight(name) or {}).get("phase") == "streaming", 20, "it streams")
+    until(lambda: (daemon.in_flight(name) or {}).get("phase") == "streaming", "it streams")
     code, out, err = cli("requests", "cancel", name)
     assert (code, err) == (0, "") and name in out
     with pool:
@@ -157,13 +158,13 @@ def test_a_cancel_in_a_stream(daemon: Recorded, cli: Any, path: str) -> None:
     row = daemon.finished(name)
     assert (row["status"], row["code"]) == (200, "request_cancelled")
     assert 0 < row["seconds"] < 10
-    until(lambda: daemon.metric("vllm:num_requests_running") == 0, 20, "the engine has ended it")
+    until(lambda: daemon.metric("vllm:num_requests_running") == 0, "the engine has ended it")
     assert cli("requests", "cancel", name)[0] == 5
 
 
 def test_a_cancel_in_the_queue(daemon: Recorded) -> None:
     pool, answer = asked(daemon, CHAT, "queued", model="late")
-    row = until(lambda: daemon.in_flight("queued"), 20, "it waits") or {}
+    row = until(lambda: daemon.in_flight("queued"), "it waits") or {}
     assert (row["phase"], row["model"], row["key"], row["number"]) == ("queued", "late", "laptop", None)
     assert daemon.client.delete("/admin/v1/requests/queued").status_code == 202
     with pool:
@@ -197,10 +198,10 @@ def test_following(daemon: Recorded) -> None:
         assert following.stdout is not None
         reader = threading.Thread(target=lambda: lines.extend(iter(following.stdout.readline, "")))  # type: ignore[union-attr]
         reader.start()
-        until(lambda: len(lines) == 1, 30, "the last one is shown")
+        until(lambda: len(lines) == 1, "the last one is shown")
         for number in range(3):
             daemon.ask(MESSAGES, f"followed-{number}")
-        until(lambda: len(lines) == 4, 30, f"three more: {lines}")
+        until(lambda: len(lines) == 4, f"three more: {lines}")
         following.terminate()
         reader.join(20)
     assert all(re.search(r"quick  laptop  /v1/messages  200  [0-9.]+ s, ", line) for line in lines[1:])
@@ -209,15 +210,15 @@ def test_following(daemon: Recorded) -> None:
 def test_a_killed_daemon_comes_back_with_its_record(daemon: Recorded) -> None:
     daemon.ask(CHAT, "before-the-kill")
     last = daemon.finished("before-the-kill")
-    until(lambda: "before-the-kill" in daemon.stored(), 20, "it is on disk")
+    until(lambda: "before-the-kill" in daemon.stored(), "it is on disk")
     pool, lost = asked(daemon, CHAT, "lost", **SLOW)
-    until(lambda: daemon.in_flight("lost"), 20, "it streams")
+    until(lambda: daemon.in_flight("lost"), "it streams")
     daemon.kill()
     with pool:
         assert isinstance(lost.exception(20), httpx.TransportError)
     daemon.start()
     daemon.settled()
-    daemon.wait_for("quick", "READY", 60)
+    daemon.wait_for("quick", "READY")
     assert daemon.finished("before-the-kill") == last
     daemon.ask(CHAT, "after-the-kill")
     assert daemon.finished("after-the-kill")["number"] > last["number"]
@@ -235,7 +236,7 @@ def test_a_record_that_is_turned_off(daemon: Recorded) -> None:
         daemon.client.post("/admin/v1/reload").raise_for_status()
     daemon.ask(CHAT, "on")
     daemon.finished("on")
-    until(lambda: "on" in daemon.stored(), 20, "it is on disk")
+    until(lambda: "on" in daemon.stored(), "it is on disk")
     assert "off" not in daemon.stored()
 
 
@@ -247,7 +248,7 @@ def test_the_marker_is_nowhere(daemon: Recorded) -> None:
     assert daemon.ask(CHAT, "marked-status", stub={"status": 500}).status_code == 500
     assert daemon.client.post(CHAT, content=f'{{"{CANARY}'.encode(), headers={"content-type": "application/json"}).status_code == 400
     assert daemon.client.post(CHAT, json=SAYS, headers={"authorization": f"Bearer {CANARY}"}).status_code == 401
-    until(lambda: "marked-status" in daemon.stored(), 20, "it is on disk")
+    until(lambda: "marked-status" in daemon.stored(), "it is on disk")
 
     texts = [path.read_bytes() for folder in (daemon.state_dir, daemon.runtime_dir) for path in folder.rglob("*") if path.is_file()]
     texts.append(daemon.output.read_bytes())

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.activated import ActivatedDaemon
-from tests.support.daemon_process import until
+from tests.support.waiting import until
 
 # A stream of a stub lasts about 4 s.
 SLOW = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
@@ -33,7 +33,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Activated
     try:
         made.settled()
         for name in given["models"]:
-            made.wait_for(name, "READY", 90)
+            made.wait_for(name, "READY")
         yield made, given
     finally:
         made.gone()
@@ -53,7 +53,7 @@ class Streams:
     def __init__(self, made: ActivatedDaemon, count: int) -> None:
         self._pool = ThreadPoolExecutor(count)
         self._asked = [self._pool.submit(ask, made, "slow", stream=True) for _ in range(count)]
-        until(lambda: made.model("slow").get("in_flight") == count, 30, "all streams run")
+        until(lambda: made.model("slow").get("in_flight") == count, "all streams run")
 
     def whole(self) -> int:
         """How many came to their end."""
@@ -75,10 +75,10 @@ def test_a_restart_refuses_nobody_and_breaks_no_stream(daemon: tuple[ActivatedDa
 
     with ThreadPoolExecutor(6) as pool:
         askers = [pool.submit(keep_asking) for _ in range(6)]
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, 30, "requests come in")
+        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, "requests come in")
         made.restart()
         made.settled()
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, 60, "requests come in again")
+        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, "requests come in again")
         over.set()
         assert all(one.result() > 5 for one in askers)
     assert streams.whole() == 8
@@ -94,7 +94,7 @@ def test_who_has_just_connected_when_it_ends_is_answered(daemon: tuple[Activated
         assert made.get("/livez")
         before = len(made.told)
         restarted = pool.submit(made.restart)
-        until(lambda: any("STOPPING=1" in said for said in made.told[before:]), 10, "its end has begun", 0.01)
+        until(lambda: any("STOPPING=1" in said for said in made.told[before:]), "its end has begun", 0.01)
         early.sendall(head + body)
         early.settimeout(30)
         assert early.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -104,7 +104,7 @@ def test_who_has_just_connected_when_it_ends_is_answered(daemon: tuple[Activated
 
 def test_fifty_reloads_break_no_stream_and_touch_no_engine(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
     made, given = daemon
-    made.wait_for("slow", "READY", 30)
+    made.wait_for("slow", "READY")
     ranks = [made.pid_of("quick"), made.pid_of("slow")]
     streams = Streams(made, 32)
     for number in range(50):
@@ -122,7 +122,7 @@ def test_fifty_reloads_break_no_stream_and_touch_no_engine(daemon: tuple[Activat
 
 def test_an_engine_whose_settings_changed_is_restarted_once_its_streams_are_over(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
     made, given = daemon
-    made.wait_for("slow", "READY", 30)
+    made.wait_for("slow", "READY")
     before, other = made.pid_of("slow"), made.pid_of("quick")
     streams = Streams(made, 4)
     given["models"]["quick"] = given["models"]["quick"] | {"ttl": 700}
@@ -133,5 +133,5 @@ def test_an_engine_whose_settings_changed_is_restarted_once_its_streams_are_over
     assert ask(made, "slow", stream=False)
     assert streams.whole() == 4
     # The question may have come before the supervisor's next look, and then the old engine answered it.
-    until(lambda: made.model("slow")["state"] == "READY" and made.pid_of("slow") != before, 30, "it is restarted")
+    until(lambda: made.model("slow")["state"] == "READY" and made.pid_of("slow") != before, "it is restarted")
     assert made.pid_of("quick") == other

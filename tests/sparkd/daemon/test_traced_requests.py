@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.daemon_process import DaemonProcess, until
+from tests.support.daemon_process import DaemonProcess
 from tests.support.otlp_receiver import Receiver, Span, receiver, tree_of
+from tests.support.waiting import until
 
 CANARY = "canary-51c9e2"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -57,7 +58,7 @@ def trace_of(collector: Receiver, answer: httpx.Response) -> dict[str, Span]:
     def root() -> Span | None:
         return next((span for span in collector.spans if span.attributes.get("sparkd.request_id") == answer.headers["x-request-id"]), None)
 
-    trace = until(root, 20, "its spans").trace
+    trace = until(root, "its spans").trace
     return {span.name: span for span in collector.spans if span.trace == trace}
 
 
@@ -104,7 +105,7 @@ def test_nothing_of_a_request_is_in_its_spans(daemon: DaemonProcess, collector: 
 def test_a_collector_that_is_away_costs_a_count_until_it_is_back(daemon: DaemonProcess, collector: Receiver) -> None:
     collector.status = 400
     assert ask(daemon).status_code == 200
-    until(lambda: daemon.metric("sparkd_traced_requests_total", 'outcome="dropped"') == 1, 20, "a drop")
+    until(lambda: daemon.metric("sparkd_traced_requests_total", 'outcome="dropped"') == 1, "a drop")
     collector.status = 200
     trace_of(collector, ask(daemon))
 

@@ -25,7 +25,7 @@ from sparkd.cluster.read_memory import reading
 from sparkd.errors import NodeRefused, RankError
 from sparkd.state.nouns import RankHandle
 from tests.support.daemon_process import ROOT
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.agent import actor as module
 from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key

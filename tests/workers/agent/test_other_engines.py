@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.agent.other_engines import foreign
 from workers.host import processes
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.facts import lacking
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.guard import consumers, gpu_meter
 from workers.guard.consumers import Holders
 from workers.guard.gpu_meter import ARGUMENTS, GpuMeter, gpu_of

@@ -35,7 +35,7 @@ from tests.support.facts import lacking
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
 from tests.support.memory_hog import show
-from tests.support.ranks import until
+from tests.support.waiting import until
 from workers.agent.actor import Agent
 from workers.guard import consumers, gpu_meter, incidents
 from workers.guard import guard as sentry

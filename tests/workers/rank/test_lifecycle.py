@@ -20,7 +20,8 @@ import pytest
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
 from tests.support.facts import facts
-from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, until
+from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop
+from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec

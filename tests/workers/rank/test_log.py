@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import DEADLINE_S, SECRET, Place, a_place, until
+from tests.support.ranks import DEADLINE_S, SECRET, Place, a_place
+from tests.support.waiting import until
 from workers.rank import lifecycle
 from workers.rank import log as logfile
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import Place, a_place, stop, until
+from tests.support.ranks import Place, a_place, stop
+from tests.support.waiting import until
 from workers.guard.consumers import Holders, MemoryConsumer
 from workers.rank import lifecycle, shared_memory
 from workers.rank.shared_memory import Note, Segment, judge

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import DEADLINE_S, STUBBORN, Place, a_place, stop, until
+from tests.support.ranks import DEADLINE_S, STUBBORN, Place, a_place, stop
+from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.ranks import Place, a_place, stop, until
+from tests.support.ranks import Place, a_place, stop
+from tests.support.waiting import until
 from workers.guard.consumers import Holders
 from workers.rank import command, lifecycle, ray_environment
 from workers.ray_executor.engine import platform, settle

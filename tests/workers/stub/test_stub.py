@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.support.facts import facts
+from tests.support.waiting import HUNG_S, eventually, until
 from workers.rank.kv_report import read_kv
 from workers.rank.load_report import read_load
 from workers.stub.__main__ import CommandLine, Life, StubEngine, start_stub
@@ -29,7 +30,6 @@ from workers.stub.faults import FAULTS, broken_answer
 from workers.stub.load import UNITS
 
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 20.0
 GIB = 1 << 30
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -47,7 +47,7 @@ class Process:
             self.child = subprocess.Popen([*argv, *flags], env=kept | environ, stdout=log, stderr=log, cwd=folder, start_new_session=True)
 
     def client(self) -> httpx.Client:
-        return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.uds)), base_url="http://stub", timeout=DEADLINE_S)
+        return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.uds)), base_url="http://stub", timeout=HUNG_S)
 
     def wait_ready(self) -> None:
         until(lambda: self.child.poll() is not None or self._listens())
@@ -57,7 +57,7 @@ class Process:
         until(lambda: words in self.log.read_text())
 
     def wait_exit(self) -> int:
-        return self.child.wait(DEADLINE_S)
+        return self.child.wait(HUNG_S)
 
     def group(self) -> set[int]:
         """Live processes of the group, zombies not counted."""
@@ -82,7 +82,7 @@ class Process:
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait(DEADLINE_S)
+        self.child.wait(HUNG_S)
 
 
 @pytest.fixture
@@ -100,13 +100,6 @@ def spawn() -> Iterator[Any]:
         yield start
         for process in started:
             process.end()
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -310,12 +303,6 @@ async def stub(**behaviour: Any) -> Any:
         yield engine, client
 
 
-async def until_async(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - the engine is no asyncio primitive
-            await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(
     ("path", "body", "member"),
     [
@@ -403,11 +390,11 @@ async def test_keeps_responses() -> None:
 async def test_counts_a_client_that_left(stream: bool, behaviour: dict[str, Any]) -> None:
     async with stub(**behaviour) as (engine, client):
         _, writer = await post(engine, CHAT | {"stream": stream})
-        await until_async(lambda: engine.running == 1)
+        await eventually(lambda: engine.running == 1)
         assert (await client.get("/health")).status_code == 200
         assert engine.aborts == 0
         writer.close()
-        await until_async(lambda: engine.aborts == 1)
+        await eventually(lambda: engine.aborts == 1)
         assert engine.running == 0
         assert (await client.get("/metrics")).text.count("stub:aborts_total{") == 1
 

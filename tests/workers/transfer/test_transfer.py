@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from sparkd.errors import RankError
-from tests.support.daemon_process import until
 from tests.support.facts import facts
+from tests.support.waiting import until
 from workers.agent.jobs import Jobs
 from workers.host.hub_cache import snapshot_of
 from workers.transfer import chunks, manifest, partial_file, sink, source, stale_files
@@ -479,7 +479,7 @@ def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
         wanted = {"range": f"bytes=0-{len(FILES['config.json']) - 1}"}
         assert client.head(f"http://127.0.0.1:{port}/config.json", headers=wanted).status_code == 206
         assert served.idle_s() == 0.0
-    until(lambda: served.idle_s() > 0, 10, "the connection has ended", 0.01)
+    until(lambda: served.idle_s() > 0, "the connection has ended", 0.01)
 
 
 def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None
     serving = jobs.start("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY})
     ways = [["127.0.0.1", "127.0.0.1", serving["ports"]["127.0.0.1"]]]
     fetching = jobs.start("sink", {"manifest": there, "environ": {}, "ways": ways, "key": KEY, "connections": 2})
-    until(lambda: not jobs.state(fetching["job"])["running"], 20, "all is there")
+    until(lambda: not jobs.state(fetching["job"])["running"], "all is there")
 
     assert jobs.state(fetching["job"])["ended"]
     assert {name: (tmp_path / "b" / name).read_bytes() for name in FILES} == FILES
