@@ -86,8 +86,8 @@ class HeldStream:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self._socket.settimeout(HUNG_S)
         self._socket.connect(("127.0.0.1", daemon.port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._socket.sendall(head.encode() + body.encode())
+        fields = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
+        self._socket.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n{body}".encode())
 
     def rest(self) -> bytes:
         """The last bytes of the answer, once it has ended."""
