@@ -43,7 +43,7 @@ def test_two_models_take_turns_and_a_quantized_one_is_read_from_its_cache_the_se
     knows_a_capital(served, NAME)
     assert served.model(QUANTIZED)["state"] == "STOPPED"
     events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
-    assert {NAME, QUANTIZED} <= {event["model"] for event in events if event["kind"] == "evicted"}
+    assert {NAME, QUANTIZED} <= {event["model"] for event in events if event["kind"] == "swap"}
 
 
 def knows_a_capital(served: DaemonProcess, model: str) -> None:

@@ -53,7 +53,7 @@ class Weather(BaseModel):
     city: Literal["Paris", "Rome"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(served: DaemonProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
         yield made

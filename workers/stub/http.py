@@ -132,7 +132,7 @@ class StubProtocol(asyncio.Protocol):
         if request is None:
             return
         behaviour = answer.behaviour
-        if behaviour is not None and (self._engine.stalled() or behaviour.held(0 if answer.stream else behaviour.gate_after)):
+        if behaviour is not None and (self._engine.stalled() or behaviour.held(0 if answer.stream else answer.tokens - 1)):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._begin)
             return
         if answer.behaviour is not None and answer.behaviour.malformed:
