@@ -20,7 +20,7 @@ from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.models.shape import shape_of
 from sparkd.state.store import Store
-from tests.support.shards import checkpoint_of
+from tests.support.checkpoints import checkpoint_of
 from workers.quantization import expression
 from workers.quantization.expression import MAX_STEPS_OF_ONE
 from workers.quantization.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, FormatRule, QuantizationRecipe

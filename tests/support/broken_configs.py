@@ -19,8 +19,8 @@ from typing import Any
 
 from sparkd.cli.config_check import check
 from sparkd.schema.yaml_file import MAX_BYTES
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.parser_batch import ask_at_once
-from tests.support.sketches import dense, tensors_of, write
 
 VALID_TOP = {"listen": "127.0.0.1:4000", "log_level": "info"}
 MAX_LEN = 8192

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.daemon_process import DaemonProcess, daemon
 from tests.support.hub_server import Repository, serving
-from tests.support.sketches import dense, tensors_of, write
 from tests.support.waiting import until
 from tests.web.benches import write_benches
 

@@ -35,10 +35,10 @@ from sparkd.state.rows import Damage
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.sparkd.gateway.fakes import soon
 from tests.support.answers import check_answer
+from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import Scene
-from tests.support.shards import write_folder
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,

@@ -11,7 +11,7 @@ import pytest
 from sparkd.admin.model_routes import engine_settings
 from sparkd.schema.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
-from tests.support.shards import write_folder
+from tests.support.checkpoints import write_folder
 
 LINES = [
     "sparkd: engine started as process 31907: /opt/vllm/bin/python -m vllm serve '/models/a b' --max-model-len 2048",

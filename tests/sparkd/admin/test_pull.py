@@ -30,11 +30,11 @@ from sparkd.render import models as show
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.sparkd.gateway.fakes import soon
+from tests.support.checkpoints import layered, write_folder
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import scene as supervised
 from tests.support.hub_server import COMMIT, Repository, serving
-from tests.support.shards import layered, write_folder
 from workers.host.hub_cache import snapshot_of
 from workers.transfer import manifest
 

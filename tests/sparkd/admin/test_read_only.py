@@ -17,7 +17,7 @@ from sparkd.state.nouns import Want
 from sparkd.state.store import Store
 from tests.sparkd.admin.test_app import TINY, Admin, admin_of
 from tests.sparkd.control.test_supervisor import UP, make_ready
-from tests.support.shards import write_folder
+from tests.support.checkpoints import write_folder
 
 # Members that a look itself writes: the fake's list of questions, and Python's own.
 NOT_STATE = ("log", "__dict__", "__weakref__")

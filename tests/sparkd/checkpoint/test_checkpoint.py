@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import INDEX, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
+from tests.support.checkpoints import Shape, checkpoint_of, write_folder, write_shard
 from tests.support.facts import lacking
-from tests.support.shards import Shape, checkpoint_of, write_folder, write_shard
 
 ROOT = Path(__file__).resolve().parents[3]
 A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}

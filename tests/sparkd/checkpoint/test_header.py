@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 from sparkd.errors import CheckpointError
+from tests.support.checkpoints import header_of, pack, write_shard
 from tests.support.facts import lacking
-from tests.support.shards import header_of, pack, write_shard
 
 TWO = {"a.weight": ("BF16", (4, 8)), "b.bias": ("F32", (3,))}
 

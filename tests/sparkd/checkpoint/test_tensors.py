@@ -17,7 +17,7 @@ from sparkd.checkpoint import index, read_checkpoint
 from sparkd.checkpoint.header import parse_header
 from sparkd.checkpoint.tensors import FileTensors, TensorGroup, TensorKind, TensorRef, Tensors, alike, any_twice
 from sparkd.errors import CheckpointError
-from tests.support.shards import header_of, write_folder, write_shard
+from tests.support.checkpoints import header_of, write_folder, write_shard
 
 BF16 = TensorKind("BF16", (2, 2), 8)
 F32 = TensorKind("F32", (3,), 12)

@@ -20,10 +20,9 @@ from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from sparkd.models.source import snapshot_of
 from sparkd.render import models as show
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, tensors_of, write, write_folder
 from tests.support.daemon_process import free_port
 from tests.support.facts import lacking
-from tests.support.shards import checkpoint_of, layered, write_folder
-from tests.support.sketches import Tensor, dense, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
 
 W = (256, 384)

@@ -27,10 +27,10 @@ from sparkd.cli.config_check import check
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
 from tests.support.parser_batch import ask_at_once
-from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
 VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]

@@ -28,9 +28,10 @@ from sparkd.models.shape import shape_of
 from sparkd.schema import quantize
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
 from tests.support import published_headers
+from tests.support.checkpoints import dense, mixture, tensors_of, write
 from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
-from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of, write
+from tests.support.inventories import CONFIGS, known
 from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}

@@ -18,7 +18,7 @@ import torch
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.cli.export import how_far
-from tests.support.checkpoints import Entry, normal, write_checkpoint
+from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import lacking
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache import store
@@ -48,8 +48,8 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> N
 
 
 def checkpoint(folder: Path) -> Checkpoint:
-    entries = [Entry("model.embed_tokens.weight", (256, 64), draw=normal(1.0))]
-    entries += [Entry(f"model.layers.{layer}.mlp.up_proj.weight", (64, 64), draw=normal(0.1)) for layer in range(40)]
+    entries = [Tensor("model.embed_tokens.weight", (256, 64), draw=normal(1.0))]
+    entries += [Tensor(f"model.layers.{layer}.mlp.up_proj.weight", (64, 64), draw=normal(0.1)) for layer in range(40)]
     return read_checkpoint(write_checkpoint(folder, CONFIG, entries))
 
 

@@ -16,8 +16,8 @@ from sparkd.cluster.reservations import Places
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
+from tests.support.checkpoints import layered, write
 from tests.support.facts import lacking
-from tests.support.shards import layered, write_sparse
 from workers.rank.signatures import LASTING
 
 A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
@@ -140,7 +140,7 @@ def model_of(folder: Path, heads: int = HEADS, inner: int = INNER) -> str:
     layer |= {"mlp.up_proj.weight": (inner, HIDDEN), "mlp.down_proj.weight": (HIDDEN, inner)}
     ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
     folder.mkdir(exist_ok=True)
-    return str(write_sparse(folder, {**ends, **layered(LAYERS, layer)}, config))
+    return str(write(folder, config, {**ends, **layered(LAYERS, layer)}))
 
 
 @pytest.fixture(scope="module")

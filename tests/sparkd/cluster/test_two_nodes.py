@@ -18,12 +18,12 @@ import httpx
 import pytest
 
 from sparkd.cluster.membership import RECORD, TOKEN
+from tests.support.checkpoints import layered, write_folder
 from tests.support.daemon_process import ROOT, DaemonProcess, alive
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.ray_node import RayNode, name_of, reserve_gib
-from tests.support.shards import layered, write_folder
 from tests.support.waiting import until
 from workers.host.hub_cache import snapshot_of
 

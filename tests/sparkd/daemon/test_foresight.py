@@ -21,7 +21,7 @@ from sparkd.errors import AgentLost, EngineError
 from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
-from tests.support.sketches import dense, tensors_of, write
+from tests.support.checkpoints import dense, tensors_of, write
 from workers.host.runtime import API_SERVER
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"

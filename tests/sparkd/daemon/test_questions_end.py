@@ -26,8 +26,8 @@ from sparkd.state.nouns import ModelState
 from tests.sparkd.admin.test_app import COSTS
 from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.daemon_process import ROOT
-from tests.support.sketches import dense, tensors_of, write
 from tests.support.waiting import until
 from workers.host.runtime import API_SERVER
 

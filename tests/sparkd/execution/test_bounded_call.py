@@ -20,8 +20,8 @@ from sparkd.errors import CheckpointError, ConfigError, ModelFailed, SparkdError
 from sparkd.execution import bounded_call
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
+from tests.support.checkpoints import write_folder
 from tests.support.fakes import FakeCluster
-from tests.support.shards import write_folder
 
 TINY = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64}
 SHARDS = {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}

@@ -85,7 +85,7 @@ def known(model: Model) -> Inventory:
     place = f"hf://{model.fixture}"
     found = {
         name: TensorRef(name, dtype, sides, f"{place}/model-00001-of-00009.safetensors", 0, prod(sides) * DTYPE_BITS[dtype] // 8)
-        for name, sides, dtype in tensors
+        for name, sides, dtype, _ in tensors
     }
     checkpoint = Checkpoint(place, config, (), found, source_quantization(config, None, found))
     return inventory(checkpoint, shape_of(config))

@@ -15,9 +15,9 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.facts import lacking
 from tests.support.kept_answer import kept
-from tests.support.sketches import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
 from workers.host.runtime import cpu_abilities
 

@@ -23,8 +23,8 @@ from sparkd.errors import RankError
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.daemon_process import ROOT
-from tests.support.sketches import dense, tensors_of, write
 from workers.host.runtime import probe
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"

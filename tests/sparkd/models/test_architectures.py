@@ -10,8 +10,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.models.architectures import remark
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.facts import lacking
-from tests.support.sketches import mixture, tensors_of, write
 
 REGISTRY = """
 _TEXT_GENERATION_MODELS = {

@@ -10,8 +10,8 @@ from sparkd.models.architectures import is_checked
 from sparkd.models.checked_keys import KEYS
 from sparkd.models.shape import shape_of
 from tests.sparkd.inquiry.test_known_architectures import FIXTURES
+from tests.support.checkpoints import dense, mixture
 from tests.support.published_headers import config_of
-from tests.support.sketches import dense, mixture
 
 OWN_DEFAULTS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 

@@ -14,8 +14,8 @@ from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.facts import lacking
-from tests.support.sketches import dense, tensors_of, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 

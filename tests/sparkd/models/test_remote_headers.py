@@ -28,10 +28,10 @@ from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from tests.sparkd.gateway.fakes import soon
 from tests.support import checkpoints
+from tests.support.checkpoints import header_of, layered, pack, write_folder, write_shard
 from tests.support.facts import lacking
 from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
-from tests.support.shards import header_of, layered, pack, write_folder, write_shard
 
 ROOT = Path(__file__).resolve().parents[3]
 ID = "owner/name"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.models.shape import Attention, RecurrentState, Shape, shape_of, text_config, widest
-from tests.support.sketches import CONFIGS, dense, mixture, published, shape
+from tests.support.checkpoints import dense, mixture
+from tests.support.inventories import CONFIGS, published, shape
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
 # (layers that see all tokens, layers with a window, states, layers that keep nothing).

@@ -14,7 +14,7 @@ import torch
 
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
-from tests.support.sketches import dense
+from tests.support.checkpoints import dense
 from workers.kv.arithmetic import CacheCosts, longest
 from workers.kv.memory import MemoryReading
 from workers.kv.memory_floor import Floor

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import ConfigError
-from tests.support.shards import checkpoint_of, layered
+from tests.support.checkpoints import checkpoint_of, layered
 from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.mix import ERROR_WEIGHTS, MOST_KINDS, UNMEASURED, MixErrors, recipe_of, select, total_cost
 from workers.quantization.recipe import MAX_RULES, QuantizationRecipe

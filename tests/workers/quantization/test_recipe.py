@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import SourceQuantization
 from sparkd.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import Shape, checkpoint_of, layered
 from tests.support.facts import facts
-from tests.support.shards import Shape, checkpoint_of, layered
 from workers.quantization import recipe
 from workers.quantization.formats import GROUP_SIZES, SPELLINGS
 from workers.quantization.recipe import Format, QuantizationRecipe

@@ -17,7 +17,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import gpt_oss
-from tests.support.checkpoints import Draw, Entry, normal, write_checkpoint
+from tests.support.checkpoints import Draw, Tensor, normal, write_checkpoint
 from tests.support.facts import facts
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import export as program
@@ -40,8 +40,8 @@ def unheard(_source: str, _done: int, _total: int) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Checkpoint:
-    entries = [Entry("model.embed_tokens.weight", (256, 64), draw=normal(1.0)), Entry("model.norm.weight", (64,))]
-    entries += [Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
+    entries = [Tensor("model.embed_tokens.weight", (256, 64), draw=normal(1.0)), Tensor("model.norm.weight", (64,))]
+    entries += [Tensor(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
     return read_checkpoint(write_checkpoint(tmp_path / "tiny", CONFIG, entries, shard_bytes=40_000))
 
 
@@ -123,8 +123,8 @@ def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: 
 
 
 def test_a_causal_mask_among_the_weights_is_handed_out_as_it_is(tmp_path: Path) -> None:
-    entries = [Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
-    entries.append(Entry("model.layers.0.self_attn.mask", (8, 8), draw=Draw("constant", float("-inf"))))
+    entries = [Tensor(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
+    entries.append(Tensor("model.layers.0.self_attn.mask", (8, 8), draw=Draw("constant", float("-inf"))))
     source = write_checkpoint(tmp_path / "old", CONFIG, entries)
 
     export(ExportRequest(str(source), RECIPE, str(tmp_path / "out"), device="cpu"), unheard)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparkd.checkpoint import read_checkpoint
-from tests.support.checkpoints import Entry, normal, write_checkpoint
+from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.load_session import LoadSession
 from workers.stream.progress import ProgressFile
@@ -60,7 +60,7 @@ class Cache:
 
 @pytest.fixture
 def source(tmp_path: Path) -> LoadSession:
-    entries = [Entry("model.norm.weight", (64,)), *(Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES)]
+    entries = [Tensor("model.norm.weight", (64,)), *(Tensor(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES)]
     checkpoint = read_checkpoint(write_checkpoint(tmp_path / "model", CONFIG, entries))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("int4-g32").assign(checkpoint))
     return LoadSession.of(virtual, torch.device("cpu"), READER, None, torch.bfloat16, ProgressFile(None))

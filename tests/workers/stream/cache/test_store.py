@@ -18,7 +18,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.support.checkpoints import Entry, normal, write_checkpoint
+from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import facts
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 from workers.stream import direct_target
@@ -51,7 +51,7 @@ PLAIN = "model.embed_tokens.weight"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Checkpoint:
-    entries = [Entry(PLAIN, (64, 64), draw=normal(1.0)), *(Entry(f"{module}.weight", (64, 64), draw=normal(1.0)) for module in MODULES)]
+    entries = [Tensor(PLAIN, (64, 64), draw=normal(1.0)), *(Tensor(f"{module}.weight", (64, 64), draw=normal(1.0)) for module in MODULES)]
     folder = write_checkpoint(tmp_path / "models" / "Tiny-1B", CONFIG, entries, shard_bytes=20_000)
     (folder / "hf_quant_config.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.support.checkpoints import Entry, write_checkpoint
+from tests.support.checkpoints import Tensor, write_checkpoint
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
@@ -180,12 +180,12 @@ def test_a_format_without_a_description_is_refused() -> None:
 
 def test_which_modules_may_be_linear(tmp_path: Path) -> None:
     entries = [
-        Entry("model.embed_tokens.weight", (8, 4)),
-        Entry("model.norm.weight", (4,)),
-        Entry("model.layers.0.mlp.up_proj.weight", (4, 4)),
+        Tensor("model.embed_tokens.weight", (8, 4)),
+        Tensor("model.norm.weight", (4,)),
+        Tensor("model.layers.0.mlp.up_proj.weight", (4, 4)),
     ]
-    entries += [Entry("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Entry("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
-    entries += [Entry("model.layers.1.mlp.input_linear.weight", (2, 4, 4)), Entry("model.layers.1.mamba.conv1d.weight", (2, 1, 4))]
+    entries += [Tensor("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Tensor("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
+    entries += [Tensor("model.layers.1.mlp.input_linear.weight", (2, 4, 4)), Tensor("model.layers.1.mamba.conv1d.weight", (2, 1, 4))]
 
     found = linear_modules(read_checkpoint(write_checkpoint(tmp_path / "model", {"vocab_size": 8}, entries)))
 
