@@ -17,7 +17,7 @@ from tests.support.architecture_parts import Size
 from tests.support.sketches import dense, known, tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
-# The preset h200 of tests/bench/footprint_measured.py.
+# The preset h200 of tests/bench/footprint.py.
 SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)
 SERVING = Serving(4096, 16, 8192, prefix_caching=False, batches_in_flight=1)
 
