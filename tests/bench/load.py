@@ -32,7 +32,6 @@ class Job:
     port: int
     model: str
     count: int
-    key: str | None = None
     chunks: int = 0
     interval_s: float = 0.0
     spread_s: float = 0.0
@@ -41,8 +40,7 @@ class Job:
 
     def request(self, body: dict[str, Any]) -> bytes:
         data = json.dumps(body).encode()
-        key = f"authorization: Bearer {self.key}\r\n" if self.key else ""
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n{key}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
         return head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data
 
 
