@@ -1,15 +1,8 @@
-"""The benches of turns: what they promise holds at the smallest, and a change is taken apart into its parts."""
+"""A change of model is taken apart into its parts."""
 
 from __future__ import annotations
 
-from tests.bench import change, swap
-
-
-def test_at_most_half_of_the_time_is_spent_on_loading() -> None:
-    outcomes = swap.run(swap.Times(1 / 6, 40.0, 10.0, 1.0), ["agents", "fails"], 17)
-    share = {(one.pattern, one.rule): one.loading_share for one in outcomes}
-    assert share["agents", "today"] <= swap.BAR < share["agents", "at once"]
-    assert share["fails", "today"] <= swap.BAR
+from tests.bench.change import change_of
 
 
 def state(at_s: float, model: str, new: str) -> dict[str, object]:
@@ -21,11 +14,11 @@ def test_a_change_is_taken_apart_into_waiting_and_work() -> None:
     first_try = [state(100.2, "b", "PLANNED"), state(100.4, "b", "STOPPED")]
     goes = [state(105.0, "a", "STOPPING"), state(107.0, "a", "STOPPED")]
     loads = [state(108.0, "b", "PLANNED"), state(108.5, "b", "LOADING"), state(147.0, "b", "READY")]
-    found = change.change_of("b", True, 200, 100.0, 149.0, [*first_try, waits, *goes, *loads])
+    found = change_of("b", True, 200, 100.0, 149.0, [*first_try, waits, *goes, *loads])
     assert (found.stays, found.ends, found.returns, found.loads, found.answers) == (5.0, 2.0, 1.0, 39.0, 2.0)
     assert (found.waiting, found.working, found.reasons) == (6.0, 43.0, ("It waits for room.",))
 
 
 def test_one_that_is_there_waits_for_nothing() -> None:
-    found = change.change_of("b", False, 200, 100.0, 101.0, [])
+    found = change_of("b", False, 200, 100.0, 101.0, [])
     assert (found.waiting, found.working) == (0.0, 1.0)
