@@ -12,7 +12,6 @@ import yaml
 from sparkd.gateway.routes import find
 from tests.bench import soak, soak_schema
 from tests.bench.soak_answers import fault_of
-from tests.web.types import document
 
 OURS = {"message": "x", "type": "x", "code": "x", "src": "sparkd", "request_id": "r"}
 PLAIN = {"x-request-id": "r"}
@@ -57,13 +56,6 @@ def test_the_document_of_v1_names_routes_that_there_are() -> None:
         route = find(path.format(name="m", id="r"), path.format(name="m", id="r").encode())
         assert route is not None, path
         assert {method.upper() for method in methods} <= set(route[0].methods), path
-
-
-def test_the_stream_that_never_ends_is_left_out_of_the_admin_api() -> None:
-    assert soak_schema.ENDLESS in document()["paths"]
-    admin = soak_schema.command_of("st", "http://daemon", soak_schema.ADMIN, 1.0)
-    assert admin[admin.index("--exclude-path") + 1] == soak_schema.ENDLESS
-    assert "--exclude-path" not in soak_schema.command_of("st", "http://daemon", str(soak_schema.V1), 1.0)
 
 
 def test_without_schemathesis_nothing_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

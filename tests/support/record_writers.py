@@ -16,7 +16,8 @@ def record_writers() -> dict[str, set[str]]:
     writers: dict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "sparkd").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "record." in text else ():
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
             base = node.value
