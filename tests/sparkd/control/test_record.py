@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from sparkd.control.record import Attempt, Record
 from sparkd.state.nouns import Desired, Want
-from tests.bench.shape import modules, record_writers
+from tests.support.record_writers import record_writers
 
 
 def test_each_value_of_a_record_has_one_writer() -> None:
-    writers = record_writers(modules())
+    writers = record_writers()
 
     assert writers["desired"] == {"sparkd.control.wishes"}
     assert writers["state"] == {"sparkd.control.effects"}

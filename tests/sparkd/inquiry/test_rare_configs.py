@@ -13,8 +13,8 @@ import pytest
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import exact_of
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
-from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
 from tests.conftest import VllmAnswers
+from tests.support.plan_verdicts import MARKED, RIGHT, UNKNOWN, judged
 from tests.support.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
 
