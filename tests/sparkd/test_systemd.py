@@ -15,6 +15,7 @@ import pytest
 from sparkd import systemd
 from sparkd.errors import ConfigError
 from sparkd.systemd import Systemd
+from tests.support.waiting import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +26,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
     address = str(tmp_path / "notify") if request.param == "path" else f"@sparkd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind(address.replace("@", "\0", 1))
-        end.settimeout(10)
+        end.settimeout(HUNG_S)
         yield address, end
 
 
@@ -186,8 +187,8 @@ def test_listening_sockets_are_taken_over() -> None:
             assert child.stdout is not None
             lines = [child.stdout.readline().strip() for _ in range(3)]
             # Nobody accepts yet: the connections wait in the backlog, as they do while a daemon restarts.
-            waiting = [socket.create_connection(("127.0.0.1", port), timeout=10) for port in ports]
-            _, errors = child.communicate(timeout=20)
+            waiting = [socket.create_connection(("127.0.0.1", port), timeout=HUNG_S) for port in ports]
+            _, errors = child.communicate(timeout=HUNG_S)
         answers = [connection.recv(100) for connection in waiting]
         for connection in waiting:
             connection.close()
@@ -214,7 +215,7 @@ def test_descriptors_that_are_no_listening_sockets_are_refused() -> None:
     table.append((pipe[0], "3", "a socket"))
     for descriptor, count, expected in table:
         with with_descriptors([descriptor], {"LISTEN_FDS": count}, REPORT) as child:
-            output, errors = child.communicate(timeout=20)
+            output, errors = child.communicate(timeout=HUNG_S)
         assert expected in output, (output, errors)
     for end in (datagram, *connected):
         end.close()

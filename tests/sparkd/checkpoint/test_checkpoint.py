@@ -19,6 +19,7 @@ from sparkd.checkpoint.quantization import SourceQuantization, source_quantizati
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 from tests.support.facts import lacking
 from tests.support.shards import Shape, checkpoint_of, write_folder, write_shard
+from tests.support.waiting import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}
@@ -328,7 +329,7 @@ def test_fp8_that_nothing_speaks_of_is_told_by_its_scales() -> None:
 def test_reading_needs_the_standard_library_only() -> None:
     code = "import sparkd.checkpoint, workers.quantization.recipe, sys, json; print(json.dumps([*sys.modules]))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=HUNG_S
     )
 
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def written(value: Any) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), BASES, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_random_configurations_load_or_raise_a_config_error(
     tmp_path_factory, top: dict[str, Any], base: dict[str, Any], entry: dict[str, Any]
@@ -51,7 +51,7 @@ def test_random_configurations_load_or_raise_a_config_error(
         pass
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @given(BASES | st.just({}), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), st.booleans())
 def test_random_models_parse_or_raise_a_config_error(base: dict[str, Any], raw: dict[str, Any], over_admin: bool) -> None:
     try:

@@ -222,8 +222,8 @@ def test_a_conversation_that_nobody_reads_ends(engine: Engine, monkeypatch: pyte
     request = json.dumps({"platform": "own", "questions": []})
     first = inquiries.start(str(engine.python), request)
     thread = inquiries._inquiries.find(first).thread
-    thread.join(20)
-    assert not thread.is_alive() and not inquiries.read(first, 0)["running"]
+    wait(lambda: not thread.is_alive())
+    assert not inquiries.read(first, 0)["running"]
     second = inquiries.start(str(engine.python), request)
     with pytest.raises(RankError):
         inquiries.read(first, 0)

@@ -26,12 +26,12 @@ from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
-from tests.sparkd.gateway.fakes import soon
 from tests.support import checkpoints
 from tests.support.facts import lacking
 from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
 from tests.support.shards import header_of, layered, pack, write_folder, write_shard
+from tests.support.waiting import HUNG_S, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 ID = "owner/name"
@@ -348,7 +348,7 @@ def test_what_is_no_address(repository: Repository, address: str) -> None:
 
 def test_work_is_shared_by_a_bounded_number_of_threads() -> None:
     running, most, lock = 0, 0, threading.Lock()
-    full = threading.Barrier(hub.THREADS, timeout=10)
+    full = threading.Barrier(hub.THREADS, timeout=HUNG_S)
 
     def job() -> int:
         nonlocal running, most
@@ -371,7 +371,7 @@ def test_the_first_error_ends_it() -> None:
         begun.append(at)
         if at == 0:
             raise CheckpointError("broken")
-        release.wait(10)
+        release.wait(HUNG_S)
 
     with pytest.raises(CheckpointError, match="broken"):
         list(hub.in_parallel([lambda at=at: job(at) for at in range(100)]))  # type: ignore[misc]
@@ -392,8 +392,8 @@ except KeyboardInterrupt:
     held = threading.Event()
     with serving(Repository(write_folder(tmp_path / "there", SHARDS, index=True), held={SECOND: held})) as there:
         # The hub would be waited for longer than this process is.
-        env = {**os.environ, "HF_ENDPOINT": there.hub, "HF_HUB_DOWNLOAD_TIMEOUT": "100", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        env = {**os.environ, "HF_ENDPOINT": there.hub, "HF_HUB_DOWNLOAD_TIMEOUT": "900", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=HUNG_S)
         held.set()
 
     assert done.stdout.split() == ["asking", "interrupted"] and done.returncode == 0, done.stderr
@@ -497,10 +497,10 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
         for number in range(20):
             question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
             asking.append(asyncio.create_task(plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)))
-            await soon(lambda number=number: len(running) == min(number + 1, 2))
-        await soon(lambda: sum(task.done() for task in asking) == 16)
+            await eventually(lambda number=number: len(running) == min(number + 1, 2))
+        await eventually(lambda: sum(task.done() for task in asking) == 16)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_S):
             assert await asyncio.to_thread(lambda: "free") == "free"
     finally:
         may_end.set()

@@ -23,11 +23,7 @@ sources: {a: somewhere}
 """
 FOLDERS = {
     "a model": NATIVE.replace("owner/plain", "/srv/model"),
-    "a model above": NATIVE.replace("owner/plain", "../model"),
-    "a variant's model": NATIVE + "variants: {v: {description: x, model: ~/model}}\n",
-    "a draft": NATIVE + "speculative: {mtp: {model: /srv/draft}}\n",
     "a draft beside the model": NATIVE + "speculative: {mtp: {model: '{model}/../draft'}}\n",
-    "a model that a draft needs": NATIVE + "speculative: {mtp: {needs: {model: /srv/model}}}\n",
     "another launcher's model": PLAIN.replace("owner/plain", "/srv/model"),
 }
 INSIDE = NATIVE + "speculative: {mtp: {model: '{model}/mtp'}}\n"
@@ -53,7 +49,7 @@ def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_impor
     assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state)).model == "owner/plain"
 
 
-@pytest.mark.parametrize("settings", ["env: true", "env: 5", "env: x", "extra_args: 5", "extra_args: --x", "load_format: []"])
+@pytest.mark.parametrize("settings", ["env: true", "extra_args: --x"])
 def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(
     settings: str, eugr: Repository, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,9 +65,7 @@ def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(
     "text",
     [
         PLAIN,
-        NATIVE + "settings: {trust_remote_code: true}\n",
         NATIVE + "settings: {extra_args: [--trust-remote]}\n",
-        NATIVE + "variants: {v: {description: x, settings: {trust_remote_code: true}}}\n",
     ],
 )
 def test_trust_in_a_models_code_is_told_first_and_apart(
@@ -83,8 +77,7 @@ def test_trust_in_a_models_code_is_told_first_and_apart(
     (risk,) = as_json(capsys, "import", "trusting@eugr")["risks"]
     assert risk.startswith("trust_remote_code: ") and "owner/plain" in risk
     out, err = run(capsys, "import", "trusting@eugr")
-    assert out.partition("\n")[2].startswith("# RISKS:\n# trust_remote_code: ") and err.startswith("risk: trust_remote_code: ")
-    assert err.split("\n")[1] == ""
+    assert out.splitlines()[2].startswith("# trust_remote_code: ") and err.startswith("risk: trust_remote_code: ")
     (tmp_path / "again.yaml").write_text(out)
     assert run(capsys, "check", str(tmp_path / "again.yaml"))[0].endswith("valid\n")
 
@@ -115,12 +108,8 @@ def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
     ("name", "words"),
     [
         ("plain@eugre", ("'eugre'", " eugr?")),
-        ("plain@nowhere", ("'nowhere'", "known: eugr")),
         ("gpt-oss-120b@eugre", ("already", "'eugre'", " eugr?")),
-        ("gpt-oss-120b", ("already", "recipe: gpt-oss-120b")),
-        ("plain@eugr@long", ("recipes import plain@eugr",)),
         ("nothing.yaml", ("nothing.yaml", "be read")),
-        ("a@b.yaml", ("a@b.yaml", "be read")),
     ],
 )
 def test_an_import_of_what_is_not_there_names_the_registry_and_the_nearest(
@@ -132,14 +121,13 @@ def test_an_import_of_what_is_not_there_names_the_registry_and_the_nearest(
     assert out == "" and all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("name", ["plain@eugre", "gpt-oss-120b@eugre"])
 def test_an_entry_with_an_unknown_registry_names_the_nearest(
-    name: str, eugr: Repository, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    eugr: Repository, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
     file = tmp_path / "sparkd.yaml"
-    file.write_text(f"state_dir: {state}\nmodels:\n  m:\n    recipe: {name}\n")
+    file.write_text(f"state_dir: {state}\nmodels:\n  m:\n    recipe: plain@eugre\n")
 
     (problem,) = check(file, {})
     assert problem.line == 4 and "'eugre'" in problem.message and " eugr?" in problem.message
-    assert " eugr?" in run(capsys, "show", name, code=2)[1]
+    assert " eugr?" in run(capsys, "show", "plain@eugre", code=2)[1]
