@@ -126,7 +126,7 @@ def both(header: bytes, size_bytes: int) -> None:
         assert recognised is None or (recognised == want and list(recognised) == list(want))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tensors_, st.none() | st.dictionaries(names, names, max_size=2) | st.integers(), st.integers(-1, 1), st.integers(0, 3))
 def test_headers_in_the_librarys_layout(tensors: Any, metadata: Any, more: int, pad: int) -> None:
     header = canonical(tensors, metadata) + b" " * pad
@@ -190,7 +190,7 @@ def test_a_header_that_is_nearly_so(header: bytes) -> None:
     both(header, 8 + len(header) + 28)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes_of(GOOD))
 @example(GOOD)
 def test_any_change_to_a_header(header: bytes) -> None:
@@ -269,7 +269,7 @@ def test_an_index_that_is_nearly_so(old: str, new: str) -> None:
     index_both(PLAIN.replace(old, new).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes_of(PLAIN.encode()))
 def test_any_change_to_an_index(raw: bytes) -> None:
     index_both(raw)

@@ -77,7 +77,7 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
 
 @pytest.mark.parametrize(
     "refusal",
-    [(401, {}), (403, {"X-Error-Code": "GatedRepo"}), (404, {"X-Error-Code": "RepoNotFound"}), (404, {"X-Error-Code": "RevisionNotFound"})],
+    [(401, {}), (403, {"X-Error-Code": "GatedRepo"}), (404, {"X-Error-Code": "RevisionNotFound"})],
 )
 async def test_what_the_hub_says_for_certain_is_its_owners_to_mend(tmp_path: Path, repository: Repository, refusal: Any) -> None:
     repository.refusals["/revision/main"] = [refusal]

@@ -17,10 +17,11 @@ import pytest
 
 from sparkd.capacity import plan_for_node
 from sparkd.config.config import load_config
-from sparkd.errors import CheckpointError, ConfigError, ModelFailed, SparkdError, Unavailable
+from sparkd.errors import SparkdError, Unavailable
 from sparkd.execution import bounded_call
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
+from tests.support.bounded_functions import ERRORS, fail, sleep, with_descendant
 from tests.support.fakes import FakeCluster
 from tests.support.shards import write_folder
 from tests.support.waiting import HUNG_S, until
@@ -30,33 +31,11 @@ SHARDS = {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}
 # Nothing but SIGKILL ends it.
 HANGS = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); time.sleep(600)"
 PROCESS = subprocess.Popen
-ERRORS = (
-    ConfigError("no such key", file="/etc/sparkd.yaml", line=3, param="model"),
-    CheckpointError("too short", file="model.safetensors", tensor="lm_head.weight", cure="Download it again"),
-    Unavailable("busy", retry_after_s=7),
-    ModelFailed("failed", retry_after_s=9, held_by=("m",)),
-)
 
 
 @pytest.fixture(autouse=True)
 def _a_start_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_call, "START_S", HUNG_S)
-
-
-def fail(_: bytes, number: int) -> None:
-    raise ERRORS[number]
-
-
-def sleep(raw: bytes) -> None:
-    time.sleep(600)
-
-
-def with_descendant(raw: bytes, path: str, number: int, own_session: bool) -> str:
-    """Starts a process that holds this one's pipes, writes its id to the file, and gets the signal."""
-    descendant = subprocess.Popen(["sleep", "600"], start_new_session=own_session)
-    Path(path).write_text(str(descendant.pid))
-    os.kill(os.getpid(), number)
-    return "answer"
 
 
 def test_a_value_comes_back() -> None:

@@ -48,9 +48,8 @@ def test_one_wording_for_each_cause(place: Path, name: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "export"])
-@pytest.mark.parametrize("name", ["gone", "file"])
-def test_a_verb_has_the_same_wording(place: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(place / name)
+def test_a_verb_has_the_same_wording(place: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(place / "gone")
     fault = unusable(folder, vllm=True)
     argv = ["serve", "--state-dir", str(place), "--model", folder] if verb == "serve" else ["export", folder, str(place / "out")]
     assert exit_code(argv) == 2

@@ -199,14 +199,10 @@ GATED = {"X-Error-Code": "GatedRepo"}
         (FIRST, 401, GATED, ["gated", "accepted", "HTTP 401"], f"127.0.0.1/{ID}"),
         ("config.json", 403, GATED, ["gated", "HTTP 403"], "HF_TOKEN"),
         ("main", 401, {"X-Error-Code": "RepoNotFound"}, ["127.0.0.1", "private", "HTTP 401"], "HF_TOKEN"),
-        ("main", 404, {"X-Error-Code": "RepoNotFound"}, ["127.0.0.1", "HTTP 404"], "spelling"),
         ("main", 404, {"X-Error-Code": "RevisionNotFound"}, ["revision 'main'"], "commit"),
         ("main", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, ["accept", "token"], "valid"),
-        (FIRST, 404, {"X-Error-Code": "EntryNotFound"}, ["listed", "served"], "revision"),
-        ("main", 403, {"X-Error-Message": "Access to this resource is disabled."}, ["127.0.0.1", "HTTP 403"], "HF_TOKEN"),
         (SECOND, 429, {}, ["limits requests"], "Wait"),
         ("main", 503, {}, ["HTTP 503"], "network"),
-        ("main", 418, {}, ["HTTP 418"], "HF_ENDPOINT"),
     ],
 )
 def test_what_the_hub_refuses(repository: Repository, path: str, status: int, headers: dict[str, str], told: list[str], cure: str) -> None:
@@ -216,16 +212,7 @@ def test_what_the_hub_refuses(repository: Repository, path: str, status: int, he
     assert (error.file, lacking(error.reason, *told), lacking(error.cure, cure)) == (ID, [], [])
 
 
-def test_gated_without_a_token(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    repository.refusals = {FIRST: [(401, GATED)]}
-
-    assert lacking(refused(repository, HF_TOKEN="").reason, "gated", "no token") == []
-
-
-@pytest.mark.parametrize(
-    "listing", [{}, [], "no", {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}]
-)
+@pytest.mark.parametrize("listing", [[], {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}])
 def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
     repository.listing = listing
 
@@ -248,23 +235,13 @@ def _cut_off(there: Repository) -> None:
     [
         (_cut_off, SECOND, None, ["header", "bytes"]),
         (lambda there: os.truncate(there.folder / SECOND, 65_000), SECOND, "lm_head.weight", ["cut off"]),
-        (lambda there: (there.folder / SECOND).write_bytes(b""), SECOND, None, ["0 bytes"]),
         (lambda there: (there.folder / SECOND).write_bytes(pack(b"[]", 0)), SECOND, None, ["JSON array"]),
         (lambda there: there.listed.update({SECOND: 10}), SECOND, None, ["hub", "10 bytes"]),
         (lambda there: there.total.update({SECOND: 1 << 50}), SECOND, None, ["hub", f"{1 << 50}"]),
-        (
-            lambda there: (there.total.update({SECOND: 1 << 50}), there.listed.update({SECOND: 1 << 50})),
-            *(SECOND, None, [f"{(1 << 50) - 65_536 - len(pack(header_of(SHARDS[SECOND]), 0))} bytes"]),
-        ),
         (lambda there: (there.folder / SECOND).unlink(), SECOND, None, [INDEX, "repository"]),
-        (lambda there: (there.folder / "config.json").unlink(), "", None, ["config.json"]),
         (lambda there: (there.folder / "config.json").write_text("{"), "config.json", None, ["JSON"]),
         (lambda there: [(there.folder / name).unlink() for name in (INDEX, FIRST, SECOND)], "", None, ["no weights"]),
         (lambda there: (there.folder / INDEX).write_text('{"weight_map": {"t": "../x"}}'), INDEX, "t", ["../x"]),
-        (
-            lambda there: (there.folder / INDEX).write_text(json.dumps({"weight_map": {"gone.weight": FIRST}})),
-            *(FIRST, "gone.weight", [INDEX]),
-        ),
     ],
 )
 def test_what_is_wrong_on_the_hub(
@@ -329,7 +306,7 @@ def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository, token:
     assert "HF_TOKEN" in message and token not in message and "hf_" not in message
 
 
-@pytest.mark.parametrize("text", ["a/b/c", "owner/na me", "-x", "owner/name..x"])
+@pytest.mark.parametrize("text", ["a/b/c", "-x"])
 def test_what_is_no_id(repository: Repository, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checkpoint_of(text, None, environ(repository))
@@ -337,7 +314,7 @@ def test_what_is_no_id(repository: Repository, text: str) -> None:
     assert not repository.asked
 
 
-@pytest.mark.parametrize("address", ["hub.example", "file:///etc", "http://"])
+@pytest.mark.parametrize("address", ["hub.example", "file:///etc"])
 def test_what_is_no_address(repository: Repository, address: str) -> None:
     with pytest.raises(ConfigError, match="HF_ENDPOINT"):
         read(repository, HF_ENDPOINT=address)
@@ -435,7 +412,7 @@ def test_what_is_in_the_cache_is_asked_of_nobody(repository: Repository, snapsho
     assert not repository.asked
 
 
-@pytest.mark.parametrize("gone", [(SECOND,), (FIRST, SECOND), (INDEX, FIRST), (INDEX, SECOND), ("config.json",), (INDEX, FIRST, SECOND)])
+@pytest.mark.parametrize("gone", [(SECOND,), (INDEX, FIRST), ("config.json",), (INDEX, FIRST, SECOND)])
 def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repository, snapshot: Path, gone: tuple[str, ...]) -> None:
     for name in gone:
         (snapshot / name).unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.translate import values_of
 from tests.support.facts import lacking
-from workers.engine import parse_args
 
 BOOK = RecipeLibrary(None, AsWritten())
 OURS = sorted(BOOK.names())
@@ -407,20 +405,3 @@ def test_a_recipe_of_ours_can_be_used_in_every_way_and_needs_no_translation(name
     assert len(found.resolved) == ways == len(list(choices(file)))
     assert file.recipe.expected, "what can be expected of it?"
     assert not any(figure.when and "estimat" in figure.when for figure in file.recipe.expected)
-
-
-def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
-    """One import of vLLM for all of them."""
-    resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
-    wrong = (
-        "--no-such-flag", "--moe-backend nobodys", "--max-num-seqs many", "--enable-auto-tool-choice --tool-call-parser nobodys",
-        "--reasoning-parser nobodys", "--attention-backend nobodys", '--speculative-config {"disable_by_batch_size":1}',
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        # vLLM's own warnings are not ours.
-        warnings.simplefilter("ignore")
-        said = parse_args.parse([*(each.line for each in resolved), *(["--model", "x", *line.split()] for line in wrong)], serve=True)
-
-    assert len(resolved) > 400
-    assert [(str(each.choice), message) for each, message in zip(resolved, said, strict=False) if message] == []
-    assert all(said[len(resolved) :])

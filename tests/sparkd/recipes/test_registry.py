@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.cli import registry_fetch
+from sparkd.cli import recipes, registry_fetch
 from sparkd.cli.registry_fetch import fetched, source_of
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.recipes.registry import Registries, Registry
+from sparkd.recipes.registry import CommitSignature, Registries, Registry
 from tests.sparkd.recipes.test_expand import RECIPE
 from tests.sparkd.recipes.test_importer import ONE, TWO
 from tests.support.facts import lacking
@@ -39,14 +41,18 @@ registries:
   - {name: off, recipes: off, enabled: false}
   - {name: outside, recipes: ../outside}
 """
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _AUTHOR = {f"GIT_{who}_{what}": "a@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
 class Repository:
     """A git repository of this test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
         self.folder = folder
+        if template is not None:
+            shutil.copytree(template, folder)
+            return
         folder.mkdir(parents=True)
         self.git("init", "--quiet")
 
@@ -88,12 +94,14 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path / "state"))
+    # vLLM is not asked for its flags.
+    monkeypatch.setattr(recipes, "_parser", lambda *_: None)
     return tmp_path / "state"
 
 
-@pytest.fixture
-def eugr(tmp_path: Path) -> Repository:
-    repository = Repository(tmp_path / "spark-vllm-docker")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = Repository(tmp_path_factory.mktemp("template") / "r")
     repository.commit(
         {
             "recipes/plain.yaml": PLAIN,
@@ -104,7 +112,18 @@ def eugr(tmp_path: Path) -> Repository:
             "other/left.yaml": PLAIN,
         }
     )
-    return repository
+    return repository.folder
+
+
+@pytest.fixture
+def eugr(template: Path, tmp_path: Path) -> Repository:
+    return Repository(tmp_path / "spark-vllm-docker", template)
+
+
+def keep(state: Path, texts: Mapping[str, str]) -> None:
+    """A registry `eugr` of these recipes, as if it had been fetched."""
+    registry = Registry("eugr", "https://example.org/eugr", COMMIT, "2026-11-21T00:00:00+00:00", CommitSignature("none"), texts, {})
+    Registries(state).put(registry)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
@@ -232,9 +251,9 @@ def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: 
 
 
 def test_a_name_that_is_taken_a_recipe_that_is_none_and_one_of_several_are_told(
-    eugr: Repository, capsys: pytest.CaptureFixture[str]
+    eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    keep(state, {"plain": PLAIN, "3x/big": ONE, "4x/big": ONE})
     assert "is there" in run(capsys, "add-registry", str(eugr.folder), "--name", "eugr", code=5)[1]
     assert "plain@eugr?" in run(capsys, "show", "plein@eugr", code=2)[1]
     assert lacking(run(capsys, "show", "big@eugr", code=2)[1], "big@eugr", "3x/big", "4x/big") == []
@@ -281,11 +300,8 @@ def test_a_state_folder_that_cannot_be_looked_into_has_no_registry(tmp_path: Pat
 # Its recipes by name
 
 
-def test_an_entry_may_name_a_recipe_of_a_registry(
-    eugr: Repository, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    eugr.commit({"recipes/ours.yaml": RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")})
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+def test_an_entry_may_name_a_recipe_of_a_registry(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(state, {"plain": PLAIN, "4x/big": ONE, "ours": RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")})
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"state_dir: {state}\nmodels:\n  a: {{recipe: plain@eugr}}\n  b: {{recipe: plain@eugr, trust_remote_code: true}}\n")
     config = load_config(file, environ={})
@@ -309,11 +325,10 @@ def test_an_entry_may_name_a_recipe_of_a_registry(
     ],
 )
 def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
-    change: str, param: str, eugr: Repository, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+    change: str, param: str, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{PLAIN.rstrip()} {change}\n" if change.startswith("--") else f"{PLAIN}{change}\n"
-    eugr.commit({"recipes/more.yaml": text})
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    keep(state, {"more": text})
     warned = run(capsys, "show", "more@eugr")[1]
     assert param in warned and "recipes import more@eugr" in warned, "it says beforehand that an entry cannot name it"
     run(capsys, "import", "more@eugr", "--to", str(tmp_path / "more.yaml"))
@@ -538,8 +553,8 @@ def test_no_escape_of_a_recipe_reaches_the_terminal(eugr: Repository, capsys: py
     eugr.commit({f"recipes/quoted{number}.yaml": text for number, text in enumerate(texts)})
     written = [*run(capsys, "add-registry", str(eugr.folder), "--name", "eugr"), *run(capsys, "ls", "--registry", "eugr")]
     for number in range(len(texts)):
-        for argv in (("show",), ("import",), ("import", "--json")):
-            exit_code(["recipes", argv[0], f"quoted{number}@eugr", *argv[1:]])
+        for verb in ("show", "import"):
+            exit_code(["recipes", verb, f"quoted{number}@eugr"])
     written += capsys.readouterr()
     assert written[-1] and not {"\x1b", "\x07", "\x9b"} & set("".join(written))
 

@@ -16,12 +16,14 @@ from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import StartId
 from sparkd.config.config import Config, parse_model
+from sparkd.config.recipe_check import checked
 from sparkd.errors import RankError
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import answers, refused
 from sparkd.recipes import admin_flags
 from sparkd.vllm.arg_check import RefusedArg, unspeculative
 from sparkd.vllm.installed import full_version_in
+from tests.sparkd.recipes.test_expand import BOOK, OURS
 from tests.support.accounts import needing
 from tests.support.facts import lacking
 from workers.engine import parse_args
@@ -163,6 +165,16 @@ def test_a_value_is_never_shown() -> None:
     for refusals in refusals_of(*SECRETS):
         (refusal,) = refusals
         assert SECRET not in repr(refusal) and SECRET not in refusal.note(VERSION)
+
+
+def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
+    resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
+    wrong = ("--no-such-flag", "--enable-auto-tool-choice --tool-call-parser nobodys", "--reasoning-parser nobodys")
+    said = parse_args.parse([*(each.line for each in resolved), *(["--model", "x", *line.split()] for line in wrong)], serve=True)
+
+    assert len(resolved) > 400
+    assert [(str(each.choice), message) for each, message in zip(resolved, said, strict=False) if message] == []
+    assert all(said[len(resolved) :])
 
 
 def every_flag_in_wrong_ways() -> list[list[str]]:
