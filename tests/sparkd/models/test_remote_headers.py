@@ -176,6 +176,7 @@ def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Reposit
 def test_everything_is_of_the_commit_that_was_listed(repository: Repository) -> None:
     read(repository)
 
+    assert not (repository.folder.parent / "home").exists(), "nothing is written"
     first, *others = (asked.path for asked in repository.asked if asked.server == "hub")
     assert first == f"/api/models/{ID}/revision/main"
     assert all(path.startswith(f"/{ID}/resolve/{COMMIT}/") for path in others)
@@ -254,11 +255,6 @@ def test_what_is_wrong_on_the_hub(
     assert lacking(error.cure, "hub", "revision", "config.json", "*.safetensors") == []
 
 
-def test_a_size_that_nobody_tells_is_asked_of_nobody_else(repository: Repository) -> None:
-    repository.listed = {SECOND: None}
-    assert content(read(repository)) == content(read_checkpoint(repository.folder))
-
-
 def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
     repository.cut = {FIRST: [20] * hub.ATTEMPTS}
 
@@ -292,9 +288,8 @@ def test_nobody_answers(repository: Repository, monkeypatch: pytest.MonkeyPatch)
     assert (type(error), lacking(error.reason, "127.0.0.1", "answer within")) == (HubSilent, [])
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_nothing_is_asked(repository: Repository, variable: str) -> None:
-    error = refused(repository, **{variable: "1"})
+def test_offline_nothing_is_asked(repository: Repository) -> None:
+    error = refused(repository, TRANSFORMERS_OFFLINE="1")
     assert (lacking(error.reason, "HF_HUB_OFFLINE"), lacking(error.cure, "Unset")) == ([], [])
     assert not repository.asked
 
@@ -423,31 +418,19 @@ def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repositor
         checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
 
 
-@pytest.mark.parametrize("beside", ["pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"])
-def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(beside: str, repository: Repository, snapshot: Path) -> None:
+def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(repository: Repository, snapshot: Path) -> None:
     (snapshot / INDEX).unlink()
-    (snapshot / beside).write_bytes(b"")
+    for beside in ("pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"):
+        (snapshot / beside).write_bytes(b"")
 
     assert checkpoint_of(ID, None, environ(repository)).folder == str(snapshot)
     assert not repository.asked
-
-
-def test_a_link_of_the_cache_that_leads_nowhere(repository: Repository, snapshot: Path) -> None:
-    (snapshot / FIRST).resolve().unlink()
-
-    assert checkpoint_of(ID, None, environ(repository)).folder == PLACE
 
 
 def test_another_revision_is_not_what_the_cache_has(repository: Repository, snapshot: Path) -> None:
     assert snapshot.is_dir()
     assert checkpoint_of(ID, "v2", environ(repository)).folder == PLACE
     assert repository.asked[0].path.endswith("/revision/v2")
-
-
-def test_nothing_is_written(repository: Repository) -> None:
-    checkpoint_of(ID, None, environ(repository))
-
-    assert not (repository.folder.parent / "home").exists()
 
 
 def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, Items, Location, Table, masked, parse
+from sparkd.schema.yaml_file import ConfigProblem, Items, Location, Table, masked, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:
@@ -63,20 +63,11 @@ def test_anchors_and_merges() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("a: 1\nb: 2\na: 3", 3, "line 1"),
-        ("a: [1", 1, "malformed"),
         ("a: b\n---\nc: d", 2, "another document"),
-        ("- 1", 1, "a map"),
         ("a: 1\nb: !!python/object/apply:os.system [x]", 2, "tags"),
-        ("? [x]\n: y", 1, "plain text"),
-        ("a:\n  <<: 5", 2, "merges maps"),
-        (b"a: 1\nb: \xff", 2, "not UTF-8"),
-        ("a: 1\nb: \x01", 2, "control character"),
-        ('a: "\\ud83d"', 1, "character"),
         ("a: &a [*a]", 1, "nested"),
         ("a: " + "[" * 5000, 1, "nested"),
         ("%YAML " + "9" * 5000 + ".1\n---\na: 1", None, "range"),
-        ("a: " + "x" * MAX_BYTES, None, "bytes"),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -101,21 +92,6 @@ def test_environment_variables_are_filled_in_and_remembered() -> None:
     assert document.env_names == {"ONE", "TWO"}
     assert [document.table.places[key].secret for key in "abd"] == [True, False, False]
     assert document.table["c"].places[0].secret
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("${env.NOPE}", "NOPE is"),
-        ("${env.NOPE:-x}", "no defaults"),
-        ("${env.NOPE", "followed"),
-    ],
-)
-def test_environment_variables_that_cannot_be_filled_in(text: str, words: str) -> None:
-    (problem,) = problems(f"a: 1\nb: {text}")
-
-    assert problem.startswith("f.yaml:2: ")
-    assert words in problem
 
 
 def test_malformed_text_is_not_repeated() -> None:
