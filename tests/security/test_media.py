@@ -126,19 +126,6 @@ def test_vllm_loads_our_connector_by_its_name(vllm_media: Any) -> None:
         made.load_from_url("http://b.test/x", Bytes())
 
 
-def test_the_registry_of_an_older_vllm_is_found(vllm_media: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    older = types.ModuleType("vllm.multimodal.utils")
-    registry = type(vllm_media.MEDIA_CONNECTOR_REGISTRY)()
-    vars(older).update(vars(vllm_media.connector) | {"MEDIA_CONNECTOR_REGISTRY": registry})
-    monkeypatch.setitem(sys.modules, "vllm.multimodal.media.connector", None)
-    monkeypatch.setitem(sys.modules, "vllm.multimodal.utils", older)
-
-    media.register({})
-
-    with pytest.raises(ValueError):
-        registry.load(CONNECTOR).load_from_url("http://b.test/x", Bytes())
-
-
 @pytest.mark.parametrize("error", [ImportError, AttributeError])
 def test_a_vllm_without_a_registry_reads_data_and_fetches_from_named_hosts_only(
     vllm_media: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -142,17 +142,6 @@ def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
     assert ("sparkd unload nope" in capsys.readouterr().err) is not forgotten
 
 
-def test_the_unload_of_a_failed_model_does_not_repeat_its_failure(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
-    running = {"id": "1", "model": "m", "kind": "unload", "state": "RUNNING", "message": ""}
-    answers.by_path = {
-        "/models/m/unload": [running],
-        "/models/m": [{"state": "FAILED", "message": "Its hub does not answer.", "progress": None}],
-        "/operations/1": [running, {**running, "state": "SUCCEEDED", "message": "Done."}],
-    }
-    assert exit_code(["--url", answers.url, "unload", "m"]) == 0
-    assert capsys.readouterr() == ("m: Done.\n", "")
-
-
 def test_what_goes_wrong_is_an_object_with_json(
     answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
