@@ -69,11 +69,13 @@ def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> Non
 def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: DaemonProcess, sends: bytes) -> None:
     gate = made.folder / "gate"
     gate.unlink()
-    with clients(made, sends):
-        call_anew(made)
-        assert made.client.get("/livez").status_code == 200
-        assert made.client.get("/metrics").status_code == 200
-    gate.touch()
+    try:
+        with clients(made, sends):
+            call_anew(made)
+            assert made.client.get("/livez").status_code == 200
+            assert made.client.get("/metrics").status_code == 200
+    finally:
+        gate.touch()
     until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, "an answer")
     assert made.status()["cluster"]["connected"]
     assert made.model("m")["restarts"] == 0

