@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
+import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -124,6 +129,30 @@ def test_any_other_end_of_the_process_is_no_limit(program: str, caplog: pytest.L
     (record,) = [record for record in caplog.records if record.name == "sparkd.bounded_call"]
     assert words in record.getMessage()
     caplog.clear()
+
+
+def test_a_machine_that_can_start_no_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(CheckpointError, match=os.strerror(errno.EMFILE)):
+        in_thread(lambda: loads(b"[" + b"1," * SMALL_BYTES + b"1]", PATH))
+
+
+def test_the_time_of_a_process_is_that_of_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input and the start do not count: a busy machine made a limit of them."""
+    order: list[str] = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: order.append(f"timer of {seconds}"))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    request = pickle.dumps((1 << 40, 5, os.path.join, (PATH,))) + b"rest"
+    stdin = io.TextIOWrapper(io.BytesIO(request))
+    stdout = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("sys.stdout", stdout)
+    monkeypatch.setattr("os.path.join", lambda raw, path: order.append("read"))
+    bounded_call.main()
+    assert order == ["timer of 5", "read"] and stdin.buffer.read() == b""
 
 
 def test_brackets_that_never_close_cost_their_length() -> None:

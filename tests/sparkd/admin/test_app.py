@@ -317,6 +317,15 @@ async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_
         assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "SUCCEEDED"
 
 
+@pytest.mark.parametrize(("kind", "model"), [("load", "m"), ("unload", "gone")])
+async def test_a_load_or_unload_that_is_not_its_models_is_cancelled_alone(tmp_path: Path, kind: str, model: str) -> None:
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+        operation = made.scene.supervisor.ledger.operations.open(kind, model, "admin")
+        assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "CANCELLED"
+        assert made.scene.supervisor.snapshot().models["m"].want is Want.RUNNING
+
+
 async def test_an_operation_nobody_knows(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for method in ("GET", "DELETE"):
@@ -425,12 +434,13 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
         before = scene.supervisor.ledger.feed.written
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
         assert scene.supervisor.ledger.feed.written == before
-        assert seen == [("new", {"m"}, {})]
+        await made.refused("PUT", "/models/new", 422, json={"spec": {"model": "/y"}})
+        assert seen == [("new", {"m"}, {})] * 2
         assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.wishes.desired() == {}
         # What may not be asked for at all is refused before anything is looked at.
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "~/y"}})
         await made.refused("POST", "/models", 409, json={"name": "new", "spec": {"model": "/y", "aliases": ["gpt-4o"]}})
-        assert len(seen) == 1
+        assert len(seen) == 2
 
 
 async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:

@@ -227,6 +227,24 @@ async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
 
 
+async def test_a_ring_whose_cables_change_ends_has_to_be_measured_again(tmp_path: Path) -> None:
+    """Every interface is what it was: a cable leads elsewhere."""
+    ring = FakeNodes(dict(zip((A, B, C), readings("ring-of-three").values(), strict=True)))
+    async with scene(tmp_path, ring) as made:
+        await made.ended(made.measures.start("all"))
+        now = fabrics_of(ring.readings)
+        assert len(made.measures.passed(now)) == 3
+        swapped = json.loads(json.dumps(ring.readings[C]))
+        by_cage: dict[str, list[dict[str, Any]]] = {}
+        for one in swapped["interfaces"]:
+            if one["rdma"]:
+                by_cage.setdefault(one["name"][-1], []).append(one)
+        for one, other in zip(*by_cage.values(), strict=True):
+            one["addresses"], other["addresses"] = other["addresses"], one["addresses"]
+        left = made.measures.passed(fabrics_of({**ring.readings, C: swapped}))
+        assert left == {frozenset((A, B))}
+
+
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         await make_ready(made.supervised)

@@ -69,7 +69,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
         [example("bf16", 0.6, depths=(0, 4096)), example("fp8", 0.8, depths=(0, 4096)), example("nvfp4", depths=(0, 4096))],
         [FULL.model_copy(update={"cells": [], "loads": [], "quality": [], "samples": [], "published": []})],
         [example(depths=(0,), concurrencies=(1,), failed=((0, 1),))],
-        [FULL] * 9,
+        [example(depths=(0,), concurrencies=(1,), failed=())] * 9,
         [],
     ],
     ids=["one", "three", "nothing", "one failed cell", "nine of one", "none"],

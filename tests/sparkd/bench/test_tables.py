@@ -137,3 +137,10 @@ def test_text_of_a_result_stays_in_its_cell() -> None:
     line = tables.arena_table(RESULTS["one"].model_copy(update={"subject": subject})).splitlines()[2]
 
     assert line.startswith("| a\\|b &lt;i> |")
+
+
+def test_figures_that_are_no_numbers_are_left_out() -> None:
+    row = {"pp_throughput": {"mean": float("nan"), "std": 0, "values": []}, "tg_throughput": {"mean": "7"}, "peak_throughput": None}
+    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
+
+    assert list(tables.rows_of_tests(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []

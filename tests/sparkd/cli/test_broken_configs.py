@@ -35,13 +35,6 @@ HIDING: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One table of vLLM's flags for all of them, and no model of this machine's user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _asked(tmp_path_factory: pytest.TempPathFactory) -> None:
     """vLLM's parser has answered for every file of this module, in one child."""

@@ -26,13 +26,6 @@ SCENARIOS = scenarios()
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/cluster.md").read_text()
 
 
-@pytest.fixture(autouse=True)
-def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("SPARKD_", "NCCL_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-
-
 def roots(folder: Path, name: str) -> list[str]:
     return [word for root in write_nodes(folder, SCENARIOS[name]["nodes"]) for word in ("--root", str(root))]
 

@@ -40,7 +40,6 @@ def rows(found: LayerListing) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("SPARKD_CONFIG", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import stat
 import subprocess
@@ -34,12 +33,6 @@ from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
 VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SPARKD_")]:
-        monkeypatch.delenv(name)
 
 
 class Answers:

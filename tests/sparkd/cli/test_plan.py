@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -37,13 +36,7 @@ PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
 
 
 @pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith(("SPARKD_", "HF_", "VLLM_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    # No answer of vLLM that another test or a daemon of this machine has kept.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path / "state"))
 
 

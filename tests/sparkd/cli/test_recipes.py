@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import sys
 from pathlib import Path
@@ -23,10 +22,8 @@ SECRET = "sk-canary-0123456789"
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SPARKD_")]:
-        monkeypatch.delenv(name)
-    # Else the first recipe with mods would import vLLM; tests/sparkd/recipes/test_importer.py has a parser.
+def _no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first recipe with mods would import vLLM; tests/sparkd/recipes/test_importer.py has a parser."""
     monkeypatch.setattr(recipes, "_parser", lambda *_: None)
 
 

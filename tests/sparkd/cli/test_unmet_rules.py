@@ -21,9 +21,7 @@ MISTYPED = {"format": "nvfp4", "layers": [{"match": "o_porj", "format": "fp8"}, 
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+def model(tmp_path: Path) -> Path:
     return write(tmp_path / "model", dense(num_hidden_layers=2), tensors_of(dense(num_hidden_layers=2)))
 
 

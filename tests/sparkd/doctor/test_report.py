@@ -139,6 +139,19 @@ def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> No
     assert found["verdict"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("changes", "check", "evidence"),
+    [
+        ({"proc/meminfo": None}, "platform", ["GX10, DGX OS 7.6.0"]),
+        ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "x\n"}, "dirty", []),
+        ({"root/.cache/huggingface/token": ""}, "hub-cache", [""]),
+    ],
+)
+def test_what_was_not_seen_is_not_well(tmp_path: Path, changes: Mapping[str, str | None], check: str, evidence: list[str]) -> None:
+    found = [one["evidence"] for one in of_check(found_in(write(tmp_path, changes)), check)]
+    assert len(found) == len(evidence) and all(map(str.startswith, found, evidence)), found
+
+
 def test_this_machine_can_be_looked_at() -> None:
     raw = inspection.sample()
     found = report({raw["host"]: raw})

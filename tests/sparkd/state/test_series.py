@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.state import series
-from sparkd.state.series import COLUMNS, FILE_BYTES, KEPT_S, Series
+from sparkd.state.series import COLUMNS, FILE_BYTES, KEPT_S, NAME_BYTES, Series
 
 T0 = 1_800_000_000
 
@@ -121,6 +121,12 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     path.symlink_to(other)
     Series(path).close()
     assert (other.read_text(), path.is_symlink()) == ("mine", False)
+
+
+def test_a_name_that_is_too_long_is_left_out(kept: Series) -> None:
+    longest, longer = "n" * NAME_BYTES, "n" * (NAME_BYTES + 1)
+    kept.write(T0, {longest: 1.0, longer: 2.0, "not finite": float("inf")})
+    assert kept.read([longest, longer, "not finite"], 1, T0).values == {longest: [1.0], longer: [None], "not finite": [None]}
 
 
 def test_without_room_there_is_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
