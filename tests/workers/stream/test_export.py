@@ -18,8 +18,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import gpt_oss
-from tests.support.checkpoints import Draw, Tensor, normal, write_checkpoint
-from tests.support.checkpoints import Entry, normal, write_checkpoint
+from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import facts
 from tests.support.waiting import HUNG_S
 from workers.quantization.recipe import QuantizationRecipe
