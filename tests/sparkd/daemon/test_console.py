@@ -64,8 +64,7 @@ class Show:
     async def rest(self) -> list[str]:
         """The lines until it returns, as it does where there is no terminal."""
         assert self.task is not None
-        async with asyncio.timeout(20):
-            await self.task
+        await self.task
         return await self.said()
 
 
@@ -237,13 +236,13 @@ async def test_an_answer_cannot_steer_the_terminal(
         assert f"It answered  [red]Paris[/] ]0;title:smile: {'x' * 500}\\" in lines
 
 
-@pytest.mark.parametrize("needs_key", [False, True])
 @pytest.mark.parametrize(
-    "question",
+    ("question", "needs_key"),
     [
-        *(QUESTION, 'What\'s "up"?', "$HOME `id` $(id) !!", "two\nlines\tand a tab", "back\\slash \\n\\"),
-        *("[bold]é 日本 🙂[/]", "'; id; '", "x" * 9000),
+        ("""What's "up"?\n$HOME `id` $(id) !!\tand a tab""", True),
+        ("'; id; ' back\\slash \\n\\ [bold]é 日本 🙂[/] " + "x" * 9000, False),
     ],
+    ids=["quotes and the shell's own characters, with a key", "what ends a quote, without one"],
 )
 async def test_the_command_can_be_copied_into_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: str, needs_key: bool
