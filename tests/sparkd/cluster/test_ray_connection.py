@@ -189,17 +189,29 @@ async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.Monke
     assert (await link.refresh(), type(link.unmet["n"])) == (set(), AgentLost)
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["it tells", "it has no such names"])
-def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path, installed: bool) -> None:
-    """The function arrives there as Ray sends it; the code there has no such function."""
+TELLS_ITS_CODE = """
+import pathlib, pickle, sys
+function = pickle.loads(pathlib.Path("function").read_bytes())
+for folder in ("installed", "bare"):
+    sys.path[0] = folder
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("sparkd", "workers"):
+            del sys.modules[name]
+    print(function())
+"""
+
+
+def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path) -> None:
+    """The function arrives there as Ray sends it; the code there, which may have no such names, has no such function."""
     for package, module, text in (("sparkd", "__init__", '__version__ = "0.0.9"'), ("workers", "agent", 'VERSION = "1"')):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-        (tmp_path / package / f"{module}.py").write_text(text if installed else "")
+        for folder in ("installed", "bare"):
+            (tmp_path / folder / package).mkdir(parents=True)
+            (tmp_path / folder / package / "__init__.py").touch()
+            (tmp_path / folder / package / f"{module}.py").write_text(text if folder == "installed" else "")
     (tmp_path / "function").write_bytes(cloudpickle.dumps(code_here))
-    program = "import pickle, pathlib; print(pickle.loads(pathlib.Path('function').read_bytes())())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=True)
-    assert done.stdout.strip() == str((*(("0.0.9", "1") if installed else ("none", "none")), sys.prefix))
+    words = [sys.executable, "-c", TELLS_ITS_CODE]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=True)
+    assert done.stdout.splitlines() == [str(("0.0.9", "1", sys.prefix)), str(("none", "none", sys.prefix))]
 
 
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:
