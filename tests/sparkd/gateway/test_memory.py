@@ -73,7 +73,7 @@ async def flood(client: Client, opening: bytes, piece: bytes, times: int) -> Non
         for _ in range(times):
             client.send(piece)
             await client.writer.drain()
-        await client.ended(20)
+        await client.ended()
     except (ConnectionError, RuntimeError):
         return
     finally:

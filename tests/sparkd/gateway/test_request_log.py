@@ -164,7 +164,6 @@ async def test_a_cancel_in_the_queue(gateway: Running, log: RequestLog, path: st
     assert gateway.supervisor.withdrawn == 1
     (row,) = await ended(log)
     assert (row.status, row.code) == (410, "request_cancelled")
-    await client.close()
 
 
 async def test_a_cancel_behind_a_heartbeat(gateway: Running, log: RequestLog) -> None:
@@ -175,7 +174,6 @@ async def test_a_cancel_behind_a_heartbeat(gateway: Running, log: RequestLog) ->
     assert (await client.answer(head_only=True)).status == 200
     log.cancel("one")
     assert b'"code": "request_cancelled"' in await client.ended()
-    await client.close()
     (row,) = await ended(log)
     assert (row.status, row.code, row.streamed) == (200, "request_cancelled", True)
 
@@ -221,7 +219,6 @@ async def test_a_cancel_before_the_engine_has_answered(gateway: Running, log: Re
     for client in (one, two):  # the connection goes on
         client.send(request("GET", "/v1/models"))
         assert (await client.answer()).status == 200
-        await client.close()
 
 
 async def test_a_cancel_while_the_body_arrives(gateway: Running, log: RequestLog) -> None:
@@ -230,7 +227,6 @@ async def test_a_cancel_while_the_body_arrives(gateway: Running, log: RequestLog
     await soon(log.in_flight)
     assert log.cancel("one").model == ""
     assert (await client.answer()).error["code"] == "request_cancelled"
-    await client.close()
 
 
 async def test_whose_key_it_was(engine: RawEngine, log: RequestLog) -> None:
