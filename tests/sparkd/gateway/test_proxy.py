@@ -321,7 +321,7 @@ async def test_errors_of_the_messages_api_have_its_shape(engine: RawEngine) -> N
 
 
 async def test_all_bodies_together_are_bounded(engine: RawEngine) -> None:
-    limits = ClientLimits(buffered_bytes=3_000_000, linger_s=0.2)
+    limits = ClientLimits(buffered_bytes=3_000_000)
     engine.script = until_gone
     part = b'{"model":"tiny","x":"' + b"y" * 2_000_000
     async with serving(engine, limits=limits) as gateway:
