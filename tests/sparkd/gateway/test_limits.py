@@ -190,10 +190,12 @@ async def test_deadlines_end_with_the_request(limited: Running) -> None:
 async def test_a_body_that_is_too_large_is_refused(limited: Running) -> None:
     largest = b'{"model":"tiny","x":"' + b"y" * ((1 << 20) - 23) + b'"}'
     assert (await limited.post(CHAT, largest)).status == 200
+    limited.edge.settings = replace(limited.edge.settings, limits=replace(LIMITS, linger_s=0.0))
     declared = await limited.open()
     declared.send(request("POST", CHAT, "Content-Type: application/json", f"Content-Length: {len(largest) + 1}"))
     assert is_ours(await declared.answer(), 413)
     await declared.ended()
+    limited.edge.settings = replace(limited.edge.settings, limits=LIMITS)
     endless = await limited.open()
     endless.send(CHUNKED + chunked(*[PIECE] * 16, b"y", end=False))
     assert is_ours(await endless.answer(), 413)

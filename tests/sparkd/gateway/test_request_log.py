@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import StateError, UnknownRequest
-from sparkd.gateway import ClientLimits, KeyDigests
+from sparkd.gateway import ClientLimits, KeyDigests, request_log
 from sparkd.gateway.keys import digest
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.nouns import ModelState
@@ -251,7 +251,8 @@ async def test_without_a_store_only_those_in_flight_are_known(engine: RawEngine)
     await log.close()
 
 
-async def test_the_next_daemon_counts_on(gateway: Running, log: RequestLog, tmp_path: Path) -> None:
+async def test_the_next_daemon_counts_on(gateway: Running, log: RequestLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "WRITE_EVERY_S", 0.0)
     writing = asyncio.create_task(log.run())
     await gateway.post(CHAT, BODY)
     other = RequestStore(tmp_path / "requests.db")
