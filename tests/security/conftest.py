@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
-from tests.sparkd.gateway import conftest as gateways
 from tests.sparkd.gateway.conftest import engine, gateway, no_tracebacks, quiet
 
 __all__ = ["engine", "gateway", "no_tracebacks", "quiet"]
@@ -17,6 +17,6 @@ ON_BOTH_LOOPS = ("test_connections.py", "test_leaving_clients.py")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Both event loops for ON_BOTH_LOOPS, asyncio's own for the others."""
-    factories = gateways.pytest_asyncio_loop_factories(config, item)
-    return factories if item.path.name in ON_BOTH_LOOPS else {"asyncio": factories["asyncio"]}
+    """uvloop, as the daemon; for ON_BOTH_LOOPS asyncio's own too."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    return factories | {"asyncio": asyncio.new_event_loop} if item.path.name in ON_BOTH_LOOPS else factories

@@ -124,7 +124,6 @@ def test_cells_are_measured_and_counted(stage: Stage, whole: dict[str, Any]) -> 
     assert {path.read_text() for path in (stage.state_dir / "bench" / ".cache" / "llama-benchy").glob("*.txt")} >= {text}
 
 
-@pytest.mark.slow
 def test_vllms_own_benchmark_measures_the_same_cells(stage: Stage) -> None:
     begun = start(stage, tool="vllm", profile_text=f"args: {{pp: 32, tg: 8, concurrency: [1, 2], {COMMON}}}").raise_for_status().json()
     assert stage.ended(begun["operation"])["state"] == "SUCCEEDED"
