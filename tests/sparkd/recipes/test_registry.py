@@ -231,7 +231,7 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
     rows = {row["name"]: row for row in as_json(capsys, "update", code=1)["registries"]}
     assert rows["eugr"]["error"] and rows["eugr"]["commit"] == new and rows["other"]["error"] is None
     out, err = run(capsys, "update", code=1)
-    assert "other: unchanged" in out and f"eugr stays at {new[:12]}" in err
+    assert "other: " in out and "eugr" in err and new[:12] in err
     assert "--max-model-len 8192" in run(capsys, "show", "plain@eugr")[0]
 
 
