@@ -18,11 +18,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # vLLM's own warnings are not ours. Imported here: most tests beside this file need no vLLM.
         warnings.simplefilter("ignore")
         from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look(), raising=False)
         with set_current_vllm_config(VllmConfig()):
             init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
             initialize_model_parallel(1, 1)
             yield
-            cleanup_dist_env_and_memory()
+            # Not vLLM's cleanup_dist_env_and_memory, which looks through all objects, those too that tests/conftest.py has set aside.
+            destroy_model_parallel()
+            destroy_distributed_environment()

@@ -167,12 +167,6 @@ def test_the_file_system_names_the_alignment(
     assert contents(make_reader(pieces, block_bytes=block_bytes)) == expected(shards, pieces)
 
 
-def test_what_this_kernel_says_of_a_file(shards: dict[str, bytes], tmp_path: Path) -> None:
-    said = direct_io._direct_alignment(shard_of(shards, 4096))
-    assert said is None or all(size & (size - 1) == 0 for size in said)
-    assert direct_io._direct_alignment(str(tmp_path / "gone")) is None
-
-
 def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:
     """A file system that says EINVAL to O_DIRECT for this file when it is opened, or at one of its reads."""
     real_open, real_preadv = os.open, os.preadv

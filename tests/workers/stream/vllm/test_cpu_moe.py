@@ -220,42 +220,59 @@ def test_activations_in_four_bits_are_rounded_before_each_of_an_experts_products
     assert_near(run(layer, x, weights, ids), out, 5e-3)
 
 
-ACTIVATIONS: dict[str, Callable[[], Act]] = {
-    "silu": lambda: stock.SiluAndMul().forward_native,
-    "gelu": lambda: stock.GeluAndMul().forward_native,
-    "gelu_tanh": lambda: stock.GeluAndMul(approximate="tanh").forward_native,
-    "swigluoai": lambda: stock.SwigluOAIAndMul().forward_native,
-    "swigluoai_uninterleave": lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 0.5).forward_native,
-    "swiglustep": lambda: stock.SwigluStepAndMul().forward_native,
-    "silu_no_mul": lambda: silu,
-    "gelu_no_mul": lambda: stock.GELU().forward_native,
-    "gelu_tanh_no_mul": lambda: stock.GELUTanh().forward_native,
-    "relu2_no_mul": lambda: stock.ReLUSquaredActivation().forward_native,
+# vLLM's own, for an alpha, a beta and a limit where they take them.
+ACTIVATIONS: dict[str, Callable[[], Any]] = {
+    "silu": lambda: stock.SiluAndMulWithClamp(2.0),
+    "gelu": lambda: stock.GeluAndMul(),
+    "gelu_tanh": lambda: stock.GeluAndMul(approximate="tanh"),
+    "swigluoai": lambda: stock.SwigluOAIAndMul(1.5, 2.0),
+    "swigluoai_uninterleave": lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 1.0),
+    "swiglustep": lambda: stock.SwigluStepAndMul(2.0),
+    "silu_no_mul": lambda: torch.nn.SiLU(),
+    "gelu_no_mul": lambda: stock.GELU(),
+    "gelu_tanh_no_mul": lambda: stock.GELUTanh(),
+    "relu2_no_mul": lambda: stock.ReLUSquaredActivation(),
 }
 
 
-# One of each kind here: with a gate, with settings, without a gate.
-FEW = ("gelu_tanh", "swigluoai_uninterleave", "relu2_no_mul")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_vllms(name: str) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) * 3
+    own = ACTIVATIONS[name]()
+    act = getattr(own, "forward_native", own)
+    alpha, beta = (1.5, 1.0) if name.startswith("swigluoai") else (1.0, 0.0)
+    assert_near(cpu_moe.ACTIVATIONS[name](x, alpha, beta, 2.0), act(x))
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.rest) for name in ACTIVATIONS])
-def test_activations_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Format("mxfp4")
-    options = {"swiglu_limit": 2.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5} if name == "swigluoai_uninterleave" else {}
+@pytest.mark.parametrize(
+    ("name", "act", "options"),
+    [
+        (
+            "swigluoai_uninterleave",
+            lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 0.5).forward_native,
+            {"swiglu_limit": 2.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5},
+        ),
+        ("relu2_no_mul", lambda: stock.ReLUSquaredActivation().forward_native, {}),
+    ],
+    ids=["settings", "without a gate"],
+)
+def test_a_layer_computes_with_its_own(name: str, act: Callable[[], Act], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.endswith("_no_mul"):
         # vLLM 0.32 builds experts without a gate on a GPU only, whatever their format.
         monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    form = Format("mxfp4")
     layer = made(form, activation=name, **options)
     meant = filled(layer, form, factor=0.3)
     x, weights, ids = routed(5)
-    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, ACTIVATIONS[name]()))
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, act()))
 
 
 def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
-    missing = {one.value for one in MoEActivation} - set(ACTIVATIONS)
+    missing = {one.value for one in MoEActivation} - set(cpu_moe.ACTIVATIONS)
     assert missing == {"situ", "relu2"}
+    assert set(cpu_moe.ACTIVATIONS) == set(ACTIVATIONS)
     for name in missing:
-        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} .*bf16"):
+        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} "):
             made(Format("nvfp4"), activation=name)
 
 
