@@ -1,4 +1,4 @@
-"""What tests that build vLLM's own layers have in common."""
+"""What tests of readers have in common, and those that build vLLM's own layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Path -> bytes of files that a reader reads."""
+    from tests.workers.stream.shards import write_shards
+
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """No thread or open file is left of what the test has opened."""
+    from tests.workers.stream.shards import nothing_left
+
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(scope="module")

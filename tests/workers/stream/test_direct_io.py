@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,14 @@ from tests.workers.stream.shards import (
     drain,
     expected,
     make_reader,
-    nothing_left,
     released,
     shard_of,
     write_shard,
-    write_shards,
 )
 from workers.stream import direct_io
 from workers.stream.reader import Piece
 
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_a_file_that_cannot_be_read_is_named_before_anything_is_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
+from tests.workers.stream.loading import Late
 from tests.workers.stream.products import assert_near
 from workers.quantization.formats import Format
 from workers.stream.expert_placement import answered, families, place
@@ -22,18 +22,10 @@ from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import Emitted
 
-with warnings.catch_warnings():
-    # What vLLM and torch deprecate among themselves is not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers import activation as stock
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
-
-    from workers.stream.vllm import cpu_moe
+config = Late("vllm.config")
+gpt_oss = Late("vllm.model_executor.models.gpt_oss")
+stock = Late("vllm.model_executor.layers.activation")
+cpu_moe = Late("workers.stream.vllm.cpu_moe")
 
 # Those whose products are those of their weights, each in one group size.
 FORMATS = [Format.parse(spelling) for spelling in ("nvfp4", "mxfp4", "int4-g32", "nf4-g64", "fp8", "fp8-block")]
@@ -45,33 +37,32 @@ LAYER = itertools.count()
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class OnCpu(QuantizationConfig):
-    """Gives every layer of experts our method."""
+def on_cpu(form: Format) -> Any:
+    """A configuration that gives every layer of experts our method."""
 
-    def __init__(self, form: Format) -> None:
-        super().__init__()
-        self.form = form
+    class OnCpu(Late("vllm.model_executor.layers.quantization.base_config").QuantizationConfig):  # type: ignore[misc]
+        def get_name(self) -> Any:
+            return "spark"
 
-    def get_name(self) -> Any:
-        return "spark"
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.bfloat16]
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
 
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
 
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls()
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        return cls(Format.parse(config["format"]))
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+            return cpu_moe.packed_moe_method(form, layer)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return cpu_moe.packed_moe_method(self.form, layer)
+    return OnCpu()
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +71,15 @@ def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
-def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> RoutedExperts:
+def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     names = ("up_proj", "down_proj", None) if activation.endswith("_no_mul") else ("gate_proj", "down_proj", "up_proj")
-    runner = FusedMoEFactory(
+    runner = Late("vllm.model_executor.layers.fused_moe.layer").FusedMoEFactory(
         num_experts=EXPERTS,
         top_k=TOP_K,
         hidden_size=HIDDEN,
         intermediate_size=width,
         params_dtype=dtype,
-        quant_config=OnCpu(form),
+        quant_config=on_cpu(form),
         activation=activation,
         ckpt_names=names,
         prefix=f"layers.{next(LAYER)}.mlp.experts",
@@ -101,7 +92,7 @@ Weights = list[dict[str, Tensor]]
 Act = Callable[[Tensor], Tensor]
 
 
-def filled(layer: RoutedExperts, form: Format, width: int = 128, factor: float = 0.1) -> Weights:
+def filled(layer: Any, form: Format, width: int = 128, factor: float = 0.1) -> Weights:
     """Random experts, loaded under a checkpoint's names, and what they mean. Gate and up differ in magnitude, so NVFP4's divisors do."""
     generator = torch.Generator().manual_seed(1)
     kind = quantizer(form)
@@ -145,7 +136,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def run(layer: RoutedExperts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def run(layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
 
 
@@ -268,7 +259,7 @@ def test_a_layer_computes_with_its_own(name: str, act: Callable[[], Act], option
 
 
 def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
-    missing = {one.value for one in MoEActivation} - set(cpu_moe.ACTIVATIONS)
+    missing = {one.value for one in Late("vllm.model_executor.layers.fused_moe.activation").MoEActivation} - set(cpu_moe.ACTIVATIONS)
     assert missing == {"situ", "relu2"}
     assert set(cpu_moe.ACTIVATIONS) == set(ACTIVATIONS)
     for name in missing:
@@ -300,10 +291,10 @@ def test_a_rank_of_two_has_its_share_of_every_expert(form: Format, monkeypatch: 
 
 
 def test_a_rank_has_its_own_experts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = VllmConfig()
-    config.parallel_config.enable_expert_parallel = True
+    spread = config.VllmConfig()
+    spread.parallel_config.enable_expert_parallel = True
     monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda: 1)
-    with set_current_vllm_config(config):
+    with config.set_current_vllm_config(spread):
         layer = made(Format("nvfp4"), tp_size=2)
     assert layer.w13_weight_packed.shape[0] == EXPERTS // 2
     whole = made(Format("nvfp4"))
@@ -316,7 +307,7 @@ def test_a_rank_has_its_own_experts_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gpt_oss_gate_and_up_are_interleaved_with_biases() -> None:
     form = Format("mxfp4")
-    layer = made(form, activation="swigluoai", has_bias=True, routed_experts_cls=GptOssRoutedExperts)
+    layer = made(form, activation="swigluoai", has_bias=True, routed_experts_cls=gpt_oss.GptOssRoutedExperts)
     generator = torch.Generator().manual_seed(3)
     kind = quantizer(form)
     meant = []
@@ -345,7 +336,9 @@ def test_experts_that_nobody_asked_for_are_not_decoded(monkeypatch: pytest.Monke
     filled(layer, Format("nvfp4"))
     seen: list[int] = []
     stock_matmul = cpu_moe.matmul
-    monkeypatch.setattr(cpu_moe, "matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more))
+    monkeypatch.setattr(
+        "workers.stream.vllm.cpu_moe.matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more)
+    )
     x, weights, _ids = routed(5)
     run(layer, x, weights, torch.tensor([[2, 4]] * 5, dtype=torch.int32))
     asked = {layer.w13_weight_packed[expert].data_ptr() for expert in (2, 4)} | {
