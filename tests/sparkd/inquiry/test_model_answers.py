@@ -69,7 +69,7 @@ class Engine(InquiryRuntime):
             "with open(root / 'asked', 'a') as log: log.write(json.dumps(request) + chr(10))\n"
             "print(json.dumps({'progress': 'importing'}), flush=True)\n"
             "for line in json.loads(lines).get(request['platform'], []):\n"
-            "    if line == 'wait': (root / 'pid').write_text(str(os.getpid())); time.sleep(60)\n"
+            "    if line == 'wait': (root / 'pid').write_text(str(os.getpid())); time.sleep(3600)\n"
             "    print(line if isinstance(line, str) else json.dumps(line), flush=True)\n"
         )
         python.chmod(0o755)

@@ -100,7 +100,7 @@ def nodes(config: Config) -> Iterator[Nodes]:
     made.end()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.rest
 async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, config: Config) -> None:
     spec = config.models["m"]
     assert spec.runtime is not None and full_version_in(Path(spec.runtime)) is None

@@ -1,8 +1,9 @@
-"""A checkpoint on its way into vLLM's real model class through our loader, as an engine does it, without the engine. Importing it imports
-vLLM; needs `one_rank` of conftest.py and a registered plugin."""
+"""A checkpoint on its way into vLLM's real model class through our loader, as an engine does it, without the engine. Needs `one_rank` of
+conftest.py and a registered plugin."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,6 @@ from typing import Any
 import torch
 
 from workers import plugin
-
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 
 def load(
@@ -31,7 +24,13 @@ def load(
 ) -> Any:
     """settings: of the loader. change: is given vLLM's model before its weights are loaded. process: into the kernels' layout too."""
     with warnings.catch_warnings():
+        # vLLM's own warnings are not ours. Imported here: a run that only collects these tests needs no vLLM.
         warnings.simplefilter("ignore")
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
         arguments = EngineArgs(
             str(folder),
             load_format=load_format,
@@ -48,3 +47,10 @@ def load(
             if process:
                 process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model
+
+
+def wait_for_cache() -> None:
+    """Until the quantized cache that a load writes behind itself is whole."""
+    for thread in threading.enumerate():
+        if thread.name == "quantized-cache":
+            thread.join()

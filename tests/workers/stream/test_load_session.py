@@ -12,6 +12,7 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
+from tests.support.waiting import HUNG_S
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.load_session import LoadSession
 from workers.stream.progress import ProgressFile
@@ -21,7 +22,6 @@ from workers.stream.virtual import VirtualCheckpoint
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 MODULES = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
 READER = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=1, pin=False)
-WAIT_S = 60.0
 
 
 class Cache:
@@ -74,7 +74,7 @@ def test_the_cache_leaves_the_device_before_the_engine_goes_on(source: LoadSessi
     source.finish()
 
     assert cache.calls[:2] == [("add", True), ("leave_device", True)]
-    assert cache.ended.wait(WAIT_S)
+    assert cache.ended.wait(HUNG_S)
     assert cache.calls[2:] == [("finish", False)]
     (name,) = cache.again
     assert cache.again[name].device.type == "cpu"

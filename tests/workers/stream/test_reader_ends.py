@@ -29,27 +29,23 @@ def _nothing_is_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [(errno.EIO, "Input/output error"), (errno.ESTALE, "Stale file")],
-)
-def test_a_disk_error_is_raised_where_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
+def test_a_disk_error_is_raised_where_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shard(tmp_path, 10 * 4096)
     real = os.preadv
 
     def broken(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if offset == 5 * 4096:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
     reader = make_reader([Piece(n, path, n * 4096, 4096) for n in range(10)], block_bytes=4096)
     seen = []
     with reader:
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match="Input/output error"):
             for chunk in released(reader):
                 seen.append(chunk.piece.key)
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match="Input/output error"):
             next(reader)
     assert seen == [0, 1, 2, 3, 4]
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import HUNG_S
+
 ROOT = Path(__file__).resolve().parents[4]
 RANK = """
 import json, sys, warnings
@@ -35,7 +37,7 @@ def test_one_rank_measures_and_the_other_gets_its_figures(tmp_path: Path) -> Non
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     children = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]
     try:
-        answers = [json.loads(child.communicate(timeout=200)[0].splitlines()[-1]) for child in children]
+        answers = [json.loads(child.communicate(timeout=HUNG_S)[0].splitlines()[-1]) for child in children]
     finally:
         for child in children:
             child.kill()
