@@ -14,7 +14,8 @@ from sparkd.capacity.weights import Inventory
 from sparkd.hardware import H200
 from tests.support import architectures
 from tests.support.architecture_parts import Size
-from tests.support.sketches import dense, known, tensors_of
+from tests.support.checkpoints import dense, tensors_of
+from tests.support.inventories import known
 from workers.quantization.recipe import QuantizationRecipe
 
 # The preset h200 of tests/bench/footprint.py.

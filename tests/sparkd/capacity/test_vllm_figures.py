@@ -13,7 +13,7 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.models.shape import shape_of
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
-from tests.support.sketches import dense
+from tests.support.checkpoints import dense
 
 FULL = LayerCache("full", "FullAttentionSpec", 16, 1000, 62.5)
 WINDOW = LayerCache("window", "SlidingWindowSpec", 16, 1000, 62.5, window=128)
@@ -116,10 +116,7 @@ def test_a_cache_that_vllm_could_not_count_leaves_the_weights_and_makes_a_formul
         (Exact(LAYOUT, 1000), None, (), EXACT, EXACT),
         (Exact(LAYOUT), None, (), KNOWN, EXACT),
         (Exact(None, 1000), None, (), EXACT, KNOWN),
-        (Exact(), None, (), KNOWN, KNOWN),
-        (Exact(LAYOUT), "fp8_block", (), KNOWN, EXACT),
         (Exact(LAYOUT), "other", (), GUESS, EXACT),
-        (Exact(LAYOUT, 1000), "other", (), EXACT, EXACT),
         (Exact(LAYOUT), None, (WEIGHTS, CACHE), GUESS, EXACT),
         (Exact(None, 1000), None, (WEIGHTS, CACHE), EXACT, GUESS),
         (Exact(LAYOUT, 1000), None, (OTHER,), GUESS, GUESS),

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
+from sparkd import control
 from sparkd.control.record import Attempt, Record
 from sparkd.state.nouns import Desired, Want
-from tests.support.record_writers import record_writers
+
+CONTROL = Path(control.__file__).parent
+# `record.state = ..`, also in one statement with others.
+ASSIGNED = re.compile(r"^\s+((?:(?:\w+\.)*record\.\w+(?:, )?)+) [-+]?= ", re.MULTILINE)
 
 
 def test_each_value_of_a_record_has_one_writer() -> None:
-    writers = record_writers()
+    writers = defaultdict[str, set[str]](set)
+    for file in CONTROL.glob("*.py"):
+        for targets in ASSIGNED.findall(file.read_text()):
+            for value in re.findall(r"record\.(\w+)", targets):
+                writers[value].add(file.stem)
 
-    assert writers["desired"] == {"sparkd.control.wishes"}
-    assert writers["state"] == {"sparkd.control.effects"}
+    assert (writers["desired"], writers["state"], writers["attempt"]) == ({"wishes"}, {"effects"}, {"effects"})
     assert {value: at for value, at in writers.items() if len(at) > 1} == {}
-    assert writers["attempt"] == {"sparkd.control.effects"}
 
 
 def test_nothing_of_an_attempt_lives_on_in_the_next() -> None:

@@ -268,5 +268,5 @@ async def _settle() -> None:
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

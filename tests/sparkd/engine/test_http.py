@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from sparkd.engine import http as wire
 from sparkd.engine.http import Connection, ConnectionPool, RawHeaders
 from sparkd.errors import EngineError, EngineGone
+from tests.sparkd.gateway.fakes import soon
+from tests.support.fakes import FakeClock
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 ASKED = b"GET / HTTP/1.1\r\n\r\n"
@@ -285,30 +286,37 @@ async def pool(server: Server) -> AsyncIterator[ConnectionPool]:
     await soon(lambda: server.lost == server.connections)
 
 
-async def soon(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.002)
-
-
 async def ask(pool: ConnectionPool, body: bytes = b"") -> Taker:
     taker = Taker()
     connection = await pool.connection()
     length = b"content-length: %d\r\n" % len(body) if body else b""
     await connection.ask(b"POST /" + pool.preamble + length + b"\r\n", body, taker)
-    async with asyncio.timeout(10):
-        await taker.over.wait()
+    await taker.over.wait()
     return taker
 
 
 async def test_connections_are_kept_and_let_go(server: Server, pool: ConnectionPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "IDLE_S", 0.1)
+    clock = FakeClock()
+    monkeypatch.setattr(wire, "monotonic", clock)
+
+    def sweep_after(seconds: float) -> None:
+        clock.now_s += seconds
+        assert pool._sweeper is not None
+        pool._sweeper.cancel()
+        pool._sweep()
+
     for _ in range(3):
         assert (await ask(pool)).got == b"hi"
     assert server.connections == 1
     assert server.heard[0] == b"POST / HTTP/1.1\r\nhost: engine\r\nauthorization: Bearer k\r\n\r\n"
     await asyncio.gather(*(ask(pool) for _ in range(5)))
     opened = server.connections
+    sweep_after(wire.IDLE_S - 1.0)
+    assert (await ask(pool)).got == b"hi"
+    assert (server.connections, server.lost) == (opened, 0)
+    sweep_after(1.0)
+    await soon(lambda: server.lost == opened - 1)
+    sweep_after(wire.IDLE_S - 1.0)
     await soon(lambda: server.lost == opened)
     assert (await ask(pool)).got == b"hi"
     assert server.connections == opened + 1

@@ -1,4 +1,4 @@
-"""Fixtures of the gateway's tests: an engine of raw bytes and the gateway in front of it, on both event loops."""
+"""Fixtures of the gateway's tests: an engine of raw bytes and the gateway in front of it, on the event loops that the daemon may have."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ import uvloop
 
 from tests.sparkd.gateway.fakes import RawEngine, Running, serving
 
+# The files whose tests depend on a transport: how it closes, pauses, writes and loses its peer.
+TRANSPORTS = ("test_disconnects.py", "test_heartbeat.py", "test_http10.py", "test_limits.py", "test_protocol.py")
+
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The daemon takes uvloop where it can, asyncio's own where it cannot; their transports differ in what they do on close."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    if item.path.name in TRANSPORTS:
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -12,6 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import uvicorn.server
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
@@ -22,6 +25,7 @@ from sparkd.state.abilities import Abilities, RequestNeeds
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.vllm.parsers import Parsers
+from tests.support.waiting import HUNG_S, eventually
 
 PROBE_TOKEN = "the-probe-token"
 ANSWER = b'{"id":"chatcmpl-1","choices":[]}'
@@ -200,6 +204,50 @@ async def until_gone(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
+class TurnedLoop:
+    """The running loop as a client's connection sees it: the time of its timers stands until a test turns it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._now_s = 0.0
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(self._now_s + delay_s, callback, arguments, self)  # type: ignore[arg-type]
+        self._timers.append(timer)
+        return timer
+
+    def turn(self, seconds: float) -> None:
+        """Let `seconds` pass: what falls due is called at its time, the earliest first."""
+        until_s = self._now_s + seconds
+        while due := [timer for timer in self._timers if timer.when() <= until_s and not timer.cancelled()]:
+            first = min(due, key=asyncio.TimerHandle.when)
+            self._timers.remove(first)
+            self._now_s = first.when()
+            first._run()
+        self._timers = [timer for timer in self._timers if not timer.cancelled()]
+        self._now_s = until_s
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        """Called by a timer's `cancel`."""
+
+
+class ShortLooks:
+    """asyncio for uvicorn, which would look only ten times a second whether it was told to end and whether its connections have ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
 @dataclass
 class Answer:
     """One response as a client of raw bytes saw it. `closed`: the connection ended behind it; `complete`: its framing came to its end."""
@@ -229,11 +277,27 @@ class Running:
     server: GatewayServer
     supervisor: FakeSupervisor
     engine: RawEngine
+    timers: TurnedLoop
     admin_calls: list[Scope] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
+
+    def turn(self, seconds: float) -> None:
+        """Let `seconds` pass for the connections of clients: their deadlines and heartbeats."""
+        self.timers.turn(seconds)
+
+    async def turn_until(self, condition: Callable[[], object]) -> None:
+        """Let time pass until `condition` holds."""
+
+        def turned() -> bool:
+            self.turn(0.1)
+            return bool(condition())
+
+        await eventually(turned)
 
     async def open(self) -> Client:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        return Client(reader, writer)
+        self.clients.append(Client(reader, writer))
+        return self.clients[-1]
 
     async def ask(self, raw: bytes) -> Answer:
         """Sends `raw` on a connection of its own and reads one answer."""
@@ -263,23 +327,22 @@ class Client:
 
     async def answer(self, *, head_only: bool = False) -> Answer:
         """The next response, without its body if `head_only`; status 0 where the connection ended without one."""
-        async with asyncio.timeout(20):
-            try:
-                head = await self.reader.readuntil(b"\r\n\r\n")
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                return Answer(0, {}, getattr(error, "partial", b""), complete=False, closed=True)
-            lines = head.decode("latin-1").split("\r\n")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
-            answer = Answer(int(lines[0].split(" ")[1]), headers, b"")
-            if head_only:
-                return answer
-            try:
-                await self._body(answer)
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                answer.body += getattr(error, "partial", b"")
-                answer.complete = False
-                answer.closed = True
+        try:
+            head = await self.reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            return Answer(0, {}, getattr(error, "partial", b""), complete=False, closed=True)
+        lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
+        answer = Answer(int(lines[0].split(" ")[1]), headers, b"")
+        if head_only:
             return answer
+        try:
+            await self._body(answer)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            answer.body += getattr(error, "partial", b"")
+            answer.complete = False
+            answer.closed = True
+        return answer
 
     async def _body(self, answer: Answer) -> None:
         if "transfer-encoding" in answer.headers:
@@ -289,13 +352,14 @@ class Client:
         elif length := int(answer.headers.get("content-length", "0")):
             answer.body = await self.reader.readexactly(length)
 
-    async def ended(self, timeout_s: float = 10.0) -> bytes:
-        """What still comes until the server closes. TimeoutError if it does not."""
-        async with asyncio.timeout(timeout_s):
-            try:
-                return await self.reader.read(-1)
-            except ConnectionError:
-                return b""
+    async def ended(self) -> bytes:
+        """What still comes until the server closes; then this end is closed, too."""
+        try:
+            return await self.reader.read(-1)
+        except ConnectionError:
+            return b""
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         self.writer.close()
@@ -320,10 +384,20 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: RawEngine, *, limits: ClientLimits | None = None, keys: KeyDigests | None = None, drain_s: float = 0.2, **options: Any
+    engine: RawEngine,
+    *,
+    limits: ClientLimits | None = None,
+    keys: KeyDigests | None = None,
+    drain_s: float = HUNG_S,
+    own_time: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Running]:
-    """The real server, on a real port, in front of `engine`."""
-    limits = limits or ClientLimits(linger_s=0.3)
+    """The real server, on a real port, in front of `engine`.
+
+    drain_s: how long open requests have at the end of the block, in real seconds; 0 cuts them, else their clients leave before.
+    own_time: deadlines of clients and heartbeats pass only where a test turns the time.
+    """
+    limits = limits or ClientLimits()
     changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
     settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
@@ -343,17 +417,33 @@ async def serving(
     named: dict[str, Any] = {"admin": admin, "live": well, "ready": well, "probe_token": PROBE_TOKEN} | options
     edge = Edge(supervisor, settings=settings, **named)
     server = gateway_server(edge, limits, drain_s=drain_s)
+    timers = TurnedLoop()
+    if own_time:
+        server.config.http = _with_timers(server.config.http, timers)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    port = listener.getsockname()[1]
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.run_until_told([listener]))
-        await soon(lambda: server.started)
-        try:
-            yield Running(port, edge, server, supervisor, engine, calls)
-        finally:
-            server.should_exit = True
+    running = Running(listener.getsockname()[1], edge, server, supervisor, engine, timers, calls)
+    with mock.patch.object(uvicorn.server, "asyncio", ShortLooks()):
+        async with asyncio.TaskGroup() as tasks:
+            serves = tasks.create_task(server.run_until_told([listener]))
+            await soon(lambda: server.started)
+            try:
+                yield running
+            finally:
+                if drain_s:
+                    for client in running.clients:
+                        await client.close()
+                server.should_exit = True
+                await running.turn_until(serves.done)
     await upstream.close()
     await supervisor.upstream.close()
+
+
+def _with_timers(protocol: Any, timers: TurnedLoop) -> Any:
+    class Timed(protocol):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, _loop=timers, **named)
+
+    return Timed
 
 
 def is_ours(answer: Answer, status: int) -> bool:
@@ -363,8 +453,6 @@ def is_ours(answer: Answer, status: int) -> bool:
     return answer.error["src"] == "sparkd" and answer.error["request_id"] == answer.headers["x-request-id"]
 
 
-async def soon(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Returns when `condition` holds; TimeoutError if it does not in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
+async def soon(condition: Callable[[], object]) -> None:
+    """Returns when `condition` holds."""
+    await eventually(condition, every_s=0.002)

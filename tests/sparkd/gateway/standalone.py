@@ -14,8 +14,8 @@ from tests.sparkd.gateway.fakes import RawEngine, serving
 
 
 async def main(engine_socket: str) -> None:
-    limits = ClientLimits(body_bytes=8 << 20, client_write_s=2.0, linger_s=0.2)
-    async with serving(RawEngine(Path(engine_socket)), limits=limits) as gateway:
+    limits = ClientLimits(body_bytes=8 << 20, client_write_s=0.2, linger_s=0.2)
+    async with serving(RawEngine(Path(engine_socket)), limits=limits, own_time=False) as gateway:
         print(gateway.port, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

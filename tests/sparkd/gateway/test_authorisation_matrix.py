@@ -44,109 +44,74 @@ PATHS = [
     "/admin/v1/models/org%2Ftiny",
     "/admin/v1/models/..x",
 ]
+# Ways to write a path so that one reader takes it for another; all but three of them lead nowhere.
 TRICKS = [
     "/nowhere",
-    "//",
     "//admin/v1/models",
     "/admin//v1/models",
-    "/admin/v1//models",
-    "/admin/v1/",
     "/admin/v1/models/",
     "/admin/v1/./models",
-    "/admin/v1/../v1/models",
     "/admin/v1/models/..",
     "/admin/v1/%2e%2e/models",
     "/admin/v1/..%2fmodels",
     "/admin/v1/models;x=1",
-    "/admin/v1/models%3bx=1",
     "/admin/v1/models%5cx",
     "/admin/v1/models%00",
     "/admin/v1/models%0d%0ax",
     "/admin%2fv1/models",
     "/%61dmin/v1/models",
-    "/admin/v%31/models",
-    "/Admin/v1/models",
     "/ADMIN/V1/MODELS",
-    "/admin",
-    "/admin/",
     "/admin/v1models",
-    "/admin/v2/models",
     "/livez/../admin/v1/models",
     "/livez/..;/admin/v1/models",
     "/livez%2f..%2fadmin/v1/models",
     "/v1/models/../../admin/v1/models",
     "/v1/models/%2e%2e/%2e%2e/admin/v1/models",
     "/ui/..",
-    "/ui//",
     "/ui/style.css",
-    "/ui/../admin/v1/models",
     "/ui/0123456789abcdef/../../admin/v1/models",
-    "/ui/0123456789abcdef/%2e%2e/index.html",
     "/ui/0123456789abcdef/.hidden",
-    "/UI/",
     "/v1/models/tiny/",
     "/v1/models/ti%6Ey",
     "/v1/models/tiny%00",
-    "/v1/models/TINY",
     "/v1/models?x=/livez",
     "/v1/models%3fx",
     "/v1/models#x",
-    "/v1//models",
     "/v1/chat/completions/",
-    "/v1/chat//completions",
-    "/v1/chat/completions;x",
-    "/v1/chat%2fcompletions",
-    "/v1/Chat/Completions",
     "/v1/chat/../chat/completions",
-    "/v1/chat/completions/../../../admin/v1/models",
-    "/v1/responses/",
     "/v1/responses/..",
-    "/v1/responses/a/b",
     "/v1/responses/a%2fcancel",
-    "/v1/responses/resp_1/cancel/",
     "/v1/responses/resp.1",
-    "http://localhost/livez",
     "http://localhost/admin/v1/models",
     "http://evil/v1/models",
-    "https://localhost/v1/chat/completions",
     "/http://localhost/livez",
     "*",
     # What vLLM itself would answer and sparkd does not forward.
-    "/inference/v1/abort_requests",
-    "/abort_requests",
     "/pause",
-    "/resume",
-    "/scale_elastic_ep",
     "/reset_prefix_cache",
-    "/reset_mm_cache",
-    "/start_profile",
-    "/fault_tolerance/apply",
-    "/kv_event_sources",
     "/v1/realtime",
-    "/v1/unload_lora_adapter",
-    "/sleep",
-    "/wake_up",
-    "/collective_rpc",
-    "/server_info",
-    "/update_weights",
     "/v1/load_lora_adapter",
+    "/sleep",
+    "/collective_rpc",
+    "/update_weights",
     "/openapi.json",
-    "/docs",
 ]
 
 
 async def table(gateway: Running) -> list[str]:
+    """A row for each path and each set of statuses: the path, the methods that have them, the status by key."""
     rows = []
     client = await gateway.open()
     for path in [*PATHS, *TRICKS]:
-        for method in METHODS:
+        methods: dict[str, list[str]] = {}
+        for method in METHODS if path in PATHS else ("GET", "POST"):
             statuses = []
             for name, header in KEYS.items():
                 client = await ask(gateway, client, method, path, header)
                 answer = await client.answer(head_only=method == "HEAD")
                 statuses.append(f"{name}={answer.status}")
-            rows.append(f"{method} {path} {' '.join(statuses)}")
-    await client.close()
+            methods.setdefault(" ".join(statuses), []).append(method)
+        rows += [f"{path} {','.join(same)} {statuses}" for statuses, same in methods.items()]
     return rows
 
 
@@ -173,7 +138,7 @@ def keys() -> KeyDigests:
 
 
 async def test_the_table_is_the_golden_one(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)  # pytest would print the log's line of each of some 5,000 requests below a difference
+    caplog.set_level(logging.WARNING)  # pytest would print the log's line of each of some 2,000 requests below a difference
     async with serving(engine, keys=keys()) as gateway:
         rows = await table(gateway)
     kept = GOLDEN.read_text().splitlines()
@@ -184,15 +149,15 @@ async def test_the_table_is_the_golden_one(engine: RawEngine, caplog: pytest.Log
 def test_the_golden_table_says_what_it_should() -> None:
     """The file may be written anew; these sentences may not."""
     for row in GOLDEN.read_text().splitlines():
-        method, path, none, wrong, inference, admin = row.split(" ")
+        path, methods, none, wrong, inference, admin = row.split(" ")
         statuses = {name: int(cell.partition("=")[2]) for name, cell in zip(KEYS, (none, wrong, inference, admin), strict=True)}
         assert statuses["none"] == statuses["wrong"], row
         assert max(statuses.values()) < 500, row
         if path in TRICKS and path not in ("/v1/models?x=/livez", "/v1/models/ti%6Ey") and not path.startswith("/v1/models/"):
             assert set(statuses.values()) == {404}, row
-        if path in ("/admin/v1", "/admin/v1/models") and method not in ("OPTIONS", "TRACE"):
-            assert list(statuses.values()) == [401, 401, 403, 200], row
-        if method in ("OPTIONS", "TRACE"):
+        if path in ("/admin/v1", "/admin/v1/models") and "GET" in methods:
+            assert list(statuses.values()) == [401, 401, 403, 200] and "DELETE" in methods, row
+        if {"OPTIONS", "TRACE"} & {*methods.split(",")}:
             assert min(statuses.values()) >= 401, row
         if path.startswith("/v1/") and 200 in statuses.values():
             assert (statuses["none"], statuses["inference"], statuses["admin"]) == (401, 200, 200), row

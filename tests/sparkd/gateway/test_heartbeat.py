@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.errors import ModelLoading, Unavailable
-from sparkd.gateway import ClientLimits, heartbeat
+from sparkd.gateway import ClientLimits
 from sparkd.gateway.heartbeat import how_far
 from sparkd.state.nouns import ModelState, Progress
 from tests.sparkd.gateway.fakes import (
@@ -38,33 +38,38 @@ LOADING = {"model": "tiny", "state": "LOADING", "progress": 0.35, "bytes_done": 
 @pytest.fixture
 async def loading(engine: RawEngine) -> AsyncIterator[Running]:
     """A gateway whose one model loads until its gate is opened."""
-    async with serving(engine, limits=ClientLimits(linger_s=0.3, heartbeat_s=0.02)) as running:
+    async with serving(engine) as running:
         running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
         running.supervisor.gate.clear()
         yield running
 
 
-async def begun(client: Client, beat: bytes = BEAT) -> dict[str, str]:
-    """The head and the first two beats."""
+EVERY_S = ClientLimits().heartbeat_s
+
+
+async def begun(running: Running, client: Client, beat: bytes = BEAT) -> dict[str, str]:
+    """The head and the first two beats, each when its time has come."""
+    await soon(lambda: running.supervisor.waiting)
+    running.turn(EVERY_S)
     answer = await client.answer(head_only=True)
     assert answer.status == 200
-    for _ in range(2):
-        assert await chunk(client) == beat
+    assert await chunk(client) == beat
+    running.turn(EVERY_S)
+    assert await chunk(client) == beat
     return answer.headers
 
 
 async def chunk(client: Client) -> bytes:
     """b"" is the end."""
-    async with asyncio.timeout(10):
-        size = int(await client.reader.readuntil(b"\r\n"), 16)
-        return (await client.reader.readexactly(size + 2))[:-2]
+    size = int(await client.reader.readuntil(b"\r\n"), 16)
+    return (await client.reader.readexactly(size + 2))[:-2]
 
 
-async def rest(client: Client, beat: bytes = BEAT) -> bytes:
-    """Everything up to the end but beats."""
+async def rest(client: Client) -> bytes:
+    """Everything up to the end."""
     found = b""
     while piece := await chunk(client):
-        found += b"" if piece == beat else piece
+        found += piece
     return found
 
 
@@ -78,7 +83,7 @@ async def test_comments_and_then_the_engines_own_stream(loading: Running, path: 
     loading.engine.replies(STREAM_HEAD, chunked(EVENT, EVENT, DONE))
     client = await loading.open()
     client.send(post(path, STREAM, "X-Request-Id: mine"))
-    headers = await begun(client)
+    headers = await begun(loading, client)
     loading.supervisor.gate.set()
 
     assert await rest(client) == EVENT + EVENT + DONE
@@ -87,7 +92,6 @@ async def test_comments_and_then_the_engines_own_stream(loading: Running, path: 
     client.send(post(path, b'{"model": "tiny"}'))
     loading.engine.replies(STREAM_HEAD, chunked(EVENT))
     assert (await client.answer()).body == EVENT
-    await client.close()
 
 
 @pytest.mark.parametrize("body", [b'{"model": "tiny"}', b'{"model": "tiny", "stream": false}', b'{"model": "tiny", "stream": "yes"}'])
@@ -95,21 +99,21 @@ async def test_who_asked_for_no_stream_hears_nothing(loading: Running, body: byt
     client = await loading.open()
     client.send(post(CHAT, body))
     await soon(lambda: loading.supervisor.waiting)
-    await asyncio.sleep(0.1)
+    loading.turn(10 * EVERY_S)
     loading.supervisor.gate.set()
 
     answer = await client.answer()
     assert (answer.status, answer.headers["content-type"], answer.body) == (200, "application/json", ANSWER)
-    await client.close()
 
 
 async def test_a_short_wait_is_silent_and_its_refusal_a_status(engine: RawEngine) -> None:
-    for limits in (ClientLimits(linger_s=0.3, heartbeat_s=5.0), ClientLimits(linger_s=0.3, heartbeat_s=0)):
-        async with serving(engine, limits=limits) as running:
+    for every_s, wait_s in ((5.0, 4.9), (0.0, 1000.0)):
+        async with serving(engine, limits=ClientLimits(heartbeat_s=every_s)) as running:
             running.supervisor.gate.clear()
             client = await running.open()
             client.send(post(CHAT, STREAM))
             await soon(lambda running=running: running.supervisor.waiting)
+            running.turn(wait_s)
             running.supervisor.refusal = ModelLoading("It is on its way.", loading=LOADING, retry_after_s=7)
             running.supervisor.gate.set()
 
@@ -122,7 +126,7 @@ async def test_a_short_wait_is_silent_and_its_refusal_a_status(engine: RawEngine
 async def test_a_wait_that_ends_without_the_model_is_an_error_event(loading: Running, path: str, name: bytes, kind: str) -> None:
     client = await loading.open()
     client.send(post(path, STREAM))
-    await begun(client)
+    await begun(loading, client)
     held = [{"model": "other", "memory_gib": 60}]
     loading.supervisor.refusal = ModelLoading("It is on its way.", loading=LOADING, held_by=held)
     loading.supervisor.gate.set()
@@ -135,7 +139,6 @@ async def test_a_wait_that_ends_without_the_model_is_an_error_event(loading: Run
     loading.supervisor.refusal = None
     client.send(post(CHAT, b'{"model": "tiny"}'))
     assert (await client.answer()).body == ANSWER
-    await client.close()
 
 
 @pytest.mark.parametrize(("path", "name"), [(CHAT, b""), (MESSAGES, b"event: error\n")])
@@ -144,11 +147,10 @@ async def test_an_engines_refusal_becomes_one_event(loading: Running, path: str,
     loading.engine.replies(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body)
     client = await loading.open()
     client.send(post(path, STREAM))
-    await begun(client)
+    await begun(loading, client)
     loading.supervisor.gate.set()
 
     assert await rest(client) == name + b'data: {"error":{"message":"too long",\ndata: "code":400}}\n\n'
-    await client.close()
 
 
 async def test_an_engine_that_dies_before_it_answers_is_an_error_event(loading: Running) -> None:
@@ -158,54 +160,54 @@ async def test_an_engine_that_dies_before_it_answers_is_an_error_event(loading: 
     loading.engine.script = dies
     client = await loading.open()
     client.send(post(CHAT, STREAM))
-    await begun(client)
+    await begun(loading, client)
     loading.supervisor.gate.set()
 
     assert event_of(await rest(client))["error"]["code"] == "engine_gone"
-    await client.close()
 
 
 async def test_an_engine_that_dies_within_its_stream_ends_it_as_ever(loading: Running) -> None:
     loading.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
     client = await loading.open()
     client.send(post(CHAT, STREAM))
-    await begun(client)
+    await begun(loading, client)
     loading.supervisor.gate.set()
 
     raw = await rest(client)
     assert raw.startswith(EVENT)
     assert event_of(raw.removeprefix(EVENT))["error"]["code"] == "engine_error"
-    await client.close()
 
 
 async def test_a_client_that_leaves_while_it_hears_is_forgotten(loading: Running) -> None:
     client = await loading.open()
     client.send(post(CHAT, STREAM))
-    await begun(client)
+    await begun(loading, client)
     await client.close()
 
     await soon(lambda: loading.supervisor.withdrawn)
     assert loading.engine.heard == []
 
 
-async def test_the_daemons_end_is_an_error_event(loading: Running, caplog: pytest.LogCaptureFixture) -> None:
-    client = await loading.open()
-    client.send(post(CHAT, STREAM))
-    await begun(client)
-    loading.server.should_exit = True
-
-    assert event_of(await rest(client))["error"]["code"] == "draining"
+async def test_the_daemons_end_is_an_error_event(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(engine, drain_s=0.0) as running:
+        running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
+        running.supervisor.gate.clear()
+        client = await running.open()
+        client.send(post(CHAT, STREAM))
+        await begun(running, client)
+    assert event_of((await rest(client)).replace(BEAT, b""))["error"]["code"] == "draining"
     await client.close()
     caplog.clear()  # uvicorn says that it cancels the request
 
 
-async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_WORDS_AFTER_S", 0.02)
-    monkeypatch.setattr(heartbeat, "_WORDS_EVERY_S", 0.02)
+async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Running) -> None:
+    """The first after a second, for people; then every two, as words again where there is news."""
     loading.supervisor.in_words = True
     loading.engine.replies(STREAM_HEAD, chunked(EVENT, DONE))
     client = await loading.open()
     client.send(post(CHAT, STREAM, "X-Request-Id: mine"))
+    await soon(lambda: loading.supervisor.waiting)
+    loading.turn(1.0)
     assert (await client.answer(head_only=True)).status == 200
     told = event_of(await chunk(client))
     words = "tiny is loading, 35 %, about 40 s left"
@@ -221,18 +223,17 @@ async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Ru
             }
         ],
     }
+    loading.turn(2.0)
     assert await chunk(client) == BEAT
     loading.supervisor.models = {"tiny": view("tiny", state=ModelState.WARMING)}
-    while (piece := await chunk(client)) == BEAT:
-        pass
-    assert event_of(piece)["choices"][0]["delta"]["reasoning"].startswith("tiny ")
+    loading.turn(2.0)
+    assert event_of(await chunk(client))["choices"][0]["delta"]["reasoning"].startswith("tiny ")
     loading.supervisor.gate.set()
-    assert await rest(client, b": tiny is warming up\n\n") == EVENT + DONE
+    assert await rest(client) == EVENT + DONE
 
     loading.supervisor.gate.clear()
     client.send(post(COMPLETIONS, STREAM))
-    await begun(client, b": tiny is warming up\n\n")
-    await client.close()
+    await begun(loading, client, b": tiny is warming up\n\n")
 
 
 async def test_a_refusal_names_who_holds_the_memory(loading: Running) -> None:

@@ -62,8 +62,7 @@ async def process(engine: RawEngine) -> AsyncIterator[Process]:
     process.forget_peak()
     yield process
     child.stdin.close()
-    async with asyncio.timeout(10):
-        assert await child.wait() == 0
+    assert await child.wait() == 0
 
 
 async def flood(client: Client, opening: bytes, piece: bytes, times: int) -> None:
@@ -73,7 +72,7 @@ async def flood(client: Client, opening: bytes, piece: bytes, times: int) -> Non
         for _ in range(times):
             client.send(piece)
             await client.writer.drain()
-        await client.ended(20)
+        await client.ended()
     except (ConnectionError, RuntimeError):
         return
     finally:
@@ -112,7 +111,7 @@ async def test_a_reader_that_takes_nothing_costs_little(process: Process, engine
     for client in clients:
         client.writer.transport.pause_reading()
         client.send(post(CHAT, BODY))
-    await soon(lambda: engine.lost >= 16, 30)  # all of them are cut off after client_write_s
+    await soon(lambda: engine.lost >= 16)  # all of them are cut off after client_write_s
     for client in clients:
         client.writer.transport.abort()
     assert process.peak_bytes() - before < 16 * MIB

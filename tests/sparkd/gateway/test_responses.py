@@ -58,7 +58,7 @@ async def test_probes(engine: RawEngine) -> None:
 
 
 async def test_the_admin_api_gets_bounded_bodies(engine: RawEngine) -> None:
-    async with serving(engine, limits=ClientLimits(admin_body_bytes=1000, linger_s=0.2)) as gateway:
+    async with serving(engine, limits=ClientLimits(admin_body_bytes=1000)) as gateway:
         answer = await gateway.post("/admin/v1/models", b"{}", "X-Request-Id: mine")
         assert (answer.status, answer.body, answer.headers["x-request-id"]) == (200, b"{}", "mine")
         assert (await gateway.post("/admin/v1/models", b"x" * 1001)).status == 413

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from sparkd import metrics
+from sparkd.gateway import traces
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.trace_context import parent_of
 from sparkd.gateway.traces import BATCH_REQUESTS, QUEUE_REQUESTS, Finished, RequestTrace, Tracer
 from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Running, chunked
+from tests.support.waiting import HUNG_S, until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, LEFT_OUT = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -31,7 +33,7 @@ class FakeExporter:
         self.stopped = False
 
     def send(self, batch: Sequence[Finished]) -> bool:
-        self.goes_on.wait(20)
+        self.goes_on.wait(HUNG_S)
         if self.fault is not None:
             raise self.fault
         self.batches.append([*batch])
@@ -50,7 +52,8 @@ Make = Callable[..., tuple[Tracer, FakeExporter]]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(traces, "FLUSH_S", HUNG_S)
     made: list[Tracer] = []
 
     def make(ratio: float = 1.0) -> tuple[Tracer, FakeExporter]:
@@ -166,9 +169,11 @@ def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
     caplog.clear()
 
 
-def test_an_end_does_not_wait_for_a_collector_that_hangs(make: Make) -> None:
+def test_an_end_does_not_wait_for_a_collector_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "FLUSH_S", 0.0)
     tracer, exporter = make()
     exporter.goes_on.clear()
+    until(lambda: tracer._exporter, "the thread has its exporter")
     end(begun(tracer))
     tracer.close()
 
