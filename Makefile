@@ -1,6 +1,8 @@
 # Everything works in a fresh clone. What is made stays in .venv and .sparkd of this folder.
 PYTHON   ?= python3
 PORT     ?= 4000
+N        ?= 10
+LOAD     ?= 0
 MODEL    ?=
 ENGINE   ?= auto
 QUESTION ?= What is the capital of France?
@@ -12,7 +14,7 @@ DEMO     := smollm2-135m-instruct
 # The first word of so small a model's answer is nearly a toss-up, and a CPU's matrix unit rounds it to the wrong side in bfloat16.
 PRECISE  := $(if $(wildcard /dev/nvidia0),,-o models.$(DEMO).dtype=float32)
 
-.PHONY: help serve test lint bench smoke wheels lock clean dev python promtool chromium page
+.PHONY: help serve test test-all test-repeat lint bench wheels lock clean dev python promtool chromium page
 .SILENT:
 
 help:
@@ -20,11 +22,13 @@ help:
 	echo "     MODEL=X              a folder or a hub id instead of the embedded SmolLM2-135M-Instruct"
 	echo "     PORT=N PYTHON=X      another port, another Python 3.11 to 3.13"
 	echo "     ENGINE=X             auto, cpu, cuda or a requirement such as vllm==0.27.1"
-	echo "make test                 install what the tests need, lint, run them"
+	echo "make test                 install what the tests need, check style and types, run the tests"
+	echo "make test-all             the same, and every test that takes long: formats, two nodes, chaos, benches at their smallest"
+	echo "make test-repeat          make test again and again in new orders, and a table of what failed"
+	echo "     N=10 LOAD=4          so many times, beside so many busy processes"
 	echo "make lint                 ruff, import-linter, mypy"
 	echo "make promtool             fetch Prometheus's checker into .venv/bin, for deploy/observability/"
 	echo "make bench                what the gateway costs, beside nginx"
-	echo "make smoke                run each slow bench once at its smallest (tests/bench): do they still run?"
 	echo "make wheels               show that every dependency has wheels for aarch64 and x86_64, Python 3.11 to 3.13"
 	echo "make lock                 a new .venv with the newest versions; writes them to deploy/constraints*.txt, which the others follow"
 	echo "make clean                remove .venv, .sparkd and caches"
@@ -35,16 +39,21 @@ serve: python
 	exec "$(BIN)/sparkd" serve --state-dir "$(STATE)" --port "$(PORT)" --ask "$(QUESTION)" \
 		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name $(DEMO) $(PRECISE))
 
+# One worker more than cores, because some tests wait for processes. What does not fit in one session is marked `rest`.
+PYTEST := "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadgroup --no-loadscope-reorder
 # Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-repeat: export PYTHONDONTWRITEBYTECODE :=
 # pip would compile 25,000 files, and the tests import few of them.
-test: export PIP_COMPILE := 0
-# One worker more than cores, because some tests wait for processes and clocks.
-# OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
-test: lint promtool chromium page
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadfile -m "not alone and not engines"
-	"$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "engines and not slow"
-	"$(BIN)/python" -m pytest -m alone
+test test-all test-repeat: export PIP_COMPILE := 0
+
+test: dev promtool chromium page
+	$(PYTEST) -m "not rest"
+
+test-all: dev promtool chromium page
+	$(PYTEST)
+
+test-repeat: dev promtool chromium page
+	"$(BIN)/python" -m tests.repeat --times $(N) --load $(LOAD) -- $(PYTEST) -m "not rest"
 
 lint: dev
 	"$(BIN)/ruff" check --quiet
@@ -63,10 +72,6 @@ page:
 
 bench: dev
 	"$(BIN)/python" -m tests.bench.gateway
-
-# The slow benches, which load models into real engines, are no part of `make test`.
-smoke: dev chromium
-	"$(BIN)/python" -m pytest -n 3 --dist loadfile -m slow tests/bench tests/sparkd/daemon/test_benches.py
 
 wheels: dev
 	"$(BIN)/python" deploy/wheels.py

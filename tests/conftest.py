@@ -1,15 +1,14 @@
-"""What holds for every test: Ctrl-C is what it is in a terminal, and some have the machine to themselves.
+"""What holds for every test: Ctrl-C is that of a terminal, libraries compute on one thread, files that share an engine share a worker.
 
-A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
-
-The tests run in three parts (Makefile). `alone`, one after another: tests that look at what the machine holds or how long something takes,
-and those that share a daemon with them. `engines`, three files side by side: tests that start daemons, Ray or an engine and mostly wait for
-them. The others side by side on all cores. A run of one part does not import the files of the others.
+`make test` runs what is not marked `rest`, `make test-all` everything, in one session over all cores (Makefile). Order is random
+(pytest-randomly), but what takes long begins first. Files whose tests share an expensive fixture carry one `xdist_group`.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import shlex
 import shutil
 import signal
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler import LoadGroupScheduling
 
 from tests.support.observability import find_promtool
 
@@ -26,84 +25,40 @@ if TYPE_CHECKING:
     from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 
 TESTS = Path(__file__).parent
-ALONE = (
-    "e2e/test_quantize.py",
-    "e2e/test_serving.py",
-    "e2e/test_worst_load.py",
-    "sparkd/gateway/test_limits.py",
-    "workers/guard/test_guard.py",
-    "sparkd/cluster/test_launcher_several_nodes.py",
-)
-# Each has `questions(folder)`; one child, which imports vLLM once, answers them all (`vllm_answers`).
-MODELS = (
-    "sparkd/inquiry/test_rare_configs.py",
-    "sparkd/inquiry/test_known_architectures.py",
-    "workers/engine/test_model_answer.py",
-)
-# They share one daemon with a model in real vLLM (`served` of tests/e2e/conftest.py), whose start takes a minute.
-SERVED = ("e2e/test_serving_page.py", "e2e/test_tools.py", "e2e/test_metrics_page.py", "e2e/test_traces.py")
-# In the order in which they start: what takes long goes first, so that no worker is left with it at the end.
-ENGINES = (
-    "sparkd/daemon/test_daemon.py",
-    "web/test_page.py",
-    "sparkd/cluster/test_launcher_vllm.py",
-    "e2e/test_upgrade.py",
-    "sparkd/cluster/test_two_nodes.py",
-    *SERVED,
-    "sparkd/cli/test_with_daemon.py",
-    "security/test_engine_door.py",
-    *MODELS,
-    "sparkd/inquiry/test_known_formats.py",
-    "sparkd/daemon/test_benches.py",
-    "sparkd/daemon/test_load_bench.py",
-    "sparkd/daemon/test_restart.py",
-    "sparkd/daemon/test_faulty_daemon.py",
-    "sparkd/gateway/test_memory.py",
-    "security/test_descriptors.py",
-    "sparkd/cluster/test_ray_head.py",
-    "workers/agent/test_actor.py",
-    "sparkd/cluster/test_reconcile.py",
-    "security/test_ray_children.py",
-    "sparkd/cluster/test_ray_connection.py",
-    "sparkd/inquiry/test_other_node_vllm.py",
-    "workers/stub/test_metrics.py",
-    "e2e/test_kv.py",
-    "bench/test_smallest.py",
-)
-# Each of its cases is a program by itself, so any worker may run any of them.
-APART = "tests/bench/test_smallest.py::test_it_runs_at_its_smallest"
+# In the order in which they begin: the longest first, so that no worker is left with one at the end.
+LONGEST = ("e2e/", "sparkd/cluster/", "web/test_page.py", "sparkd/daemon/", "test_lint.py", "sparkd/inquiry/")
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
 PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 # Not run where npm is missing; `make page` says so.
 TYPESCRIPT = ("test_tsc.py",)
-TSC = Path(__file__).parent / "web" / "node_modules" / ".bin" / "tsc"
+TSC = TESTS / "web" / "node_modules" / ".bin" / "tsc"
 # Not run where chromium is missing; `make test` says so (deploy/chromium.sh).
 CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 
+# A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Processes that each have a thread for every core spend most of their time on waiting for one another's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# By what is asked for with -m.
-PARTS = {"alone": "alone", "engines and not slow": "engines", "slow": "engines", "not alone and not engines": None}
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Half a minute is spent on importing thousands of tests, and torch with them, for some hundreds of others."""
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.name in PROMTOOL and find_promtool() is None:
         return True
     if collection_path.name in TYPESCRIPT and not TSC.exists():
         return True
     if collection_path.as_posix().endswith(CHROMIUM) and shutil.which("chromium") is None:
         return True
-    asked = config.getoption("markexpr")
-    return True if collection_path.name.startswith("test_") and asked in PARTS and _part(collection_path) != PARTS[asked] else None
+    return None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if (part := _part(item.path)) is not None:
-            item.add_marker(part)
-    items.sort(key=lambda item: _start(item.path))
+    items.sort(key=lambda item: _place(item.path))
+
+
+def _place(path: Path) -> int:
+    name = path.relative_to(TESTS).as_posix()
+    return next((place for place, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
@@ -128,20 +83,28 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-class Scheduling(LoadFileScheduling):
-    """A file is run by one worker, and so are all MODELS and all SERVED; the cases of APART by several."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How to run each test again that failed."""
+    names = dict.fromkeys(report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind))
+    if names and not hasattr(config, "workerinput"):
+        seed = config.getoption("randomly_seed", None)
+        terminalreporter.section("to run one of them again", "-")
+        for name in names:
+            test = name.partition("@")[0]
+            terminalreporter.write_line(shlex.join([".venv/bin/python", "-m", "pytest", f"--randomly-seed={seed}", test]))
+
+
+class Scheduling(LoadGroupScheduling):
+    """One worker runs a group, or a file that belongs to none."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(APART):
-            return nodeid
-        path = str(super()._split_scope(nodeid))
-        name = path.removeprefix("tests/")
-        return "models" if name in MODELS else "served" if name in SERVED else path
+        group = str(super()._split_scope(nodeid))
+        return group.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @dataclass(frozen=True)
@@ -155,25 +118,13 @@ class VllmAnswers:
 
 @pytest.fixture(scope="session")
 def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmAnswers:
-    """What the installed vLLM says of the models of those MODELS that run."""
+    """What the installed vLLM says of the models of every file that has `questions(folder)`; one child answers them all."""
     from sparkd.inquiry.model_answers import InquiryRuntime, ask
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     questions = {
-        module.__name__: module.questions(tmp_path_factory.mktemp("models"))
-        for module in modules
-        if Path(module.__file__).relative_to(TESTS).as_posix() in MODELS
+        module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if hasattr(module, "questions")
     }
     runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
     answers = iter(ask([question for asked in questions.values() for question in asked.values()], runtime))
     return VllmAnswers(questions, {name: {key: next(answers) for key in asked} for name, asked in questions.items()}, runtime)
-
-
-def _part(path: Path) -> str | None:
-    name = path.relative_to(TESTS).as_posix()
-    return "alone" if name.startswith(ALONE) else "engines" if name in ENGINES else None
-
-
-def _start(path: Path) -> int:
-    name = path.relative_to(TESTS).as_posix()
-    return ENGINES.index(name) if name in ENGINES else -1

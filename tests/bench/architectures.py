@@ -76,7 +76,8 @@ def examine(
 
     def run(which: str) -> Mapping[str, Any] | str:
         path, more = runs[which]
-        question = {"model": str(path), "arguments": {**arguments, **more}, "prompts": [_PROMPT], "max_tokens": 8, "logprobs": -1}
+        question = {"model": str(path), "arguments": {**arguments, **more}, "read": [_PROMPT], "greedy": [_PROMPT]}
+        question |= {"max_tokens": 8, "logprobs": -1}
         env = child.environment(plugins, ours=which in ("ours", "first"))
         try:
             return child.ask("tests.bench.speak_case", question, env, limit_s=LIMIT_S, log=logs / f"{name}-{which}.log").value
@@ -107,24 +108,24 @@ def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_k
         return "FAIL", str(ours)
     if isinstance(reference, str):
         return "NAMED", f"ours serves it, stock vLLM does not serve what it is compared with: {reference}"
-    mine, theirs = ours["prompts"][0], reference["prompts"][0]
+    mine, theirs = ours["read"][0], reference["read"][0]
     every = divergences(theirs["likely"], mine["likely"], 10**6)
     kl, gap = statistics.median(every), median_gap(theirs["likely"], mine["likely"], TOP)
     near = False
     told = f"{quantized} weights quantized, " if quantized else "passed through, "
     told += f"KL {kl:.5f} (mean {statistics.fmean(every):.5f}), gap {gap:.3f} from {'the dequantized model' if quantized else 'stock'}"
     if quantized and isinstance(stock, Mapping):
-        other = stock["prompts"][0]
+        other = stock["read"][0]
         told += f"; KL {mean_kl(other['likely'], mine['likely'], 10**6):.4f} from the source"
         online = found.get("online")
         if isinstance(online, Mapping):
-            own = mean_kl(other["likely"], online["prompts"][0]["likely"], 10**6)
+            own = mean_kl(other["likely"], online["read"][0]["likely"], 10**6)
             near = mean_kl(other["likely"], mine["likely"], 10**6) <= _OWN_FP8 * own
             told += f" (vLLM's own FP8: {own:.4f})"
-    told += f"; tokens {'equal' if mine['tokens'] == theirs['tokens'] else 'differ'}; {ours['seconds']:.0f} s"
+    told += f"; tokens {'equal' if ours['greedy'] == reference['greedy'] else 'differ'}; {ours['seconds']:.0f} s"
     if isinstance(stock, str):
         told += f"; stock vLLM does not serve the source itself: {stock[:80]}"
-    well = len(mine["tokens"]) == 8 and (near or (kl <= most_kl and gap <= most_gap))
+    well = len(ours["greedy"][0]) == 8 and (near or (kl <= most_kl and gap <= most_gap))
     return ("PASS" if well else "FAIL"), told
 
 

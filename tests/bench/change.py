@@ -1,4 +1,4 @@
-"""`python -m tests.bench.change [--model FOLDER ..] [--pause-s N] [--changes N] [--smallest]`: what a change of model waits for.
+"""`python -m tests.bench.change [--model FOLDER ..] [--pause-s N] [--changes N]`: what a change of model waits for.
 
 A real daemon whose node has room for one model at a time, and requests by its gateway, for one model after the other. The daemon's events
 take each change apart: `stays`, until the resident model goes (swap_idle_s, or its stay against models that evict each other in turns),
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from rich.table import Table
 
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import load_config
+from tests.bench.arguments import Parser, amount, count, folder, there
 from tests.support.daemon_process import DaemonProcess
 
 STOPS = ("DRAINING", "STOPPING")
@@ -75,12 +75,10 @@ def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: 
     return Change(model, first, status, *parts, reasons)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    # So that a daemon of ours is ended with us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="sc") as folder:
-        made = DaemonProcess(Path(folder), _settings(Path(folder), options))
+def main() -> int:
+    options = _options()
+    with tempfile.TemporaryDirectory(prefix="sc") as name:
+        made = DaemonProcess(Path(name), _settings(Path(name), options))
         made.start()
         try:
             made.settled()
@@ -101,38 +99,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(lost or (late and not options.smallest)))
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", default=[], help="a folder or a hub id, for real vLLM; may be given again")
-    parser.add_argument("--models", type=int, default=2, help="how many models take turns (2)")
-    parser.add_argument("--changes", type=int, default=4, help="how many changes are measured (4)")
+def _options() -> argparse.Namespace:
+    parser = Parser("tests.bench.change", __doc__, model=[], models=2, changes=1, load_s=1.0)
+    parser.add_argument(
+        "--model", type=_source, action="append", default=[], help="a folder or a hub id, for real vLLM; may be given again"
+    )
+    parser.add_argument("--models", type=count, default=2, help="how many models take turns (2)")
+    parser.add_argument("--changes", type=count, default=4, help="how many changes are measured (4)")
     parser.add_argument("--pause-s", type=float, default=6.0, help="seconds between an answer and the next request (6)")
     parser.add_argument("--load-s", type=float, default=4.0, help="how long the stub engine loads (4)")
     parser.add_argument("--bar-s", type=float, default=2.0, help="what a change to a fresh model may wait (2)")
-    parser.add_argument("--config", type=Path, help="a sparkd.yaml whose keys are used besides, without `models`")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="how long one request may take (1800)")
-    parser.add_argument("--smallest", action="store_true", help="one change with the stub engine, about half a minute")
+    parser.add_argument("--config", type=there, help="a sparkd.yaml whose keys are used besides, without `models`")
+    parser.add_argument("--limit-s", type=amount, default=1800.0, help="how long one request may take (1800)")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.models < 2 or options.changes < 1:
-        parser.error("at least two models and one change are needed")
-    if options.config and not options.config.is_file():
-        parser.error(f"--config: {options.config} is no file")
-    for model in options.model:
-        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-            parser.error(f"--model: {model} is no folder")
-    if options.smallest:
-        options.model, options.models, options.changes, options.load_s = [], 2, 1, 1.0
+    options: argparse.Namespace = parser.parse_args()
+    if options.models < 2:
+        parser.error("argument --models: a change needs at least two models")
     return options
 
 
-def _settings(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _source(text: str) -> str:
+    """A folder that is there, absolute, or a hub id."""
+    if text.startswith(("/", ".", "~")) or Path(text).is_dir():
+        return str(folder(str(Path(text).expanduser())))
+    return text
+
+
+def _settings(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = yaml.safe_load(options.config.read_text()) or {} if options.config else {}
     given.pop("models", None)
-    sources = [str(Path(one).expanduser().resolve()) if Path(one).expanduser().is_dir() else one for one in options.model]
+    sources = options.model
     if not sources:
-        (folder / "model").mkdir()
-        sources = [str(folder / "model")]
+        (scratch / "model").mkdir()
+        sources = [str(scratch / "model")]
         given["engine"] = {"entrypoint": "workers.stub", "env": {"SPARKD_STUB_START_DELAY_S": str(options.load_s)}} | given.get(
             "engine", {}
         )

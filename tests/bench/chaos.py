@@ -5,7 +5,7 @@ REAL of them where --model names a small model; the table says which. For each f
 seconds until all is well again, processes left behind, two engines of one model, the wish, and how the clients ended. Then what is no kill:
 errors inside the daemon, a full disk, a state directory that cannot be written, a clock that jumps, a storm of reloads. Bounded by
 --limit-s. Exit code 1: a bar was missed. The guard's reaction and the growth of memory have benches of their own: tests.bench.hog and
-tests.bench.slope.
+tests.bench.soak.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _scene(
         made.program = program
         made.start()
         try:
-            made.settled(120)
+            made.settled()
             scene = Scene(made, 1.0 if stub else REAL_PATIENCE)
             if scene.well() is None:
                 raise RuntimeError(f"the model never answered: {made.tail()}")
@@ -178,7 +178,7 @@ def _scene(
                 small.drain()
             if made.process is None or made.process.poll() is not None:
                 made.start()
-                made.settled(60)
+                made.settled()
             made.gone()
             if small:
                 small.close()

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint
-from tests.support.checkpoints import DTYPES
+from tests.support.checkpoints import DRAWN
 from workers.quantization.fusion import FUSED
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import Format, QuantizationRecipe
@@ -71,7 +71,7 @@ def _weights(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> Iterator[
 def read(ref: TensorRef) -> torch.Tensor:
     with open(ref.path, "rb") as file:
         raw = bytearray(os.pread(file.fileno(), ref.nbytes, ref.offset))
-    return torch.frombuffer(raw, dtype=DTYPES[ref.dtype]).view(ref.shape)
+    return torch.frombuffer(raw, dtype=getattr(torch, DRAWN[ref.dtype])).view(ref.shape)
 
 
 def _unscaled(weight: torch.Tensor, checkpoint: Checkpoint, module: str) -> torch.Tensor:

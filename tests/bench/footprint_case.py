@@ -6,8 +6,6 @@ Answer, in bytes: {"weights": of all tensors that its modules hold, each storage
 "load_peak": the most while the weights came, "total_peak": the most since they are there, both above what was taken before them;
 "rehearsal_peak": of it, before the cache was there;
 "report": what the worker tells of its cache; "allocated_peak": of total_peak, what torch's allocator had handed out at most, on a GPU}.
-With SPARKD_BENCH_SEGMENTS=1 on a GPU "segments" are the lines of footprint_segments.py.
-With SPARKD_BENCH_WHERE=1 on a GPU the log names the modules in whose calls most was handed out, and the figures above are not to be used.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.bench import child, footprint_segments
+from tests.bench import child
 from workers.kv import request
 from workers.kv.memory import forget_peak, peak_resident_bytes, resident_bytes
 from workers.kv.release import give_back
@@ -41,11 +39,8 @@ def main() -> None:
     # Every way of the sampler: top-k and top-p sort the whole vocabulary.
     engine.generate(longest, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, max_tokens=4, ignore_eos=True), use_tqdm=False)
     report = json.loads(Path(json.loads(os.environ[VARIABLE])["report"]).read_text())
-    for line in WHERE.lines():
-        print(line)
     peaks = {"total_peak": _peak() - MEASURED.pop("before"), "allocated_peak": _allocated_peak() - MEASURED.pop("allocated_before")}
-    segments = {"segments": footprint_segments.lines()} if os.environ.get("SPARKD_BENCH_SEGMENTS") else {}
-    child.say({"weights": weights, **MEASURED, **peaks, **segments, "report": report})
+    child.say({"weights": weights, **MEASURED, **peaks, "report": report})
 
 
 def held_bytes(model: Any) -> int:
@@ -80,37 +75,6 @@ def _allocated_peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-class Where:
-    """Per module without children, and per attention and set of experts: bytes handed out before its call and the most during it."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, int]] = {}
-        self._base = 0
-
-    def watch(self, model: Any) -> None:
-        import torch
-
-        self._base = torch.cuda.memory_allocated()
-        for name, module in model.named_modules():
-            if not list(module.children()) or type(module).__name__.endswith(("Attention", "Experts", "MoE", "Mixer2")):
-                module.register_forward_pre_hook(lambda *_: torch.cuda.reset_peak_memory_stats())
-                module.register_forward_hook(lambda one, *_, name=name: self._note(f"{name} ({type(one).__name__})"))
-
-    def lines(self) -> list[str]:
-        most = sorted(self._found.items(), key=lambda item: -item[1][1])[:12]
-        return [f"WHERE {name}: {now / 2**20:.1f} MiB after it, {peak / 2**20:.1f} at most" for name, (now, peak) in most]
-
-    def _note(self, name: str) -> None:
-        import torch
-
-        now, peak = torch.cuda.memory_allocated() - self._base, torch.cuda.max_memory_allocated() - self._base
-        if peak > self._found.get(name, (0, 0))[1]:
-            self._found[name] = (now, peak)
-
-
-WHERE = Where()
-
-
 def _begin() -> None:
     """Peaks count anew from here."""
     import torch
@@ -131,10 +95,6 @@ def _measured(load: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     MEASURED["load_peak"] = _peak() - MEASURED["before"]
     _begin()
     MEASURED["weights_grown"] = _taken() - MEASURED["before"]
-    if os.environ.get("SPARKD_BENCH_SEGMENTS"):
-        footprint_segments.record()
-    if os.environ.get("SPARKD_BENCH_WHERE"):
-        WHERE.watch(worker.model_runner.model)
     return loaded
 
 

@@ -1,11 +1,10 @@
 """What the weight formats cost: their errors beside the bars, and how fast they are made. Never asserts; a miss is exit status 1.
 
-    python -m tests.bench.formats [--bounds] [--only REGEX]
+    python -m tests.bench.formats [--only REGEX]
 
-Errors are ||W - W'|| / ||W|| of 1024x2048 weights of five distributions (tests/workers/stream/weights.py). --bounds adds the least error
-that any scale gives, by trying all of them. Speed is bytes of BF16 read per second, best of several runs. With a GPU the kernels are also
-compared with the torch quantizers on the CPU, over many shapes, types and strides: a group counts as different where its scale or a code
-does, and as worse where its error is also larger by more than 1e-5.
+Errors are ||W - W'|| / ||W|| of 1024x2048 weights of five distributions (tests/workers/stream/weights.py). Speed is bytes of BF16 read per
+second, best of several runs. With a GPU the kernels are also compared with the torch quantizers on the CPU, over many shapes, types and
+strides: a group counts as different where its scale or a code does, and as worse where its error is also larger by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tests.bench.arguments import Parser, pattern
-from tests.workers.stream import reference, weights
+from tests.workers.stream import weights
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.formats import Quantizer, amax, quantizer
 
@@ -46,12 +44,11 @@ class Tally:
 
 def main() -> int:
     arguments = Parser("tests.bench.formats", __doc__, only="^fp8$")
-    arguments.add_argument("--bounds", action="store_true", help="also the least error that any scale gives (minutes)")
     arguments.add_argument("--only", type=pattern, default="", metavar="REGEX", help="formats whose spelling it matches")
     options = arguments.parse_args()
     formats = arguments.chosen(FORMATS, options.only)
     tally = Tally()
-    errors(formats, options.bounds, tally)
+    errors(formats, tally)
     cpu_speed(formats)
     if torch.cuda.is_available():
         gpu_check(formats, tally)
@@ -59,7 +56,7 @@ def main() -> int:
     return 1 if tally.missed else 0
 
 
-def errors(formats: list[str], bounds: bool, tally: Tally) -> None:
+def errors(formats: list[str], tally: Tally) -> None:
     print("relative Frobenius error, 1024x2048 BF16\n")
     print("| format | " + " | ".join(weights.DISTRIBUTIONS) + " | bars |\n|" + "---|" * (len(weights.DISTRIBUTIONS) + 2))
     for spelling in formats:
@@ -68,46 +65,12 @@ def errors(formats: list[str], bounds: bool, tally: Tally) -> None:
         bars = dict(zip(BARRED, BARS.get(spelling, ()), strict=False))
         told = ", ".join(f"{name} {bar} {tally.verdict(row[name] <= bar)}" for name, bar in bars.items())
         print(f"| {spelling} | " + " | ".join(f"{error:.5f}" for error in row.values()) + f" | {told} |", flush=True)
-        for label, bound in _bounds(spelling) if bounds else ():
-            least = [_least(weights.distribution(name), *bound(weights.distribution(name))) for name in weights.DISTRIBUTIONS]
-            print(f"| - {label} | " + " | ".join(f"{error:.5f}" for error in least) + " | |", flush=True)
     print()
 
 
 def relative_error(form: Quantizer, weight: Tensor) -> float:
     made = form.dequantize(form.quantize(weight), torch.float32).double()
     return float((made - weight.double()).norm() / weight.double().norm())
-
-
-# Group size, scales to try [S] or [S, B], and the code and value of each quotient.
-Trial = tuple[int, np.ndarray, Callable[[np.ndarray], np.ndarray], np.ndarray]
-
-
-def _bounds(spelling: str) -> Iterator[tuple[str, Callable[[Tensor], Trial]]]:
-    if spelling == "nvfp4":
-        normal = reference.E4M3[8:0x7F]
-        yield "every normal E4M3 scale", lambda weight: (16, normal / float(_divisor(weight)), reference.encode_e2m1, reference.E2M1)
-    if spelling == "mxfp4":
-        yield "every power of two", lambda _: (32, 2.0 ** np.arange(-20, 4), reference.encode_e2m1, reference.E2M1)
-    if spelling.startswith("int4"):
-        size = int(spelling.rpartition("g")[2])
-        yield "80 scales of either sign", lambda weight: _int4_trial(weight, size, (1, -1))
-        yield "80 positive scales", lambda weight: _int4_trial(weight, size, (1,))
-
-
-def _divisor(weight: Tensor) -> Tensor:
-    return quantizer(Format("nvfp4")).quantize(weight)["weight_global_scale"]
-
-
-def _int4_trial(weight: Tensor, size: int, signs: tuple[int, ...]) -> Trial:
-    largest = weight.double().view(-1, size).abs().amax(1)
-    tried = [sign * largest / divisor for divisor in np.arange(6.8, 14.8, 0.1) for sign in signs]
-    return size, torch.stack(tried).bfloat16().double().numpy(), reference.encode_int4, np.arange(-8.0, 8.0)
-
-
-def _least(weight: Tensor, size: int, scales: np.ndarray, encode: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> float:
-    groups = weight.double().view(-1, size).numpy()
-    return float(np.sqrt(reference.least_error(groups, scales, encode, values).sum() / (groups**2).sum()))
 
 
 def cpu_speed(formats: list[str]) -> None:

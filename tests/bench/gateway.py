@@ -1,9 +1,6 @@
 """What the gateway costs, beside nginx and a direct connection on the same stub, in one run. Never asserts; it prints and exits.
 
     python -m tests.bench.gateway [--quick] [--json]
-    python -m tests.bench.gateway --url http://127.0.0.1:4000 --pid PID --engine-pid PID --model NAME [--ray-address HOST:PORT]
-
-The second form measures a whole daemon whose `engine.entrypoint` is workers.stub; Ray's token is read from the environment.
 
 The proxy runs alone on the second core, stub and load generator on the first. Every run measures every target in turn; a figure is the
 median of its runs, and "added" is a run's figure less the direct connection's of the same run. Bars are in bars.json. Exit status 1: a
@@ -36,12 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench import targets
-from tests.bench.arguments import Parser
-from tests.bench.arguments import count as whole
+from tests.bench.arguments import Parser, count
 from tests.bench.load import Job, short_body
 from tests.bench.targets import Cores, Target
 
 _BARS: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("bars.json").read_text())
+MODEL = "stub"
 _INTERVAL_S = 0.02
 _CONCURRENCY = (1, 32, 256)
 _MANY = 512
@@ -62,7 +59,6 @@ _ROWS = (
     ("cpu_ms_per_short", "CPU per short answer, 32 connections: ms", 3),
     ("whole_streams", f"streams of {_MANY} complete and in order", 0),
     ("rss_idle_mib", "RSS idle: MiB", 1),
-    ("rss_idle_above_ray_mib", "RSS idle above Ray's own: MiB", 1),
     ("rss_kib_per_stream", f"RSS per stream, {_MANY} open: KiB", 1),
     ("failed", "streams and answers lost in all runs", 0),
 )
@@ -100,8 +96,8 @@ class Bench:
         self._ask(target, kind="short", count=8, seconds=min(1.0, self._size.short_s))
 
     def run(self, target: Target) -> None:
-        for count in _CONCURRENCY:
-            self._paced(target, count)
+        for streams in _CONCURRENCY:
+            self._paced(target, streams)
         found = self._ask(target, kind="streams", count=256, chunks=10, interval_s=_INTERVAL_S)
         self._keep(target, "ttfb_p50_ms_256", found["ttfb_p50_ms"])
         self._keep(target, "failed", 256 - found["whole"])
@@ -145,9 +141,8 @@ class Bench:
     def _short_by_wrk(self, target: Target, program: str) -> tuple[float, int, int]:
         """Answers per second, answers, failures. The Python generator shares a core with the stub and would be the limit for nginx."""
         script = self._folder / "post.lua"
-        key = f'wrk.headers["authorization"] = "Bearer {target.key}"\n' if target.key else ""
         body = json.dumps(short_body(target.model))
-        script.write_text(f'wrk.method = "POST"\nwrk.headers["content-type"] = "application/json"\n{key}wrk.body = [==[{body}]==]\n')
+        script.write_text(f'wrk.method = "POST"\nwrk.headers["content-type"] = "application/json"\nwrk.body = [==[{body}]==]\n')
         script.chmod(0o600)
         url = f"http://{target.host}:{target.port}/v1/chat/completions"
         argv = ["taskset", "-c", str(self._cores.load), program, "-t1", "-c32", f"-d{self._size.short_s:.0f}s", "-s", str(script), url]
@@ -165,7 +160,7 @@ class Bench:
         return self._hear()
 
     def _say(self, target: Target, **job: Any) -> None:
-        line = json.dumps(asdict(Job(host=target.host, port=target.port, model=target.model, key=target.key, **job)))
+        line = json.dumps(asdict(Job(host=target.host, port=target.port, model=target.model, **job)))
         pipe = self._generator.stdin
         if pipe is None:
             raise SystemExit("the load generator was started without a pipe")
@@ -185,15 +180,11 @@ def measure(options: argparse.Namespace, folder: Path, cores: Cores) -> dict[str
     os.sched_setaffinity(0, {cores.load})
     with ExitStack() as stack:
         uds, port = str(folder / "s"), targets.free_port()
-        stack.enter_context(targets.stub(folder, cores.load, uds=uds, model=options.model))
-        stack.enter_context(targets.stub(folder, cores.load, port=port, model=options.model))
-        direct = Target("direct", "127.0.0.1", port, None, options.model)
-        proxies = [stack.enter_context(targets.nginx(folder, cores.proxy, uds, options.model))]
-        if options.url:
-            daemon = targets.running(options.url, options.pid, options.engine_pid, cores, options.model, options.key)
-            proxies.append(stack.enter_context(daemon))
-        else:
-            proxies.append(stack.enter_context(targets.gateway(folder, cores.proxy, uds, options.model)))
+        stack.enter_context(targets.stub(folder, cores.load, uds=uds, model=MODEL))
+        stack.enter_context(targets.stub(folder, cores.load, port=port, model=MODEL))
+        direct = Target("direct", "127.0.0.1", port, None, MODEL)
+        proxies = [stack.enter_context(targets.nginx(folder, cores.proxy, uds, MODEL))]
+        proxies.append(stack.enter_context(targets.gateway(folder, cores.proxy, uds, MODEL)))
         bench = Bench(stack.enter_context(targets.generator(folder, cores.load)), size, cores, folder)
         present = [direct, *(proxy for proxy in proxies if proxy is not None)]
         for target in present:
@@ -205,11 +196,10 @@ def measure(options: argparse.Namespace, folder: Path, cores: Cores) -> dict[str
         for target in present:
             print(f"{_MANY} streams: {target.name}", file=sys.stderr)
             bench.many(target)
-    ray_kib = targets.ray_baseline_kib(options.ray_address, folder) if options.ray_address else 0
-    return _medians(bench.figures, present, ray_kib)
+    return _medians(bench.figures, present)
 
 
-def _medians(figures: dict[str, dict[str, list[float]]], present: list[Target], ray_kib: int) -> dict[str, dict[str, float]]:
+def _medians(figures: dict[str, dict[str, list[float]]], present: list[Target]) -> dict[str, dict[str, float]]:
     result: dict[str, dict[str, float]] = {}
     for name, by_target in figures.items():
         if name == "failed":
@@ -222,9 +212,7 @@ def _medians(figures: dict[str, dict[str, list[float]]], present: list[Target], 
                 for target, values in by_target.items()
             }
         result[name] = {target: statistics.median(values) for target, values in by_target.items()}
-    idle = {target.name: target.rss_idle_kib / 1024 for target in present if target.pid}
-    result["rss_idle_mib"] = idle | ({"ray": ray_kib / 1024} if ray_kib else {})
-    result["rss_idle_above_ray_mib"] = {"sparkd": idle["sparkd"] - ray_kib / 1024}
+    result["rss_idle_mib"] = {target.name: target.rss_idle_kib / 1024 for target in present if target.pid}
     return result
 
 
@@ -264,38 +252,28 @@ def show(medians: dict[str, dict[str, float]], notes: list[str]) -> None:
 
 
 def main() -> int:
-    parser = Parser("tests.bench.gateway", __doc__, url=None, pid=None, ray_address=None, runs=1)
+    parser = Parser("tests.bench.gateway", __doc__, runs=1)
     parser.add_argument("--quick", action="store_true", help="one short run, about 40 s")
-    parser.add_argument("--runs", type=int, default=0, help="interleaved runs (3; 1 with --quick)")
-    parser.add_argument("--url", help="a daemon that is already up, with workers.stub as its engine")
-    parser.add_argument("--pid", type=whole, help="its process id")
-    parser.add_argument("--engine-pid", type=whole, help="the process id of its engine, to keep it off the proxy's core")
-    parser.add_argument("--model", default="stub", help="the name of its model")
-    parser.add_argument("--key", default=os.environ.get("SPARKD_API_KEY"), help="its inference key (SPARKD_API_KEY)")
-    parser.add_argument("--ray-address", help="its Ray cluster, to measure what importing and connecting Ray costs")
+    parser.add_argument("--runs", type=count, help="interleaved runs (3; 1 with --quick)")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the table")
     options = parser.parse_args()
-    if bool(options.url) != bool(options.pid):
-        parser.error("--url and --pid belong together")
     cores = Cores.choose()
     began_s, busy_s = time.monotonic(), targets.busy_s()
-    daemon_ms = targets.cpu_ms(options.pid) if options.pid else 0.0
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         medians = measure(options, Path(folder), cores)
-    daemon_ms = targets.cpu_ms(options.pid) - daemon_ms if options.pid else 0.0
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own_s = sum(usage.ru_utime + usage.ru_stime for usage in spent) + daemon_ms / 1000
+    own_s = sum(usage.ru_utime + usage.ru_stime for usage in spent)
     share = max(0.0, targets.busy_s() - busy_s - own_s) / ((time.monotonic() - began_s) * (os.cpu_count() or 1))
     if options.json:
         print(json.dumps({"figures": medians, "bars": _BARS, "other_cpu_share": share}))
     else:
-        show(medians, _notes(options, cores, share))
+        show(medians, _notes(cores, share))
     if options.smallest:
         return int(medians["failed"]["sparkd"] > 0 or medians["whole_streams"]["sparkd"] < _MANY)
     return int(any(judge(figure, medians.get(figure, {}).get("sparkd")) == "MISSED" for figure in _BARS))
 
 
-def _notes(options: argparse.Namespace, cores: Cores, other_share: float) -> list[str]:
+def _notes(cores: Cores, other_share: float) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("uvicorn", "httptools"))
     notes = [f"Python {platform.python_version()}, {packages}, {platform.machine()}, {os.cpu_count()} cores."]
     notes.append(f"Everything else on this machine used {other_share:.0%} of it meanwhile: above 5 % do not read p99, above 20 % nothing.")
@@ -307,8 +285,6 @@ def _notes(options: argparse.Namespace, cores: Cores, other_share: float) -> lis
         notes.append("wrk is not on PATH: short answers are asked for by the bench's own generator, which limits nginx.")
     if not shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"):
         notes.append("nginx is not on PATH: its column is empty.")
-    if not options.ray_address:
-        notes.append("No --ray-address: nothing was taken off RSS idle, and the gateway ran without Ray unless --url was given.")
     if cores.load == cores.proxy:
         notes.append("One core only: proxy, stub and load share it, so the figures are no proxy's own.")
     return notes

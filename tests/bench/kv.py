@@ -1,7 +1,6 @@
 """What the KV cache sized after warm-up gains and costs: stock vLLM, the best utilization and ours, side by side. Never asserts; it prints.
 
     python -m tests.bench.kv [--preset cpu|h200] [--only REGEX] [--starts 10] [--rounds 20] [--margin-gib G] [--ballast-gib G|auto]
-    python -m tests.bench.kv --from FILE.json ..       one table of what earlier runs wrote with --json, nothing started
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.kv; torch and vLLM are all it needs.
 
@@ -11,9 +10,8 @@ Steps of each case (a model, eager or with CUDA graphs), which --only chooses by
     starts   --starts starts of ours under the load; the first --reps of them come in threes, which are timed: without a profile, from
              the profile, and stock vLLM at the best utilization without a load
     reserved one start of ours that may take --reserve-gib in all, under the load
-    setback  one start of ours after a rehearsal that is said to have run out of memory, under the load
 The load is --rounds times max_num_seqs prompts of the longest length (kv_case.py). Each start is a process of its own, and before each
-one the ballast process (kv_ballast.py) makes what is left the same again. --plan says how many starts there would be.
+one the ballast process (kv_ballast.py) makes what is left the same again.
 
 A GPU that has no memory left says so; a CPU's machine stops instead. There the memory ends where the margin begins: an engine that goes a
 quarter of a GiB below it is ended, and a utilization that left less than the margin did not survive (kv_watch.py). On a CPU
@@ -35,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.bench import child, kv_figures, kv_images, kv_models
+from tests.bench import child, kv_figures, kv_models
 from tests.bench.arguments import Parser, amount, count, model, new, pattern
 from tests.bench.child import ChildFailed
 from tests.bench.kv_ballast import Ballast
@@ -50,10 +48,8 @@ CONTEXT_BYTES = {True: int(0.6 * GIB), False: 0}
 NOISE_BYTES, TRIES = GIB // 4, 2
 # Of a device: more than the driver and the ballast's own context take.
 OTHERS_BYTES = GIB
-# About as many as the search needs from a guess that is a step away.
-SEARCH_STARTS = 4
 FLOOR_BYTES = 3 * GIB
-STEPS = ("stock", "best", "starts", kv_figures.RESERVED, kv_figures.SETBACK)
+STEPS = ("stock", "best", "starts", kv_figures.RESERVED)
 WARM_UP, OWN_WARM_UP = "warm-up", "own warm-up"
 LAST_PHASES = ("ready", "refused", "stock")
 WORKERS = {True: "workers.kv.SparkWorker", False: "workers.kv.SparkCPUWorker"}
@@ -83,7 +79,7 @@ class Bench:
     @property
     def machine(self) -> Machine:
         name = "device" if self._cuda else "host"
-        return Machine(name, self._cuda, self._total, self._margin, self._given.rounds, self._given.load)
+        return Machine(name, self._cuda, self._total, self._margin, self._given.rounds)
 
     def case(self, name: str, eager: bool, steps: Sequence[str]) -> None:
         """name: a model of the preset, or --model's."""
@@ -94,11 +90,10 @@ class Bench:
             kv_figures.largest(lambda step: self._start(case, "tuned", round(step * STEP, 3)).survived, self._guess(), 1, int(1 / STEP))
         if "starts" in steps:
             self._ours(case)
-        for kind in (kv_figures.RESERVED, kv_figures.SETBACK):
-            if kind in steps:
-                if not self._given.smallest and not any(self._profiles(case).glob("*.json")):
-                    self._start(case, OWN_WARM_UP)
-                self._start(case, kind)
+        if kv_figures.RESERVED in steps:
+            if not self._given.smallest and not any(self._profiles(case).glob("*.json")):
+                self._start(case, OWN_WARM_UP)
+            self._start(case, kv_figures.RESERVED)
 
     def _ours(self, case: str) -> None:
         tuned = kv_figures.best(one for one in self.starts if one.case == case)
@@ -168,15 +163,9 @@ class Bench:
         env = child.environment(self._plugins, ours=ours, more=more)
         env.pop("VLLM_CPU_KVCACHE_SPACE")  # it would be the cache's size
         rounds = 0 if kind in ("timed", WARM_UP, OWN_WARM_UP) else given.rounds
-        images = dummy and case.startswith(f"{kv_images.NAME} ")
-        arguments |= kv_images.LIMITS if images else {}
-        question = {"model": str(model), "arguments": arguments, "rounds": rounds, "load": given.load, "new_tokens": NEW_TOKENS}
-        question["images"] = images
+        question = {"model": str(model), "arguments": arguments, "rounds": rounds, "new_tokens": NEW_TOKENS}
         if kind == "first":
             shutil.rmtree(self._profiles(case), ignore_errors=True)
-        if kind == kv_figures.SETBACK:
-            for learned in self._profiles(case).glob("*.json"):
-                learned.rename(learned.with_suffix(".setback")).write_bytes(b".")  # one byte for each
         level = self._level()
         self._tell_of_others(level)
         free = question["free"] = level["free"]
@@ -232,14 +221,6 @@ def _judged(start: Start, watch: Watch, margin: int) -> Start:
     return start
 
 
-def planned(steps: Sequence[str], starts: int, reps: int) -> int:
-    """About how many starts a case takes."""
-    ours = len(kv_figures.schedule(starts, reps)) + ("best" not in steps) if "starts" in steps else 0
-    pinched = sum(step in (kv_figures.RESERVED, kv_figures.SETBACK) for step in steps)
-    pinched += bool(pinched) and "starts" not in steps
-    return pinched + ("stock" in steps) + (SEARCH_STARTS if "best" in steps else 0) + ours
-
-
 def _case(name: str, eager: bool) -> str:
     return f"{name} {'eager' if eager else 'graphs'}"
 
@@ -250,21 +231,11 @@ def _say(text: str) -> None:
 
 def _print(starts: Sequence[Start], machine: Machine) -> int:
     """The number of bars missed."""
-    print(
-        f"{machine.name} of {machine.total / GIB:.1f} GiB; margin asked {machine.margin / GIB:.2f} GiB; "
-        f"load: {machine.rounds} rounds, {machine.load}\n"
-    )
+    print(f"{machine.name} of {machine.total / GIB:.1f} GiB; margin asked {machine.margin / GIB:.2f} GiB; load: {machine.rounds} rounds\n")
     print(kv_figures.starts_table(starts), end="\n\n")
     rows = list(kv_figures.figures(starts, machine))
     print(kv_figures.table(rows))
     return sum(row.met is False for row in rows)
-
-
-def _together(paths: Sequence[Path]) -> int:
-    found = [kv_figures.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    if len({machine for _, machine in found}) > 1:
-        raise SystemExit("These records are of different machines, margins or loads; a table is of one.")
-    return _print([one for starts, _ in found for one in starts], found[0][1])
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -275,12 +246,11 @@ def arguments() -> argparse.ArgumentParser:
         "--only",
         type=pattern,
         default="",
-        help="a regular expression for the steps' names: MODEL eager|graphs stock|best|starts|reserved|setback",
+        help="a regular expression for the steps' names: MODEL eager|graphs stock|best|starts|reserved",
     )
     parser.add_argument("--starts", type=count, default=10, help="of ours, under the load")
     parser.add_argument("--reps", type=count, default=3, help="how often the times are taken")
     parser.add_argument("--rounds", type=count, default=20, help="of the load")
-    parser.add_argument("--load", choices=("longest", "prompt-logprobs"), default="longest")
     parser.add_argument("--utilization", type=float, default=0.9, help="of stock vLLM in the step `stock`")
     parser.add_argument("--margin-gib", type=amount, help="what ours is to leave free")
     parser.add_argument("--reserve-gib", type=amount, help="what the whole engine may take in the step `reserved`")
@@ -291,16 +261,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--start-limit-s", type=amount, default=LIMIT_S, help="a start that takes longer is ended")
     parser.add_argument("--logs", type=new, help="folder for logs and reports; a temporary one without")
     parser.add_argument("--json", type=new)
-    parser.add_argument("--plan", action="store_true", help="say what would be started, and start nothing")
-    parser.add_argument("--from", type=Path, nargs="+", dest="records", metavar="FILE", help="print the table of earlier runs' --json")
     return parser
 
 
 def main() -> int:
     parser = arguments()
     given = parser.parse_args()
-    if given.records:
-        return 1 if _together(given.records) else 0
     import torch
 
     cuda = torch.cuda.device_count() > 0
@@ -317,10 +283,6 @@ def main() -> int:
                 todo[name, eager] = steps
     if not todo:
         parser.error(f"argument --only: {given.only!r} matches no step")
-    starts = sum(planned(steps, given.starts, given.reps) for steps in todo.values())
-    _say(f"about {starts} starts: " + "; ".join(f"{_case(*which)}: {', '.join(steps)}" for which, steps in todo.items()))
-    if given.plan:
-        return 0
     child.end_with_children()
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         logs = given.logs or Path(temporary) / "logs"

@@ -1,7 +1,6 @@
 """One engine start, measured, and the largest load that it admits. Never compares two engines, never sizes a cache.
 
-Standard input: {"model", "arguments", "rounds", "load": longest or prompt-logprobs, "new_tokens", "images": whether each
-prompt has one, "free": bytes before it}.
+Standard input: {"model", "arguments", "rounds", "new_tokens", "free": bytes before it}.
 Answer: {"ready_at" (of the machine's monotonic clock), "engine_s", "tokens", "bytes_per_token", "free_ready", "idle_ready": reserved by
 torch's allocator and in no use}, said when the engine is ready, and once more with {"free_lowest", "asked", "finished", "preempted",
 "load_s"} when the load is done. A child without the second one did not survive.
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from tests.bench import child, kv_images
+from tests.bench import child
 from tests.bench.kv_watch import own_bytes
 
 EVERY_S = 0.01
@@ -58,8 +57,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     began = time.monotonic()
-    images = question["images"]  # a processor of images asks the tokenizer
-    engine = LLM(question["model"], skip_tokenizer_init=not images, disable_log_stats=False, **question["arguments"])
+    engine = LLM(question["model"], skip_tokenizer_init=True, disable_log_stats=False, **question["arguments"])
     ready_at = time.monotonic()
     cuda = torch.cuda.is_available()
     # Of a host, which it shares with others: what was free before, less what it holds itself.
@@ -78,13 +76,10 @@ def main() -> None:
     drawn = random.Random(7)
 
     def prompt(number: int) -> dict[str, Any]:
-        tokens = [number % vocabulary, *drawn.choices(range(FIRST_TOKEN, vocabulary), k=length - 1)]
-        return kv_images.prompt(length, tokens[1:], number) if images else {"prompt_token_ids": tokens}
+        return {"prompt_token_ids": [number % vocabulary, *drawn.choices(range(FIRST_TOKEN, vocabulary), k=length - 1)]}
 
     def wishes(number: int) -> Any:
         plain = {"max_tokens": question["new_tokens"], "ignore_eos": True, "detokenize": False}
-        if question["load"] == "prompt-logprobs":
-            plain["prompt_logprobs"] = MOST_LOGPROBS
         if number % 2 == 0:
             return SamplingParams(temperature=0, **plain)
         many = {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.5, "logprobs": MOST_LOGPROBS}

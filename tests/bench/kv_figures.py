@@ -1,13 +1,10 @@
-"""What the KV cache bench makes of its starts: order, search for the best utilization, figures with their bars, table. Never starts one.
-
-Standard library only, so that records of other machines can be put into one table anywhere.
-"""
+"""What the KV cache bench makes of its starts: order, search for the best utilization, figures with their bars, table. Never starts one."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 GIB = 2**30
@@ -20,15 +17,15 @@ STORM = 1.0
 _REMARK = 110  # characters; the records have the rest
 SOURCES = {"first": "rehearsal", "profile": "profile"}
 OURS = tuple(SOURCES)
-# Ours too, and told on lines of their own: within a reservation; after a rehearsal that ran out of memory.
-RESERVED, SETBACK = "reserved", "setback"
-BY_WORKER = (*OURS, RESERVED, SETBACK)
+# Ours too, and told on a line of its own: within a reservation.
+RESERVED = "reserved"
+BY_WORKER = (*OURS, RESERVED)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """One engine, from its process's start to the end of its load. kind: `first` and `profile` are ours, `stock` the fixed utilization,
-    `tuned` a try of the search, `timed` stock beside ours for its time alone, `reserved` and `setback` ours in a pinch. Bytes and
+    `tuned` a try of the search, `timed` stock beside ours for its time alone, `reserved` ours within a reservation. Bytes and
     seconds; None: it did not get so far.
 
     process_s: from the process's start to READY; engine_s: of it, the engine's constructor. free_*: of the device; on a CPU what was
@@ -89,7 +86,6 @@ class Machine:
     total: int
     margin: int
     rounds: int
-    load: str
 
     @property
     def tolerance(self) -> int:
@@ -190,12 +186,6 @@ def to_json(starts: Sequence[Start], machine: Machine) -> dict[str, Any]:
     return {"machine": asdict(machine), "starts": [asdict(one) for one in starts]}
 
 
-def from_json(raw: dict[str, Any]) -> tuple[list[Start], Machine]:
-    """Unknown fields are dropped. Raises TypeError and KeyError where known ones are missing."""
-    names = {one.name for one in fields(Start)}
-    return [Start(**{name: value for name, value in one.items() if name in names}) for one in raw["starts"]], Machine(**raw["machine"])
-
-
 def _of_case(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[Figure]:
     ours = [one for one in starts if one.kind in OURS]
     if ours:
@@ -208,27 +198,21 @@ def _of_case(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[F
         yield from _left(case, sized, machine)
         yield from _load(case, ours)
         yield from _times(case, starts)
-    yield from _pinched(case, starts, machine)
+    yield from _reserved(case, starts, machine)
     for one in starts:
         if one.kind == "stock":
             told = f"fails: {one.failed}" if one.failed else f"serves {one.tokens or 0:,} tokens, {_gib(one.free_lowest)} GiB were left"
             yield Figure(case, f"stock at {one.utilization}", "fails or over-commits", told, one.failed is not None)
 
 
-def _pinched(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[Figure]:
-    usual = max((one.report.get("peak_bytes") or 0 for one in starts if one.kind in OURS), default=0)
+def _reserved(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[Figure]:
     for one in starts:
-        served = "" if one.survived else f"; {one.failed}"
         if one.kind == RESERVED:
+            served = "" if one.survived else f"; {one.failed}"
             told = f"{_gib(one.held)} of {_gib(one.reserved)} GiB, {one.tokens or 0:,} tokens{served}"
             within = one.held is not None and one.held <= one.reserved + machine.tolerance
             what = f"held under the load, of a reservation (within {machine.tolerance / GIB:.2f} GiB)"
             yield Figure(case, what, "no more", told, within and one.survived)
-        elif one.kind == SETBACK:
-            sized = (one.report.get("phase"), one.report.get("source")) == ("ready", "rehearsal")
-            peak = _gib(one.report.get("peak_bytes"))
-            told = f"{'rehearsed' if sized else _otherwise(one)}, peak {peak} GiB reckoned (in full {_gib(usual or None)}){served}"
-            yield Figure(case, "after a setback: half the batch rehearsed, all of it served", "served", told, sized and one.survived)
 
 
 def _tokens(case: str, sized: Sequence[Start], tuned: Start | None) -> Iterator[Figure]:

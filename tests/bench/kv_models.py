@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench import kv_images
-
 GIB = 2**30
 
 
@@ -84,7 +82,6 @@ PRESETS: Mapping[str, Preset] = {
                     "max_position_embeddings": 40960,
                 },
             ),
-            kv_images.NAME: ("qwen2_vl", {}),
         },
         {"max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
         leave_gib=100.0,  # about what a Spark has for an engine
@@ -96,14 +93,11 @@ PRESETS: Mapping[str, Preset] = {
 
 def write_model(folder: Path, preset: str, name: str) -> Path:
     """A folder with a config.json."""
-    from tests.support import architectures  # with torch, which a table of old records does without
+    from tests.support import architectures
 
     architecture, changes = PRESETS[preset].models[name]
     path = folder / f"{preset}-{name}"
     path.mkdir(parents=True, exist_ok=True)
-    if name == kv_images.NAME:
-        kv_images.write(path)
-        return path
     config = {**architectures.ARCHITECTURES[architecture]().config, **changes}
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return path

@@ -25,25 +25,22 @@ _SHORT_BODY_BYTES = 1600
 @dataclass(frozen=True, slots=True)
 class Job:
     """kind streams: `count` streams of `chunks` every `interval_s`, their starts spread over `spread_s`.
-    kind short: `count` connections ask for whole answers, for `seconds` or for `answers` in all. `limit_s` ends any."""
+    kind short: `count` connections ask for whole answers for `seconds`. `limit_s` ends any streams."""
 
     kind: str
     host: str
     port: int
     model: str
     count: int
-    key: str | None = None
     chunks: int = 0
     interval_s: float = 0.0
     spread_s: float = 0.0
     seconds: float = 0.0
-    answers: int = 0
     limit_s: float = 60.0
 
     def request(self, body: dict[str, Any]) -> bytes:
         data = json.dumps(body).encode()
-        key = f"authorization: Bearer {self.key}\r\n" if self.key else ""
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n{key}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
         return head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data
 
 
@@ -161,23 +158,21 @@ async def short(job: Job) -> dict[str, Any]:
     """Closed loop of `count` connections."""
     loop = asyncio.get_running_loop()
     request = job.request(short_body(job.model))
-    stop_ns = time.monotonic_ns() + int((job.seconds or job.limit_s) * 1e9)
-    asking = min(job.count, job.answers) if job.answers else job.count
-    unasked = job.answers - asking if job.answers else sys.maxsize
+    stop_ns = time.monotonic_ns() + int(job.seconds * 1e9)
+    asking = job.count
     took: list[int] = []
     failed = 0
     none_asks = loop.create_future()
 
     def ended(exchange: Exchange) -> None:
-        nonlocal asking, failed, unasked
+        nonlocal asking, failed
         now = time.monotonic_ns()
         is_answer = exchange.complete and exchange.status == 200
         if is_answer:
             took.append(now - exchange.asked_ns)
         else:
             failed += 1
-        if is_answer and unasked and now < stop_ns and not exchange.lost:
-            unasked -= 1
+        if is_answer and now < stop_ns and not exchange.lost:
             exchange.asked_ns = now
             exchange.ask()
             return
@@ -188,7 +183,7 @@ async def short(job: Job) -> dict[str, Any]:
     opened = [await loop.create_connection(lambda: Exchange(request, ended), job.host, job.port) for _ in range(asking)]
     began_s = time.monotonic()
     try:
-        await asyncio.wait_for(none_asks, job.seconds or job.limit_s)
+        await asyncio.wait_for(none_asks, job.seconds)
     except TimeoutError:
         pass  # so `seconds` end
     elapsed_s = time.monotonic() - began_s

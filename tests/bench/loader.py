@@ -2,7 +2,6 @@
 
     python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep] [--json FILE]
                                  [--compare]
-    python -m tests.bench.loader --quality --model FOLDER [--quantize ..] [--dequantized]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
 
@@ -13,7 +12,7 @@ disk's rate is O_DIRECT on the same files, before and after all rows, the better
 the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/support/checkpoints.py), shards in
 layer order or all tensors shuffled over them; with --dir and --keep they are used again. --compare: digests every parameter and buffer of
 each load, once it was measured, and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first
-name that differs (tests/bench/digest.py). Exit status 1: a bar was missed, or loads differ.
+name that differs. Exit status 1: a bar was missed, or loads differ.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import child, sampling
-from tests.bench.arguments import Parser, amount, count, formats, model, new, pattern
+from tests.bench.arguments import Parser, amount, count, formats, new, pattern
 from tests.bench.child import ChildFailed
-from tests.bench.digest import difference
 from tests.support import checkpoints
 
 MIB, GIB = 2**20, 2**30
@@ -273,8 +271,9 @@ def comparisons(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
         count = 0
         for one, other in zip(*(sorted(each.loads, key=lambda load: load["rank"]) for each in (known, row)), strict=True):
             count += len(one["digests"])
-            found = difference(one["digests"], other["digests"])
-            differs = differs or (found and f"rank {one['rank']}: {found}")
+            names = [*one["digests"], *(name for name in other["digests"] if name not in one["digests"])]
+            unequal = (name for name in names if one["digests"].get(name) != other["digests"].get(name))
+            differs = differs or next((f"rank {one['rank']}: {name}" for name in unequal), None)
         yield f"{row.case.name}, against {known.case.name}: {differs or f'all {count} parameters and buffers'}", differs is None
 
 
@@ -326,9 +325,7 @@ def main() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    parser = Parser(
-        "tests.bench.loader", __doc__, preset="smallest", quantize="int4-g32", only="^ours int4-g32 ordered$", ranks=1, quality=False
-    )
+    parser = Parser("tests.bench.loader", __doc__, preset="smallest", quantize="int4-g32", only="^ours int4-g32 ordered$", ranks=1)
     parser.add_argument("--preset", choices=sorted(checkpoints.PRESETS), default="h200" if gpus else "cpu")
     parser.add_argument("--quantize", type=formats, help="formats, separated by commas")
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the rows' names")
@@ -339,21 +336,8 @@ def main() -> int:
     parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
     parser.add_argument("--limit-s", type=amount, default=float("inf"), help="no row begins later")
-    parser.add_argument("--quality", action="store_true", help="size, error, divergence and answers of each format on --model")
-    parser.add_argument("--model", type=model)
-    parser.add_argument(
-        "--dequantized", action="store_true", help="with --quality: compare each with stock vLLM on the dequantized model too"
-    )
     given = parser.parse_args()
     child.end_with_children()
-    if given.quality and not given.model:
-        parser.error("--quality needs --model, a folder with a model that can chat")
-    if given.quality:
-        from tests.bench import quality
-
-        return quality.main(
-            given.model and str(given.model), given.quantize.split(",") if given.quantize else None, dequantized=given.dequantized
-        )
     wanted_formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
     by_name = {case.name: case for case in cases(given.preset, wanted_formats, given.ranks)}
     wanted = [by_name[name] for name in parser.chosen(by_name, given.only)]

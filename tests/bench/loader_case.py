@@ -9,6 +9,7 @@ them (pages of libraries that it loaded, heap that did not go back) is in "just 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import child, sampling
-from tests.bench.digest import digests
 
 FOLDER = "SPARKD_BENCH_LOADS"
 DIGESTS = "SPARKD_BENCH_DIGESTS"  # set: what each rank holds is digested too, once everything is measured
@@ -130,6 +130,19 @@ def _parameter_bytes(model: Any) -> int:
     """Bytes of the storages that the model's parameters and buffers hold, each once."""
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def digests(model: Any) -> dict[str, str]:
+    """Name -> `dtype [shape] sha256` of every parameter and buffer, as the kernels find them."""
+    import torch
+
+    found = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        # Nothing reads a weight's shape, so nothing fills it: its bytes are whatever the memory held.
+        if not name.endswith("weight_shape") and not tensor.is_meta:
+            data = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+            found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+    return found
 
 
 def main() -> None:

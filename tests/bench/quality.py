@@ -1,6 +1,6 @@
 """What a format costs a model: its size, its error, and how far the model's answers move from those of stock vLLM. It prints.
 
-    python -m tests.bench.loader --quality --model FOLDER [--quantize nvfp4,int4,..] [--dequantized]
+    python -m tests.bench.quality --model FOLDER [--quantize nvfp4,int4,..] [--dequantized]
 
 `sparkd bench --quality` measures most of it through a daemon. Here every format gets a real engine of its own. The columns:
 
@@ -20,7 +20,6 @@ A format that does not suit the model's columns gets its reason instead.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from sparkd.bench.passages import LOOKED_UP, TEXT, TOP, agreement, prompts
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import SparkdError
 from tests.bench import child
+from tests.bench.arguments import Parser, formats, model
 from tests.bench.dequantized import read, write_dequantized
 from workers.quantization.formats import SPELLINGS
 from workers.quantization.recipe import QuantizationRecipe
@@ -50,37 +50,39 @@ HEAD = ("format", "bits", "error", "KL", "KL p99", "perplexity", "agreement")
 _WIDTHS = (9, 6, 7, 8, 8, 10, 9)
 
 
-def main(model: str | None, formats: Sequence[str] | None, *, dequantized: bool = False) -> int:
+def main() -> int:
     """Status 1: an engine did not start, or its answer lacks the city."""
     import torch
 
-    if model is None:
-        raise SystemExit("--quality needs --model, a folder with a model that can chat.")
-    failed = 0
-    # All prompts at once: sparkd's kernels for a CPU decode each weight once a step.
-    own = {"max_model_len": 2048, "max_num_seqs": len(prompts()), "max_logprobs": LOOKED_UP}
-    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), **own}
+    parser = Parser("tests.bench.quality", __doc__, quantize="int4-g32")
+    parser.add_argument("--model", type=model, required=True, help="a folder with a model that can chat")
+    parser.add_argument("--quantize", type=formats, default=",".join(SPELLINGS), help="formats, separated by commas")
+    parser.add_argument("--dequantized", action="store_true", help="compare each with stock vLLM on the dequantized model too")
+    given = parser.parse_args()
+    child.end_with_children()
+    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048, "max_num_seqs": len(prompts())}
     reference: Mapping[str, Any] | None = None
-    _print_row([*HEAD, *(["KL from dequantized"] if dequantized else []), "answer"])
+    failed = 0
+    _print_row([*HEAD, *(["KL from dequantized"] if given.dequantized else []), "answer"])
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         plugins = child.plugin_folder(temporary)
-        for form in (STOCK, *(formats or SPELLINGS)):
+        for form in (STOCK, *given.quantize.split(",")):
             quantized = form != STOCK
             more = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form}} if quantized else {}
             try:
-                size = weight_figures(Path(model), form) if quantized else ["", ""]
+                size = weight_figures(given.model, form) if quantized else ["", ""]
             except SparkdError as reason:
                 print(f"{form:<{_WIDTHS[0]}}  {' '.join(str(reason).split())}", flush=True)
                 continue
             try:
-                answers = _answers(model, {**arguments, **more}, plugins, ours=quantized)
-                exact = _dequantized(model, form, arguments, plugins, Path(temporary)) if quantized and dequantized else None
+                answers = _answers(given.model, {**arguments, **more}, plugins, ours=quantized)
+                exact = _dequantized(given.model, form, arguments, plugins, Path(temporary)) if quantized and given.dequantized else None
             except child.ChildFailed as failure:
                 print(f"{form:<{_WIDTHS[0]}}  {failure}", flush=True)
                 failed += 1
                 continue
             row = [form, *size, *answer_figures(reference, answers)]
-            if dequantized:
+            if given.dequantized:
                 row.append("" if exact is None else f"{mean_kl(exact['likely'], answers['likely'], TOP):.5f}")
             _print_row([*row, repr(answers["chat"].strip())])
             reference = reference or (None if quantized else answers)
@@ -127,44 +129,25 @@ def _print_row(row: Sequence[str]) -> None:
     print(f"{row[0]:<{_WIDTHS[0]}}  {'  '.join(cells)}  {answer}", flush=True)
 
 
-def _answers(model: str, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
+def _answers(folder: Path, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
     """What one engine says. ids: tokens of the text; likely: {token id: log-probability} for each but the first; tokens: of each greedy
     answer to a prompt; chat: the answer to QUESTION. Raises ChildFailed."""
-    question = {"model": model, **arguments}
-    return child.ask("tests.bench.quality", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
+    question = {"model": str(folder), "arguments": arguments, "read": [TEXT.read_text(encoding="utf-8")], "logprobs": LOOKED_UP}
+    question |= {"greedy": list(prompts()), "max_tokens": GREEDY_TOKENS, "chat": QUESTION}
+    said = child.ask("tests.bench.speak_case", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
+    return {**said["read"][0], "tokens": said["greedy"], "chat": said["chat"]}
 
 
-def _answer() -> None:
-    """The child that holds the engine: vLLM's arguments on its standard input."""
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(**json.load(sys.stdin))
-    # Without detokenize=False every one of the log-probabilities is spelled out, which takes longer than the model.
-    reading = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LOOKED_UP, detokenize=False)
-    greedy = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, detokenize=False)
-    (text,) = engine.generate([TEXT.read_text(encoding="utf-8")], reading, use_tqdm=False)
-    continued = engine.generate(list(prompts()), greedy, use_tqdm=False)
-    (chat,) = engine.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    child.say(
-        {
-            "ids": list(text.prompt_token_ids),
-            "likely": [{token: one.logprob for token, one in position.items()} for position in text.prompt_logprobs[1:]],
-            "tokens": [list(each.outputs[0].token_ids) for each in continued],
-            "chat": chat.outputs[0].text,
-        }
-    )
-
-
-def _dequantized(model: str, form: str, arguments: Mapping[str, Any], plugins: Path, folder: Path) -> Mapping[str, Any] | None:
+def _dequantized(source: Path, form: str, arguments: Mapping[str, Any], plugins: Path, folder: Path) -> Mapping[str, Any] | None:
     """The answers of stock vLLM with the format's values in BF16; None where the format quantizes nothing."""
     into = folder / form
-    if not write_dequantized(Path(model), into, form):
+    if not write_dequantized(source, into, form):
         return None
     try:
-        return _answers(str(into), arguments, plugins, ours=False)
+        return _answers(into, arguments, plugins, ours=False)
     finally:
         shutil.rmtree(into)
 
 
 if __name__ == "__main__":
-    _answer()
+    sys.exit(main())

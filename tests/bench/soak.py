@@ -1,11 +1,9 @@
-"""`python -m tests.bench.soak`: whole daemons under clients that abort, event subscribers, made-up requests, random files and a full disk.
+"""`python -m tests.bench.soak`: a whole daemon under clients that abort, event subscribers and made-up requests.
 
     aborts        --aborts clients in turn, which close or reset before, within and behind the request
     subscribers   --subscribers of events at one time, each of which reads up to 1,000 rows of a history of --events
     v1, admin     schemathesis over v1-openapi.yaml and over the admin API's own document, --schema-s each: no status of 500 and more but
                   502 and 503, no traceback, every error in OpenAI's shape with its request_id
-    tmpfs         a state folder of --tmpfs-mib that is filled while requests run: the daemon stays, says so, and recovers
-    parsers       hypothesis, --parsers-s each: SparkdError and nothing else, within 5 s for one input
 
 The daemon has Ray and the stub engine. Its longest silence is that of /livez, asked every 50 ms over a connection of its own, beside which
 stands how late the watch itself was woken, the machine's doing; its memory is the anonymous pages of smaps_rollup before and after, behind
@@ -16,11 +14,14 @@ bar is missed: no crash, no fault, no silence above 0.25 s, at most 4 MiB more t
 from __future__ import annotations
 
 import argparse
+import http.client
+import re
 import resource
 import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,19 +29,19 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import httpx
 
 from sparkd.state.store import Store
-from tests.bench import soak_parsers, soak_schema, soak_tmpfs
+from tests.bench import soak_schema
 from tests.bench.arguments import Parser, amount, count, pattern
-from tests.bench.slope import anonymous_kib, stub_daemon
-from tests.bench.soak_watch import Watch
 from tests.sparkd.gateway.fakes import post, request
 from tests.support.daemon_process import DaemonProcess
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
-PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")
+LIVEZ_S = 0.05
+PARTS = ("aborts", "subscribers", "v1", "admin")
 # The seconds of a part that belong to the round that does not count: what a daemon keeps of the last minutes fills.
 WARM, MOST_WARM_S = 0.5, 60.0
 # With 2,000 subscribers the first round in a daemon takes 134 MiB, and the second or the third 5 to 7 more, once: as much as it holds where
@@ -62,16 +63,52 @@ class Round:
     times: int = 1
 
 
+class Watch:
+    """The longest time that /livez took while it is open. failed: it had another answer than 200, or none.
+
+    late_s: by how much the watch itself was woken too late, at most. On a machine that has too few CPUs for what runs, it is as long.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.longest_s = self.late_s = 0.0
+        self.failed = False
+        self._client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        slept_s = time.monotonic()
+        while not self._ended.wait(LIVEZ_S):
+            asked_s = time.monotonic()
+            self.late_s = max(self.late_s, asked_s - slept_s - LIVEZ_S)
+            try:
+                self._client.request("GET", "/livez")
+                answer = self._client.getresponse()
+                answer.read()
+                self.failed = self.failed or answer.status != 200
+            except (OSError, http.client.HTTPException):
+                self.failed = True
+                self._client.close()  # the next request opens it again
+            slept_s = time.monotonic()
+            self.longest_s = max(self.longest_s, slept_s - asked_s)
+
+
 def main() -> int:
-    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, events=200, schema_s=1.0, parsers_s=0.05, full_s=0.5)
+    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, events=200, schema_s=1.0)
     parser.add_argument("--aborts", type=count, default=20_000)
     parser.add_argument("--subscribers", type=count, default=2_000)
     parser.add_argument("--events", type=count, default=10_000, help="before the daemon starts; it keeps the last 5,000 and some")
     parser.add_argument("--schema-s", type=amount, default=600.0)
     parser.add_argument("--schemathesis", default=soak_schema.program(), metavar="ST", help="its program; else that on PATH")
-    parser.add_argument("--parsers-s", type=amount, default=600.0)
-    parser.add_argument("--tmpfs-mib", type=count, default=8)
-    parser.add_argument("--full-s", type=amount, default=30.0, help="for how long that folder is full")
     parser.add_argument("--only", type=pattern, default="")
     asked = parser.parse_args()
     chosen = parser.chosen(PARTS, asked.only)
@@ -81,16 +118,29 @@ def main() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"{'':18} {'count':>9} {'seconds':>8} {'longest silence':>16} {'watch late':>12} {'memory':>11}")
-    missed = 0
     if made_up and asked.schemathesis is None:
         print("v1, admin          left out: schemathesis is not installed", flush=True)
-    if set(chosen) - {"tmpfs", "parsers"}:
-        missed += _one_daemon(asked, chosen)
-    if "tmpfs" in chosen:
-        missed += _small_state(asked)
-    if "parsers" in chosen:
-        missed += _parsers(asked.parsers_s)
-    return 1 if missed else 0
+    return 1 if _one_daemon(asked, chosen) else 0
+
+
+def stub_daemon(folder: Path, environ: dict[str, str]) -> DaemonProcess:
+    (folder / "model").mkdir()
+    model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
+    settings = {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
+    made = DaemonProcess(folder, settings, environ)
+    made.start()
+    try:
+        made.settled()
+        made.wait_for("m", "READY", 120)
+    except AssertionError:
+        made.gone()
+        raise
+    return made
+
+
+def anonymous_kib(pid: int) -> float:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return float(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)[1])  # type: ignore[index]
 
 
 def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
@@ -125,22 +175,6 @@ def _rounds(made: DaemonProcess, asked: argparse.Namespace) -> list[Round]:
             Round(name, lambda at=document: requests(at, warm_s), lambda at=document: requests(at, asked.schema_s))  # type: ignore[misc]
         )
     return rounds
-
-
-def _small_state(asked: argparse.Namespace) -> int:
-    if (why := soak_tmpfs.why_not()) is not None:
-        print(f"tmpfs              left out: nothing can be mounted here: {why}", flush=True)
-        return 0
-    soak_tmpfs.SmallState.mib = asked.tmpfs_mib
-    with tempfile.TemporaryDirectory(prefix="sk") as folder:
-        made = stub_daemon(Path(folder), soak_tmpfs.SmallState)
-        if not isinstance(made, soak_tmpfs.SmallState):
-            raise TypeError
-        try:
-            filled = partial(soak_tmpfs.fill_and_empty, made, asked.full_s)
-            return _missed(made, Round("tmpfs", filled, filled), judged=not asked.smallest)
-        finally:
-            made.gone()
 
 
 def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
@@ -220,17 +254,6 @@ def _subscribe(port: int, count: int) -> int:
         for client in held:
             client.close()
     return count
-
-
-def _parsers(seconds: float) -> int:
-    """How many parsers raised or answered what they must not."""
-    missed = 0
-    with soak_parsers.targets() as targets:
-        for name, target in targets.items():
-            inputs, fault = soak_parsers.read_random_inputs(target, seconds)
-            missed += fault is not None
-            print(f"{name:18} {inputs:>9,} {seconds:>8.1f} {'ok' if fault is None else f'MISSED {fault}'}", flush=True)
-    return missed
 
 
 if __name__ == "__main__":

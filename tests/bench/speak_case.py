@@ -1,8 +1,9 @@
 """The child that lets an engine answer prompts and say how likely it found their tokens. Never compares two engines.
 
-Standard input: {"model", "arguments", "prompts": lists of token ids or texts, "chat": text or null, "max_tokens", "logprobs": how many
-tokens of each prompt position; -1 for the whole vocabulary}.
-Answer: {"prompts": [{"ids", "likely": one {token id: log-probability} for each position but the first, "tokens"}], "chat", "seconds"}.
+Standard input: {"model", "arguments", "read": prompts (token ids or texts) whose tokens are rated, "logprobs": how many tokens of each of
+their positions (-1: the whole vocabulary), "greedy": prompts that are answered, "max_tokens": of each answer, "chat": a question or null}.
+Answer: {"read": [{"ids", "likely": one {token id: log-probability} for each position but the first}], "greedy": tokens of each answer,
+"chat", "seconds"}.
 """
 
 from __future__ import annotations
@@ -20,21 +21,32 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     started = time.perf_counter()
-    logprobs = question["logprobs"]
-    tokenized = question.get("chat") is None and not any(isinstance(prompt, str) for prompt in question["prompts"])
+    read, greedy, logprobs = question["read"], question["greedy"], question["logprobs"]
+    chat = question.get("chat")
+    tokenized = chat is None and not any(isinstance(prompt, str) for prompt in (*read, *greedy))
     engine = LLM(question["model"], skip_tokenizer_init=tokenized, max_logprobs=logprobs, **question["arguments"])
-    answer: dict[str, Any] = {"prompts": []}
     # Without detokenize=False every one of the log-probabilities is spelled out, which takes longer than the model.
-    params = SamplingParams(temperature=0, max_tokens=question["max_tokens"], ignore_eos=True, prompt_logprobs=logprobs, detokenize=False)
-    for prompt in question["prompts"]:
-        given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        (made,) = engine.generate([given], params, use_tqdm=False)
-        likely = [{token: one.logprob for token, one in position.items()} for position in (made.prompt_logprobs or [])[1:]]
-        answer["prompts"].append({"ids": list(made.prompt_token_ids), "likely": likely, "tokens": list(made.outputs[0].token_ids)})
-    if question.get("chat"):
-        spoken = engine.chat([{"role": "user", "content": question["chat"]}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    rating = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=logprobs, detokenize=False)
+    answering = SamplingParams(temperature=0, max_tokens=question["max_tokens"], ignore_eos=True, detokenize=False)
+    # All prompts at once: sparkd's kernels for a CPU decode each weight once a step.
+    rated = engine.generate([_prompt(one) for one in read], rating, use_tqdm=False)
+    answered = engine.generate([_prompt(one) for one in greedy], answering, use_tqdm=False)
+    answer: dict[str, Any] = {
+        "read": [{"ids": list(made.prompt_token_ids), "likely": _likely(made)} for made in rated],
+        "greedy": [list(made.outputs[0].token_ids) for made in answered],
+    }
+    if chat is not None:
+        spoken = engine.chat([{"role": "user", "content": chat}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
         answer["chat"] = spoken[0].outputs[0].text
     child.say({**answer, "seconds": time.perf_counter() - started})
+
+
+def _prompt(one: Any) -> Any:
+    return one if isinstance(one, str) else {"prompt_token_ids": one}
+
+
+def _likely(made: Any) -> list[dict[int, float]]:
+    return [{token: one.logprob for token, one in position.items()} for position in made.prompt_logprobs[1:]]
 
 
 if __name__ == "__main__":

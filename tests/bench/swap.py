@@ -1,4 +1,4 @@
-"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N] [--smallest] [--json]`: what taking turns costs.
+"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N] [--json]`: what taking turns costs.
 
 The real supervisor over fake nodes and a clock that is turned by hand: nothing is slept, an hour takes seconds. One node with room for one
 model at a time; a model's first load takes --cold-s, each later one --warm-s (154 and 39 s were measured on an H200), its end 2 s, and its
@@ -6,21 +6,17 @@ memory comes back within --returns-s. Patterns, all of clients that wait for eac
 
     mind     one person who changes his mind: an answer of 8 s, 5 to 60 s of reading, and after 3 of 10 answers the other of two models
     agents   two agents that alternate: each answers in 6 s, then the other is asked, at once and for ever
-    batch    a batch of four requests at a time of 20 s each, beside a chat of three questions every four minutes with another model
-    four     four models, asked for by two people at random, an answer of 8 s, then 5 to 30 s of reading
     circle   four models in a circle, each asked for as soon as the last has answered in 1 s: no demand alternates more
     fails    two agents that alternate, and one of the two models loads for as long as the first load takes and fails
-    unequal  two agents that alternate, and one of the two models takes --cold-s for each load
 
-Rules: `today` is sparkd's, `before` its earlier one (a model stays for min_residency_s and for as long as its load took, used or not),
-`at once` is llama-swap's (each request evicts as soon as running requests have ended). Columns: requests answered, time to
-the first token (the wait for the model; p50, p95), loads, and the share of time in which something loaded, since the first model was READY.
+Rules: `today` is sparkd's, `at once` is llama-swap's (each request evicts as soon as running requests have ended). Columns: requests
+answered, time to the first token (the wait for the model; p50, p95), loads, and the share of time in which something loaded, since the
+first model was READY.
 Bar: with sparkd's rule at most half of the time under each pattern. Exit status 1: it was missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -47,6 +43,7 @@ from sparkd.control.watchdog import Pulse
 from sparkd.engine.upstream import ServedModels
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
+from tests.bench.arguments import Parser, amount
 from tests.support.fakes import FakeClock, FakeCluster, Loop, Scene, stage
 
 GIB = 1 << 30
@@ -55,10 +52,6 @@ STOP_S = 2.0
 STEP_S = 0.5
 MODELS = "abcd"
 BAR = 0.5
-
-
-def before(stay: Stay) -> float:
-    return stay.ready_since_s + max(stay.least_s, stay.load_s)
 
 
 def at_once(stay: Stay) -> float:
@@ -70,7 +63,7 @@ def unlimited(budget: Budget, loads_s: float) -> float:
 
 
 # Until when a model stays, and when the budget covers its load.
-RULES = {"before": (property(before), unlimited), "at once": (property(at_once), unlimited), "today": (Stay.until_s, Budget.covers_at_s)}
+RULES = {"at once": (property(at_once), unlimited), "today": (Stay.until_s, Budget.covers_at_s)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +74,6 @@ class Times:
     cold_s: float
     warm_s: float
     returns_s: float
-
-
-SMALLEST = Times(1 / 6, 40.0, 10.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +90,11 @@ class Outcome:
 class Node(FakeCluster):
     """One node whose engines load for as long as they are told to, and whose memory comes back after their end."""
 
-    def __init__(self, times: Times, failing: str = "", slow: str = "") -> None:
-        """failing, slow: names of models whose loads all fail, or all are as long as a first one."""
+    def __init__(self, times: Times, failing: str = "") -> None:
+        """failing: names of models whose loads all fail."""
         super().__init__()
         self.times = times
-        self._failing, self._slow = failing, slow
+        self._failing = failing
         self.clock = FakeClock()
         self.offered = {"n": float(OFFERED_GIB)}
         self.names = list(MODELS)
@@ -131,7 +121,7 @@ class Node(FakeCluster):
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         handles = await super().start(placement, spec, attempt, tell)
-        cold = spec.name not in self.loads or spec.name in self._failing + self._slow
+        cold = spec.name not in self.loads or spec.name in self._failing
         load_s = self.times.cold_s if cold else self.times.warm_s
         self.loads.append(spec.name)
         for handle in handles:
@@ -166,34 +156,6 @@ async def agents(ask: Request, rng: random.Random) -> None:
             await ask(model, 6)
 
 
-async def batch(ask: Request, rng: random.Random) -> None:
-    async def worker() -> None:
-        while True:
-            await ask("a", 20)
-
-    async def chat() -> None:
-        while True:
-            await asyncio.sleep(240)
-            for _ in range(3):
-                await ask("b", 8)
-                await asyncio.sleep(15)
-
-    async with asyncio.TaskGroup() as tasks:
-        for work in (*(worker() for _ in range(4)), chat()):
-            tasks.create_task(work)
-
-
-async def four(ask: Request, rng: random.Random) -> None:
-    async def person() -> None:
-        while True:
-            await ask(rng.choice(MODELS), 8)
-            await asyncio.sleep(rng.uniform(5, 30))
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(2):
-            tasks.create_task(person())
-
-
 async def circle(ask: Request, rng: random.Random) -> None:
     while True:
         for model in MODELS:
@@ -201,15 +163,14 @@ async def circle(ask: Request, rng: random.Random) -> None:
 
 
 PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {
-    "mind": mind, "agents": agents, "batch": batch, "four": four, "circle": circle, "fails": agents, "unequal": agents,
+    "mind": mind, "agents": agents, "circle": circle, "fails": agents,
 }  # fmt: skip
-ODD: Mapping[str, Mapping[str, str]] = {"fails": {"failing": "b"}, "unequal": {"slow": "b"}}
 # Who is sent away comes again after so long.
 AGAIN_S = 5.0
 
 
 async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times, seed: int) -> Outcome:
-    node = Node(times, **ODD.get(pattern, {}))
+    node = Node(times, failing="b" if pattern == "fails" else "")
     models = {name: {"model": str(folder), "memory_gib": MODEL_GIB} for name in MODELS}
     waits_s: list[float] = []
     async with stage(folder, cluster=node, models=models, wait_for_load_s=1e6, health_check_timeout_s=1e6) as made:
@@ -267,20 +228,18 @@ def run(times: Times, patterns: Sequence[str], seed: int) -> list[Outcome]:
     return outcomes
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=_positive, default=1.0, help="simulated hours of each pattern and rule (1)")
-    parser.add_argument("--cold-s", type=_positive, default=154.0, help="seconds of a model's first load (154)")
-    parser.add_argument("--warm-s", type=_positive, default=39.0, help="seconds of each later one (39)")
+def main() -> int:
+    parser = Parser("tests.bench.swap", __doc__, hours=1 / 6, cold_s=40.0, warm_s=10.0, pattern=["agents", "fails"])
+    parser.add_argument("--hours", type=amount, default=1.0, help="simulated hours of each pattern and rule (1)")
+    parser.add_argument("--cold-s", type=amount, default=154.0, help="seconds of a model's first load (154)")
+    parser.add_argument("--warm-s", type=amount, default=39.0, help="seconds of each later one (39)")
     parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
-    parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` and `four` (17)")
-    parser.add_argument("--smallest", action="store_true", help="ten minutes of `agents` and `fails`, with loads of 40 and 10 s")
+    parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` (17)")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
-    times, patterns = (SMALLEST, ["agents", "fails"]) if options.smallest else (times, options.pattern or list(PATTERNS))
-    outcomes = run(times, patterns, options.seed)
+    outcomes = run(times, options.pattern or list(PATTERNS), options.seed)
     print(json.dumps([asdict(one) for one in outcomes])) if options.json else Console(width=100).print(_table(outcomes))
     missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]
     for one in missed:
@@ -288,13 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"MISSED: {one.loading_share:.1%} of the time is spent on loading under `{one.pattern}`; the bar is {BAR:.0%}", file=sys.stderr
         )
     return int(bool(missed))
-
-
-def _positive(word: str) -> float:
-    value = float(word)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("more than 0 is expected")
-    return value
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

@@ -1,9 +1,8 @@
-"""The processes of the gateway benchmark: stub, proxies, Ray's own cost; and what the kernel says of them. Never sends a request."""
+"""The processes of the gateway benchmark: stub and proxies; and what the kernel says of them. Never sends a request."""
 
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 
 _START_S = 30.0
 _STOP_S = 10.0
-_RAY_S = 60.0
 # proxy_buffering off and HTTP/1.1 with keep-alive upstream: nginx at its best for event streams.
 _NGINX = """
 daemon off; master_process off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
@@ -36,14 +34,6 @@ http {{
 }}
 """
 _READER = "import socket,sys\ns=socket.socket(fileno=int(sys.argv[1]))\nwhile s.recv(64): pass"
-# Prints when it is connected, then waits for its stdin to close.
-_RAY_BASELINE = """
-import sys, ray
-node = sys.argv[1].rpartition(":")[0]
-ray.init(address=sys.argv[1], _node_ip_address=node, namespace="sparkd", log_to_driver=False, configure_logging=False)
-print("connected", flush=True)
-sys.stdin.read()
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,6 @@ class Target:
     port: int
     pid: int | None
     model: str
-    key: str | None = None
     rss_idle_kib: int = 0
 
 
@@ -106,41 +95,6 @@ def gateway(folder: Path, core: int, uds: str, model: str) -> Iterator[Target]:
     with _process(argv, core, log) as child:
         _wait(child, lambda: _answers(("127.0.0.1", port)), log)
         yield Target("sparkd", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
-
-
-@contextmanager
-def running(url: str, pid: int, engine_pid: int | None, cores: Cores, model: str, key: str | None) -> Iterator[Target]:
-    """A daemon that is already up; it and its engine are pinned for the time of the measurement."""
-    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
-    wanted = dict.fromkeys(_threads(pid), cores.proxy) | dict.fromkeys(_threads(engine_pid) if engine_pid else [], cores.load)
-    before = {thread: os.sched_getaffinity(thread) for thread in wanted}
-    for thread, core in wanted.items():
-        os.sched_setaffinity(thread, {core})
-    try:
-        yield Target("sparkd", host, int(port or 80), pid, model, key, rss_idle_kib=rss_kib(pid))
-    finally:
-        for thread, allowed in before.items():
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread, allowed)
-
-
-def ray_baseline_kib(address: str, folder: Path) -> int:
-    """RSS of a process that does nothing but import Ray and connect to the head at `address`. The environment carries the token."""
-    log = folder / "ray.log"
-    # Ray replaces a loopback address by the machine's own, where a head on loopback does not listen, unless this is off.
-    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address.startswith("127.") else {}
-    argv = [sys.executable, "-c", _RAY_BASELINE, address]
-    found = 0
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | loopback) as child,
-    ):
-        if child.stdout and select.select([child.stdout], [], [], _RAY_S)[0] and child.stdout.readline():
-            found = rss_kib(child.pid)
-        child.kill()
-    if not found:
-        raise SystemExit(f"Ray at {address} cannot be joined for the baseline: {log.read_text()[-500:]}")
-    return found
 
 
 def rss_kib(pid: int) -> int:

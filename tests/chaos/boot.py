@@ -11,12 +11,13 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.waiting import HUNG_S, until
 
 HERE = Path(__file__).resolve().parent
 STUB = "/opt/sparkd/bin/sparkd"
@@ -36,7 +37,7 @@ class Machine:
         enter = ["nsenter", "-t", str(self.init), "-m", "-p", "-n", "-i", "-u", "-C", "-r", "-w"]
         become = ["setpriv", f"--reuid={user}", "--clear-groups"] if user else []
         environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
-        done = subprocess.run([*enter, *become, *command], capture_output=True, text=True, timeout=90, env=environ, check=False)
+        done = subprocess.run([*enter, *become, *command], capture_output=True, text=True, timeout=HUNG_S, env=environ, check=False)
         if check and done.returncode:
             raise AssertionError(f"{command} exited {done.returncode}: {done.stdout}{done.stderr}\n{self.journal()}")
         return done.stdout.strip()
@@ -57,15 +58,6 @@ class Machine:
 
     def undo(self, unit: str) -> None:
         self.run("sh", "-c", f"rm -rf /run/systemd/system/{unit}.d; systemctl daemon-reload")
-
-
-def until(true: Callable[[], object], deadline_s: float = 30) -> None:
-    """Poll until true() holds; the deadline is a safety net, no claim."""
-    end = time.monotonic() + deadline_s
-    while not true():
-        if time.monotonic() > end:
-            raise AssertionError(f"{true} did not become true in {deadline_s} s")
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +239,7 @@ def test_a_mended_configuration_comes_up_by_itself(machine: Machine) -> None:
         until(lambda: int(machine.show(DAEMON, "NRestarts")) >= 5)
         assert machine.show("sparkd.socket", "ActiveState") == "active"
         machine.run("rm", "/var/lib/sparkd/bad-config")
-        output, _ = client.communicate(timeout=30)
+        output, _ = client.communicate()
     assert json.loads(output)["listener"][0] == "gateway"
     assert machine.show(DAEMON, "ActiveState") == "active"
 

@@ -85,8 +85,7 @@ def ray_node() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    deadline = time.monotonic() + 20
-    while not alive(rank_pid()) and time.monotonic() < deadline:
+    while not alive(rank_pid()):
         time.sleep(0.02)
     service.ready("ray is up")
     signal.pause()

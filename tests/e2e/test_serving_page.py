@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
 from tests.web.browser import Tab, chromium, context_of
+
+pytestmark = [pytest.mark.xdist_group("served"), pytest.mark.rest]
 
 
 def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> None:
@@ -18,7 +21,7 @@ def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> Non
         page = tab.page
         tab.open("models", NAME)
         page.get_by_role("button", name=f"Unload {NAME}").click()
-        expect(page.locator(".page-head .word")).to_have_text("STOPPED", timeout=60_000)
+        expect(page.locator(".page-head .word")).to_have_text("STOPPED")
         page.get_by_role("button", name=f"Load {NAME}").click()
         # What the page tells meanwhile, word for word.
         told: list[str] = []
@@ -41,8 +44,8 @@ def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> Non
         page.get_by_label("Message").fill("What is the capital of France?")
         page.get_by_role("button", name="Send", exact=True).click()
         answer = page.get_by_role("article", name="assistant")
-        expect(answer).to_contain_text("Paris", timeout=60_000)
-        expect(page.locator(".speed")).to_contain_text(re.compile(r"done.*tokens/s", re.DOTALL), timeout=60_000)
+        expect(answer).to_contain_text("Paris")
+        expect(page.locator(".speed")).to_contain_text(re.compile(r"done.*tokens/s", re.DOTALL))
         tab.open("requests")
         expect(page.get_by_role("table", name="Finished requests").locator("tbody tr").first).to_contain_text("chat/completions")
         assert (tab.faults, tab.refused, tab.foreign) == ([], [], [])

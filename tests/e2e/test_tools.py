@@ -25,6 +25,9 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
+from tests.support.waiting import HUNG_S
+
+pytestmark = pytest.mark.xdist_group("served")
 
 QUESTION = "What is the weather in Paris?"
 CITIES = ("Paris", "Rome")
@@ -50,7 +53,7 @@ class Weather(BaseModel):
     city: Literal["Paris", "Rome"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(served: DaemonProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
@@ -59,7 +62,7 @@ def client(served: DaemonProcess) -> Iterator[openai.OpenAI]:
 def parsed(served: DaemonProcess) -> float:
     """How often the engine's parser has read an answer."""
     (rank,) = served.model(NAME)["ranks"]
-    with httpx.Client(transport=httpx.HTTPTransport(uds=rank["socket_path"]), base_url="http://engine", timeout=10) as engine:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=rank["socket_path"]), base_url="http://engine", timeout=HUNG_S) as engine:
         lines = engine.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:tool_call_parser_invocations_total"))
 

@@ -23,9 +23,9 @@ from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from tests.golden import refusals
 from tests.support import doctor_tree
+from tests.support.checkpoints import mixture, tensors_of
+from tests.support.checkpoints import write as write_model
 from tests.support.fabric_tree import scenarios, write_nodes
-from tests.support.sketches import mixture, tensors_of
-from tests.support.sketches import write as write_model
 
 FOLDER = Path(__file__).parent
 GIB = 1 << 30
@@ -145,10 +145,12 @@ def _views() -> list[dict[str, Any]]:
             "progress": None, "message": None, "reason": None, "retry_in_s": None, "turn": None, "doubt": None, "aliases": [],
             "source": "/models/m", "max_model_len": None}  # fmt: skip
     kv = {"phase": "ready", "pool_bytes": 8 * GIB, "sequences": 8.5, "bytes_per_token": 131072.0, "margin_bytes": GIB,
-          "slack_bytes": GIB // 2, "source": "profile", "why": "rank 1 has the least left"}  # fmt: skip
+          "slack_bytes": GIB // 2, "source": "profile", "why": "rank 1 has the least left",
+          "source_why": "rank 1 has no profile of this engine", "peak_why": "a batch took 5.00 GiB"}  # fmt: skip
     ready = {"state": "READY", "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12, "queued": 3, "node": "10.0.0.12",
              "max_model_len": 32768, "ranks": [{"node": "10.0.0.12", "pid": 4711}], "aliases": ["gpt-4o"],
-             "progress": {"phase": "serving", "kv_tokens": 65536, "kv": kv}}  # fmt: skip
+             "progress": {"phase": "serving", "kv_tokens": 65536, "kv": kv}, "parsers": {"tool": "hermes", "reasoning": None}}  # fmt: skip
+    stock = {"phase": "stock", "why": "this vLLM has no x"}
     loading = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 * GIB, "bytes_total": 4 * GIB, "format": "fp8", "eta_s": 9.0}
     unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}
     changes: Mapping[str, dict[str, Any]] = {
@@ -158,6 +160,8 @@ def _views() -> list[dict[str, Any]]:
         "d": {"state": "STOPPED", "turn": 1, "queued": 3, "message": "It waits for memory, 60 GiB: a may stay for another 20 s."},
         "e": {"state": "FAILED", "reason": "WrongModel", "message": "It is too large.", "retry_in_s": 12.0},
         "f": {"state": "READY", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
+        "g": {"state": "DRAINING", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
+        "h": {"state": "READY", "memory_gib": 4.0, "progress": {"phase": "serving", "kv_tokens": 5, "kv": stock}},
     }
     return [{"name": name, **rest, **change} for name, change in changes.items()]
 
@@ -290,16 +294,19 @@ BROKEN = (
 WRONG_WORDS = (
     "lod",
     "stop m",
+    "list",
     "load",
     "load m --timeout -1",
     "load m --timeout soon",
     "logs m -n 900",
     "logs m --rank one",
+    "events -n 0",
     "unload",
     "unload m --all",
     "run m hello",
     "run m -- --host 0.0.0.0",
     "ps",
+    "ps --nope",
     "ps --url ftp://x",
     "ps --url h:99999",
     "ps --key-file /nowhere/key",
@@ -308,6 +315,7 @@ WRONG_WORDS = (
     "serve -o engine.platfrom=cpu",
     "serve -o keys.admin=k",
     "serve --listen 127.0.0.1:1 --port 2",
+    "serve --port 99999",
     "rm m --config x",
     "ls --cached --layers m",
     "ls --quick",
@@ -315,7 +323,12 @@ WRONG_WORDS = (
     "doctor --root /nowhere",
     "recipes show none",
     "incidents show ../x",
+    "plan",
+    "plan m --quantize {format:[}",
+    "plan m --nodes 0",
+    "plan m --nodes two",
     "plan m --ctx 32q",
+    "plan m --ctx 9999999999",
     "plan m --margin nan",
     "plan m --hardware gb11",
     "plan m --kv-dtype int4",

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.checkpoint import SourceQuantization
 from sparkd.errors import SparkdError
-from tests.support.shards import checkpoint_of, layered
+from tests.support.checkpoints import checkpoint_of, layered
 from workers.kv.agreement import Vote, course_of
 from workers.kv.arithmetic import GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool, too_little
 from workers.kv.settings import CacheSettings

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,15 +20,18 @@ from sparkd.execution.boundary import Boundary
 from sparkd.gateway import ClientLimits, GatewayServer, acceptor
 from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
+from tests.support.waiting import HUNG_S
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 LIVEZ = request("GET", "/livez")
+# No client of these tests is slow, however slow the machine is.
+PATIENT = ClientLimits(header_s=HUNG_S, body_grace_s=HUNG_S, keep_alive_s=HUNG_S, linger_s=HUNG_S)
 
 
 @pytest.mark.parametrize(
     ("configured", "limit", "most"),
-    [(4096, 1 << 30, 4096), (4096, 65536, 4096), (4096, 4096, 1872), (4096, 1024, 432), (4096, 256, 72), (10, 256, 10), (4096, 64, 8)],
+    [(4096, 65536, 4096), (4096, 1024, 432), (10, 256, 10), (4096, 64, 8)],
 )
 def test_how_many_may_be_connected(configured: int, limit: int, most: int) -> None:
     assert most_connections(configured, limit) == most
@@ -49,7 +53,7 @@ def test_some_connections_stay_for_what_is_answered_at_once(connections: int) ->
 
 async def test_probes_are_answered_while_requests_have_all_their_places(engine: RawEngine) -> None:
     engine.script = until_gone
-    async with serving(engine, limits=ClientLimits(connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
+    async with serving(engine, limits=replace(PATIENT, connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
         clients = [await running.open() for _ in range(3)]
         for client in clients[:2]:
             await busy(running, client)
@@ -66,7 +70,7 @@ async def test_probes_are_answered_while_requests_have_all_their_places(engine: 
 @contextlib.asynccontextmanager
 async def with_five(engine: RawEngine) -> AsyncIterator[tuple[Running, list[Client]]]:
     """A gateway that takes five connections, and the five."""
-    async with serving(engine, limits=ClientLimits(connections=5, linger_s=30.0, header_s=30.0)) as running:
+    async with serving(engine, limits=replace(PATIENT, connections=5)) as running:
         clients = [await running.open() for _ in range(5)]
         await soon(lambda: len(running.server.server_state.connections) == 5)
         yield running, clients
@@ -144,10 +148,9 @@ async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEng
 async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     held = await gateway.open()
     assert await alive(held)
-    limits = ClientLimits()
     with monkeypatch.context() as patch:
         patch.setattr(acceptor, "descriptor_limit", lambda: 16)  # the next client's number lies in the reserve
-        gateway.server.set_limits(limits)
+        gateway.server.set_limits(PATIENT)
         before = metrics.ACCEPT_RESTS._value.get()
         last = await gateway.open()
         assert await held.ended() == b""  # idle: it gives way, so that there are descriptors again
@@ -155,7 +158,7 @@ async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkey
         assert "DescriptorsShort" in str(gateway.server.condition)
         waiting = await gateway.open()  # in the kernel's queue
         waiting.send(LIVEZ)
-    gateway.server.set_limits(limits)
+    gateway.server.set_limits(PATIENT)
     assert (await waiting.answer()).status == 200
     for client in (held, last, waiting):
         await client.close()
@@ -186,15 +189,14 @@ async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monke
         listener.bind(("127.0.0.1", 0))
         accepting = Acceptor([listener], Told, (), {}, 10, Boundary(time.monotonic))
         _, writer = await asyncio.open_connection(*listener.getsockname())
-        async with asyncio.timeout(10):
-            await made.wait()
+        await made.wait()
         assert listener.failures == 0
         assert "DescriptorsShort" in str(accepting.condition)
         await accepting.close()
         writer.close()
 
 
-@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("turns", [0, 1, 3])
 async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answered(
     engine: RawEngine, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
@@ -217,7 +219,7 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
 
     monkeypatch.setattr(GatewayServer, "main_loop", until_told)
     monkeypatch.setattr(Acceptor, "_take", take_and_end)
-    async with serving(engine, drain_s=5.0) as running:
+    async with serving(engine, drain_s=HUNG_S) as running:
         early = socket.create_connection(("127.0.0.1", running.port))
         early.sendall(LIVEZ)
         client = Client(*await asyncio.open_connection(sock=early))

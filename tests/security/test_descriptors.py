@@ -11,10 +11,9 @@ import pytest
 
 from tests.sparkd.gateway.fakes import post, request
 from tests.support.daemon_process import DaemonProcess
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 
 LIMIT, CLIENTS = 256, 400
-SLOW = {"SPARKD_STUB_CHUNK_INTERVAL_S": "0.2", "SPARKD_STUB_TOKENS": "100"}
 STREAM = b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}'
 
 
@@ -27,7 +26,8 @@ class FewFiles(DaemonProcess):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "model").mkdir()
-    model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True, "env": SLOW}
+    (folder / "gate").touch()
+    model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True, "env": {"SPARKD_STUB_GATE": str(folder / "gate")}}
     made = FewFiles(folder, {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}})
     made.start()
     try:
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 def clients(made: DaemonProcess, sends: bytes) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         for _ in range(CLIENTS):
-            client = held.enter_context(socket.create_connection(("127.0.0.1", made.port), timeout=10))
+            client = held.enter_context(socket.create_connection(("127.0.0.1", made.port), timeout=HUNG_S))
             with contextlib.suppress(OSError):  # some are refused
                 client.sendall(sends)
         yield
@@ -51,7 +51,7 @@ def clients(made: DaemonProcess, sends: bytes) -> Iterator[None]:
 def call_anew(made: DaemonProcess) -> None:
     """The connection that it had was idle, so it was closed for a new one."""
     made.client.close()
-    made.client = httpx.Client(base_url=made.url, timeout=60.0, trust_env=False)
+    made.client = httpx.Client(base_url=made.url, timeout=HUNG_S, trust_env=False)
 
 
 def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> None:
@@ -67,10 +67,15 @@ def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> Non
 
 @pytest.mark.parametrize("sends", [post("/v1/chat/completions", STREAM), request("GET", "/admin/v1/events", "Accept: text/event-stream")])
 def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: DaemonProcess, sends: bytes) -> None:
-    with clients(made, sends):
-        call_anew(made)
-        assert made.client.get("/livez").status_code == 200
-        assert made.client.get("/metrics").status_code == 200
+    gate = made.folder / "gate"
+    gate.unlink()
+    try:
+        with clients(made, sends):
+            call_anew(made)
+            assert made.client.get("/livez").status_code == 200
+            assert made.client.get("/metrics").status_code == 200
+    finally:
+        gate.touch()
     until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, "an answer")
     assert made.status()["cluster"]["connected"]
     assert made.model("m")["restarts"] == 0

@@ -30,12 +30,8 @@ def string(piece: bytes, size: int = 6 * MIB) -> bytes:
 
 READ = {
     "digits": array(b"1"),
-    "tokens": array(b"12345"),
-    "spaced": array(b"  7 "),
     "floats": array(b"-1.0000000000000002e+16"),
-    "text": string(b"y"),
     "escapes": string(b"\\n"),
-    "quotes": string(b'\\"'),
     "wide": string("ü".encode()),
     "texts": array(b'"' + b"a" * 3000 + b'"'),
     "sentences": array(b'"' + b"some words, and [more]\\n" * 5 + b'"', 16 * MIB),
@@ -44,19 +40,15 @@ READ = {
 }
 REFUSED = {
     "objects": (BodyTooLarge, array(b"{}")),
-    "arrays": (BodyTooLarge, array(b"[]")),
-    "strings": (BodyTooLarge, array(b'""')),
     "members": (BodyTooLarge, array(b'{"":1}')),
     "models": (BodyTooLarge, b"{" + b'"model":"tiny",' * (6 * MIB // 15) + b'"model":"tiny"}'),
     "few models": (BadRequest, b'{"x":"' + b"y" * MIB + b'",' + b'"model":"tiny",' * 9 + b'"model":"tiny"}'),
     "a list for a model": (BodyTooLarge, b'{"model":[' + b"{}," * (2 * MIB) + b"{}]}"),
     "nested": (BodyTooLarge, b'{"model":"tiny","x":' + b"[" * (6 * MIB) + b"}"),
     "a long number": (BadRequest, b'{"model":"tiny","x":' + b"1" * (6 * MIB) + b"}"),
-    "a long number in a row": (BadRequest, array(b"1", MIB)[:-2] + b"," + b"1" * 4300 + b"]}"),
     "no end": (BadRequest, string(b"y")[:-2]),
     "no end but a backslash": (BadRequest, string(b"y")[:-2] + b"\\"),
     "no UTF-8": (BadRequest, string(b"\xff")),
-    "half a letter": (BadRequest, string(b"y")[:-2] + b'\xc3"}'),
 }
 
 
@@ -110,7 +102,7 @@ def is_kept(value: Any) -> bool:
     return value is None or isinstance(value, bool) or (isinstance(value, str) and len(json.dumps(value)) < 60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=20), VALUES, max_size=6),
     st.text(max_size=30),
@@ -141,7 +133,7 @@ def test_an_outline_has_the_same_names_and_short_values(
 
 
 async def test_a_large_body_reaches_the_engine_as_it_came(gateway: Running) -> None:
-    for name in ("tokens", "texts", "late"):
+    for name in ("digits", "texts", "late"):
         assert (await gateway.post(CHAT, READ[name])).status == 200
         assert gateway.engine.heard[-1].body == READ[name]
     for name in ("objects", "models"):

@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_an_answer_without_an_end_ends_it(gateway: Ru
     client = await gateway.open()
     client.send(EVENTS)
     assert (await client.answer(head_only=True)).status == 200
-    assert b"first" in await asyncio.wait_for(client.reader.readuntil(b"first"), 20)
+    await client.reader.readuntil(b"first")
     assert not app.closed
     client.writer.transport.abort()
     await soon(lambda: app.closed and gateway.edge._open_requests == 0)

@@ -15,12 +15,10 @@ from sparkd.vllm.logging_args import loud
 
 LOUD = [
     (["--log-level", "debug"], {}, "--log-level"),
-    (["--log-level=DEBUG"], {}, "--log-level"),
-    (["--log_level", "NOTSET"], {}, "--log-level"),
+    (["--log_level=NOTSET"], {}, "--log-level"),
     (["--uvicorn-log-level", "trace"], {}, "--uvicorn-log-level"),
     (["--enable-log-requests"], {}, "--enable-log-requests"),
     (["--enable_log_outputs"], {}, "--enable-log-outputs"),
-    (["--enable-log-o"], {}, "--enable-log-o"),
     (["--enable-log-deltas"], {}, "--enable-log-deltas"),
     (["--logging-config.x=1"], {}, "--logging-config"),
     (["--log-config-file", "/x"], {}, "--log-config-file"),

@@ -97,8 +97,7 @@ def test_an_added_model_that_is_loaded_later_fails_in_the_same_words(tmp_path: P
 
 @pytest.mark.parametrize(
     "model",
-    ["a" * 300, "~", "~nobody", "~no-such-user-here", "~root/x", ".", "..", "./x", "../x", "/" + "a" * 300, "/\0x", "x\0y", "/a" * 1500,
-     "owner/" + "b" * 300, "file:///etc", "etc/ssl", "é" * 300],
+    ["a" * 300, "~no-such-user-here", "~root/x", "../x", "/\0x", "/a" * 1500, "file:///etc", "etc/ssl"],
 )  # fmt: skip
 async def test_no_name_of_a_model_is_an_error_of_ours_and_none_leads_to_a_folder_of_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str

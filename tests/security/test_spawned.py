@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import json
 import os
 import pickle
@@ -11,7 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sparkd.errors import ClusterError, SparkdError
 from sparkd.inquiry import mix_measure, model_answers, parser_answers
 from tests.support.checkpoints import PRESETS, qwen3_moe
 from tests.support.ranks import Place
+from tests.support.waiting import HUNG_S
 from workers.agent import rating
 from workers.agent.jobs import Jobs
 from workers.guard import gpu_meter
@@ -85,10 +87,10 @@ SITES = {
 WITHOUT_ENVIRONMENT = {"workers/stub/__main__.py"}
 
 
-def _sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("sparkd", "workers"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+@functools.cache
+def _sources() -> list[tuple[str, ast.Module]]:
+    paths = [path for folder in ("sparkd", "workers") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())) for path in paths]
 
 
 def _starts(tree: ast.Module) -> list[ast.Call]:
@@ -190,7 +192,7 @@ async def _copy(python: Path, folder: Path) -> None:
 async def _rate(python: Path, folder: Path) -> None:
     rated = rating.Rating()
     name = rated.start(str(python), {}, {})
-    rated._runs.find(name)._program.process.wait(30)
+    rated._runs.find(name)._program.process.wait(HUNG_S)
     rated.end(name)
 
 
@@ -200,7 +202,7 @@ async def _shim(python: Path, folder: Path) -> None:
 
 
 async def _nvidia_smi(python: Path, folder: Path) -> None:
-    bounded_child.ask([str(python), "-I"], 30.0)
+    bounded_child.ask([str(python), "-I"], HUNG_S)
 
 
 async def _meter(python: Path, folder: Path) -> None:
@@ -217,7 +219,7 @@ async def _becomes(python: Path, folder: Path) -> None:
     command = ends_with_parent.command([str(python), "-I"])
     command[0] = PYTHON
     environ = ends_with_parent.environment({"PATH": os.environ["PATH"]})
-    await asyncio.to_thread(subprocess.run, command, env=environ, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    await asyncio.to_thread(subprocess.run, command, env=environ, check=True, stdout=subprocess.DEVNULL)
 
 
 async def _benchy(python: Path, folder: Path) -> None:

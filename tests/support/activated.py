@@ -43,7 +43,7 @@ class ActivatedDaemon(DaemonProcess):
 
     def restart(self) -> None:
         """As `systemctl restart`: SIGTERM, its end, and the next one."""
-        self.end(signal.SIGTERM, 90)
+        self.end(signal.SIGTERM)
         self.start()
 
     def gone(self) -> None:

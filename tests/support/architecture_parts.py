@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.checkpoints import FP8_STD, Draw, Entry, linear, normal, special_tokens
+from tests.support.checkpoints import FP8_STD, Draw, Tensor, linear, normal, special_tokens
 
 HEAD_DIM = 64
 # A norm that multiplies by one plus its weight is stored around zero.
@@ -61,24 +61,24 @@ def qwen_moe_config(size: Size, inner: int) -> dict[str, Any]:
     }
 
 
-def ends(size: Size, *, tied: bool = False, norm: Draw | None = None) -> list[Entry]:
-    embedding = Entry("model.embed_tokens.weight", (size.vocab, size.hidden), "BF16", normal(0.05))
-    last = Entry("model.norm.weight", (size.hidden,), "BF16", norm or Draw("constant", 1.0))
-    return [embedding, last] if tied else [embedding, last, Entry("lm_head.weight", (size.vocab, size.hidden), "BF16", normal(0.05))]
+def ends(size: Size, *, tied: bool = False, norm: Draw | None = None) -> list[Tensor]:
+    embedding = Tensor("model.embed_tokens.weight", (size.vocab, size.hidden), "BF16", normal(0.05))
+    last = Tensor("model.norm.weight", (size.hidden,), "BF16", norm or Draw("constant", 1.0))
+    return [embedding, last] if tied else [embedding, last, Tensor("lm_head.weight", (size.vocab, size.hidden), "BF16", normal(0.05))]
 
 
-def norms(size: Size, base: str, *, draw: Draw | None = None) -> list[Entry]:
+def norms(size: Size, base: str, *, draw: Draw | None = None) -> list[Tensor]:
     names = ("input_layernorm", "post_attention_layernorm")
-    return [Entry(f"{base}.{name}.weight", (size.hidden,), "BF16", draw or Draw("constant", 1.0)) for name in names]
+    return [Tensor(f"{base}.{name}.weight", (size.hidden,), "BF16", draw or Draw("constant", 1.0)) for name in names]
 
 
-def head_norms(base: str, *, head_dim: int = HEAD_DIM, draw: Draw | None = None) -> list[Entry]:
-    return [Entry(f"{base}.self_attn.{name}_norm.weight", (head_dim,), "BF16", draw or Draw("constant", 1.0)) for name in "qk"]
+def head_norms(base: str, *, head_dim: int = HEAD_DIM, draw: Draw | None = None) -> list[Tensor]:
+    return [Tensor(f"{base}.self_attn.{name}_norm.weight", (head_dim,), "BF16", draw or Draw("constant", 1.0)) for name in "qk"]
 
 
 def self_attention(
     size: Size, base: str, *, mixer: str = "", head_dim: int = HEAD_DIM, gated: bool = False, biased: bool = False, source: str = "bf16"
-) -> list[Entry]:
+) -> list[Tensor]:
     """gated: the query projection holds an output gate too."""
     module = mixer or f"{base}.self_attn"
     queries, keys = size.heads * head_dim, size.kv_heads * head_dim
@@ -89,38 +89,38 @@ def self_attention(
         "o_proj": (size.hidden, queries),
     }
     found = [entry for name, shape in shapes.items() for entry in linear(f"{module}.{name}", *shape, source, std=0.05)]
-    biases = [Entry(f"{module}.{name}.bias", (shape[0],), "BF16", normal(0.1)) for name, shape in shapes.items()]
+    biases = [Tensor(f"{module}.{name}.bias", (shape[0],), "BF16", normal(0.1)) for name, shape in shapes.items()]
     return found + biases if biased else found
 
 
-def gated_mlp(size: Size, module: str, inner: int, source: str = "bf16") -> list[Entry]:
+def gated_mlp(size: Size, module: str, inner: int, source: str = "bf16") -> list[Tensor]:
     shapes = (("gate_proj", inner, size.hidden), ("up_proj", inner, size.hidden), ("down_proj", size.hidden, inner))
     return [entry for name, n, k in shapes for entry in linear(f"{module}.{name}", n, k, source, std=0.05)]
 
 
-def routed_experts(size: Size, mlp: str, source: str = "bf16") -> list[Entry]:
+def routed_experts(size: Size, mlp: str, source: str = "bf16") -> list[Tensor]:
     gate = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
     return gate + [entry for expert in range(size.experts) for entry in gated_mlp(size, f"{mlp}.experts.{expert}", size.inner, source)]
 
 
-def packed_experts(size: Size, mlp: str, inner: int, source: str = "bf16") -> list[Entry]:
+def packed_experts(size: Size, mlp: str, inner: int, source: str = "bf16") -> list[Tensor]:
     """source: FP8 as transformers saves it (fp8_block), as Mistral-Small-4 has it (fp8_tensor), or with a scale for each row."""
     entries = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
     for which, n, k in (("gate_up_proj", 2 * inner, size.hidden), ("down_proj", size.hidden, inner)):
         weight = f"{mlp}.experts.{which}"
         if source == "bf16":
-            entries.append(Entry(weight, (size.experts, n, k), "BF16", normal(0.05)))
+            entries.append(Tensor(weight, (size.experts, n, k), "BF16", normal(0.05)))
             continue
         shapes = {"fp8_block": (-(-n // 128), -(-k // 128)), "fp8_tensor": (1, 1), "fp8_channel": (n, 1)}
         scales = Draw("uniform", 0.75 * 0.05 / FP8_STD, 1.25 * 0.05 / FP8_STD)
         entries += [
-            Entry(weight, (size.experts, n, k), "F8_E4M3", normal(FP8_STD)),
-            Entry(f"{weight}_scale{'' if source == 'fp8_channel' else '_inv'}", (size.experts, *shapes[source]), "F32", scales),
+            Tensor(weight, (size.experts, n, k), "F8_E4M3", normal(FP8_STD)),
+            Tensor(f"{weight}_scale{'' if source == 'fp8_channel' else '_inv'}", (size.experts, *shapes[source]), "F32", scales),
         ]
     return entries
 
 
-def dense(size: Size, *, qk_norm: bool = False, tied: bool = False) -> list[Entry]:
+def dense(size: Size, *, qk_norm: bool = False, tied: bool = False) -> list[Tensor]:
     entries = ends(size, tied=tied)
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"

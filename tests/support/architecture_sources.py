@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tests.support.checkpoints import BYTES, Draw, Entry
+from tests.support.checkpoints import BYTES, Draw, Tensor
 
 GROUP = 128
 NVFP4_GROUP = 16
@@ -28,11 +28,11 @@ _INPUT_DIVISOR = Draw("uniform", 250.0, 330.0)
 _MIDDLE = Draw("constant", 0x77777777)
 
 
-def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Entry]) -> tuple[dict[str, Any], tuple[Entry, ...]]:
+def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Tensor]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """config.json and tensors of a BF16 model as one of SOURCES has them."""
     make, described = SOURCES[source]
     half = source in ("awq", "gptq")
-    found: list[Entry] = []
+    found: list[Tensor] = []
     for entry in entries:
         if entry.name.endswith("_proj.weight"):
             found += make(entry.name.removesuffix(".weight"), *entry.shape)
@@ -42,38 +42,38 @@ def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Entry]) 
     return {**config, **more}, tuple(found)
 
 
-def _awq(module: str, n: int, k: int) -> list[Entry]:
+def _awq(module: str, n: int, k: int) -> list[Tensor]:
     return [
-        Entry(f"{module}.qweight", (k, n // 8), "I32", _CODES),
-        Entry(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _CODES),
-        Entry(f"{module}.scales", (k // GROUP, n), "F16", _AWQ_SCALES),
+        Tensor(f"{module}.qweight", (k, n // 8), "I32", _CODES),
+        Tensor(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _CODES),
+        Tensor(f"{module}.scales", (k // GROUP, n), "F16", _AWQ_SCALES),
     ]
 
 
-def _gptq(module: str, n: int, k: int) -> list[Entry]:
+def _gptq(module: str, n: int, k: int) -> list[Tensor]:
     return [
-        Entry(f"{module}.qweight", (k // 8, n), "I32", _CODES),
-        Entry(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _MIDDLE),
-        Entry(f"{module}.scales", (k // GROUP, n), "F16", _GPTQ_SCALES),
-        Entry(f"{module}.g_idx", (k,), "I32", Draw("steps", GROUP)),
+        Tensor(f"{module}.qweight", (k // 8, n), "I32", _CODES),
+        Tensor(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _MIDDLE),
+        Tensor(f"{module}.scales", (k // GROUP, n), "F16", _GPTQ_SCALES),
+        Tensor(f"{module}.g_idx", (k,), "I32", Draw("steps", GROUP)),
     ]
 
 
-def _modelopt(module: str, n: int, k: int) -> list[Entry]:
+def _modelopt(module: str, n: int, k: int) -> list[Tensor]:
     return [
-        Entry(f"{module}.weight", (n, k // 2), "U8", BYTES),
-        Entry(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
-        Entry(f"{module}.weight_scale_2", (), "F32", _TENSOR_SCALE),
-        Entry(f"{module}.input_scale", (), "F32", _INPUT_SCALE),
+        Tensor(f"{module}.weight", (n, k // 2), "U8", BYTES),
+        Tensor(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
+        Tensor(f"{module}.weight_scale_2", (), "F32", _TENSOR_SCALE),
+        Tensor(f"{module}.input_scale", (), "F32", _INPUT_SCALE),
     ]
 
 
-def _compressed(module: str, n: int, k: int) -> list[Entry]:
+def _compressed(module: str, n: int, k: int) -> list[Tensor]:
     return [
-        Entry(f"{module}.weight_packed", (n, k // 2), "U8", BYTES),
-        Entry(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
-        Entry(f"{module}.weight_global_scale", (1,), "F32", _TENSOR_DIVISOR),
-        Entry(f"{module}.input_global_scale", (1,), "F32", _INPUT_DIVISOR),
+        Tensor(f"{module}.weight_packed", (n, k // 2), "U8", BYTES),
+        Tensor(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
+        Tensor(f"{module}.weight_global_scale", (1,), "F32", _TENSOR_DIVISOR),
+        Tensor(f"{module}.input_global_scale", (1,), "F32", _INPUT_DIVISOR),
     ]
 
 
@@ -105,7 +105,7 @@ _COMPRESSED = {
     "kv_cache_scheme": None,
 }
 
-SOURCES: Mapping[str, tuple[Callable[[str, int, int], list[Entry]], Mapping[str, Any]]] = {
+SOURCES: Mapping[str, tuple[Callable[[str, int, int], list[Tensor]], Mapping[str, Any]]] = {
     "awq": (_awq, _AWQ),
     "gptq": (_gptq, _GPTQ),
     "modelopt_nvfp4": (_modelopt, _MODELOPT),

@@ -27,7 +27,7 @@ from tests.support.architecture_parts import (
     self_attention,
 )
 from tests.support.architecture_sources import SOURCES, quantized
-from tests.support.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal
+from tests.support.checkpoints import BYTES, ZEROS, Draw, Tensor, linear, normal
 
 VOCAB, HIDDEN, EXPERTS = SMALL.vocab, SMALL.hidden, SMALL.experts
 
@@ -37,7 +37,7 @@ class Model:
     """What `write_checkpoint` takes."""
 
     config: Mapping[str, Any]
-    entries: tuple[Entry, ...]
+    entries: tuple[Tensor, ...]
 
 
 def llama(size: Size = SMALL) -> Model:
@@ -106,25 +106,25 @@ def qwen3_next(size: Size = SMALL, ahead: bool = False) -> Model:
             entries += [*self_attention(size, base, gated=True), *head_norms(base, draw=ZERO_NORM)]
         else:
             entries += [
-                Entry(f"{mixer}.A_log", (value_heads,), "BF16", Draw("uniform", 0.0, 2.5)),
-                Entry(f"{mixer}.dt_bias", (value_heads,), "BF16", Draw("uniform", -4.0, -1.0)),
-                Entry(f"{mixer}.conv1d.weight", (2 * keys + values, 1, conv), "BF16", normal(0.3)),
+                Tensor(f"{mixer}.A_log", (value_heads,), "BF16", Draw("uniform", 0.0, 2.5)),
+                Tensor(f"{mixer}.dt_bias", (value_heads,), "BF16", Draw("uniform", -4.0, -1.0)),
+                Tensor(f"{mixer}.conv1d.weight", (2 * keys + values, 1, conv), "BF16", normal(0.3)),
                 *linear(f"{mixer}.in_proj_qkvz", 2 * keys + 2 * values, size.hidden, std=0.05),
                 *linear(f"{mixer}.in_proj_ba", 2 * value_heads, size.hidden, std=0.05),
-                Entry(f"{mixer}.norm.weight", (head,)),
+                Tensor(f"{mixer}.norm.weight", (head,)),
                 *linear(f"{mixer}.out_proj", size.hidden, values, std=0.05),
             ]
         entries += _shared_and_routed(size, base)
     if ahead:
         names = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
-        entries += [Entry(f"mtp.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
+        entries += [Tensor(f"mtp.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
         entries += linear("mtp.fc", size.hidden, 2 * size.hidden, std=0.05)
         base = "mtp.layers.0"
         entries += [*self_attention(size, base, gated=True), *head_norms(base, draw=ZERO_NORM), *_shared_and_routed(size, base)]
     return Model(config, tuple(entries))
 
 
-def _shared_and_routed(size: Size, base: str) -> list[Entry]:
+def _shared_and_routed(size: Size, base: str) -> list[Tensor]:
     shared = gated_mlp(size, f"{base}.mlp.shared_expert", size.inner)
     return [*routed_experts(size, f"{base}.mlp"), *shared, *linear(f"{base}.mlp.shared_expert_gate", 1, size.hidden, std=0.05)]
 
@@ -159,23 +159,23 @@ def gpt_oss(source: str = "mxfp4", size: Size = SMALL) -> Model:
         experts = f"{base}.mlp.experts"
         entries += [*norms(size, base), *self_attention(size, base, biased=True)]
         entries += [
-            Entry(f"{base}.self_attn.sinks", (size.heads,), "BF16", normal(1.0)),
+            Tensor(f"{base}.self_attn.sinks", (size.heads,), "BF16", normal(1.0)),
             *linear(f"{base}.mlp.router", experts_of, hidden, std=0.05),
-            Entry(f"{base}.mlp.router.bias", (experts_of,), "BF16", normal(0.1)),
-            Entry(f"{experts}.gate_up_proj_bias", (experts_of, 2 * inner), "BF16", normal(0.1)),
-            Entry(f"{experts}.down_proj_bias", (experts_of, hidden), "BF16", normal(0.1)),
+            Tensor(f"{base}.mlp.router.bias", (experts_of,), "BF16", normal(0.1)),
+            Tensor(f"{experts}.gate_up_proj_bias", (experts_of, 2 * inner), "BF16", normal(0.1)),
+            Tensor(f"{experts}.down_proj_bias", (experts_of, hidden), "BF16", normal(0.1)),
         ]
         if source != "mxfp4":
             entries += [
-                Entry(f"{experts}.gate_up_proj", (experts_of, hidden, 2 * inner), "BF16", normal(0.05)),
-                Entry(f"{experts}.down_proj", (experts_of, inner, hidden), "BF16", normal(0.05)),
+                Tensor(f"{experts}.gate_up_proj", (experts_of, hidden, 2 * inner), "BF16", normal(0.05)),
+                Tensor(f"{experts}.down_proj", (experts_of, inner, hidden), "BF16", normal(0.05)),
             ]
             continue
         entries += [
-            Entry(f"{experts}.gate_up_proj_blocks", (experts_of, 2 * inner, hidden // 32, 16), "U8", BYTES),
-            Entry(f"{experts}.gate_up_proj_scales", (experts_of, 2 * inner, hidden // 32), "U8", scales),
-            Entry(f"{experts}.down_proj_blocks", (experts_of, hidden, inner // 32, 16), "U8", BYTES),
-            Entry(f"{experts}.down_proj_scales", (experts_of, hidden, inner // 32), "U8", scales),
+            Tensor(f"{experts}.gate_up_proj_blocks", (experts_of, 2 * inner, hidden // 32, 16), "U8", BYTES),
+            Tensor(f"{experts}.gate_up_proj_scales", (experts_of, 2 * inner, hidden // 32), "U8", scales),
+            Tensor(f"{experts}.down_proj_blocks", (experts_of, hidden, inner // 32, 16), "U8", BYTES),
+            Tensor(f"{experts}.down_proj_scales", (experts_of, hidden, inner // 32), "U8", scales),
         ]
     return Model(config, tuple(entries))
 
@@ -200,22 +200,22 @@ def nemotron_h(size: Size = SMALL) -> Model:
     config = plain_config(size, "NemotronHForCausalLM", "nemotron_h", len(pattern), hybrid_override_pattern=pattern, **parts)
     width = heads * head
     entries = [
-        Entry("backbone.embeddings.weight", (size.vocab, size.hidden), "BF16", normal(0.05)),
-        Entry("backbone.norm_f.weight", (size.hidden,)),
-        Entry("lm_head.weight", (size.vocab, size.hidden), "BF16", normal(0.05)),
+        Tensor("backbone.embeddings.weight", (size.vocab, size.hidden), "BF16", normal(0.05)),
+        Tensor("backbone.norm_f.weight", (size.hidden,)),
+        Tensor("lm_head.weight", (size.vocab, size.hidden), "BF16", normal(0.05)),
     ]
     for layer, kind in enumerate(pattern):
         mixer = f"backbone.layers.{layer}.mixer"
-        entries.append(Entry(f"backbone.layers.{layer}.norm.weight", (size.hidden,)))
+        entries.append(Tensor(f"backbone.layers.{layer}.norm.weight", (size.hidden,)))
         if kind == "M":
             entries += [
-                Entry(f"{mixer}.A_log", (heads,), "BF16", Draw("uniform", 0.0, 2.5)),
-                Entry(f"{mixer}.D", (heads,)),
-                Entry(f"{mixer}.dt_bias", (heads,), "BF16", Draw("uniform", -4.0, -1.0)),
-                Entry(f"{mixer}.conv1d.weight", (width + 2 * groups * state, 1, conv), "BF16", normal(0.3)),
-                Entry(f"{mixer}.conv1d.bias", (width + 2 * groups * state,), "BF16", normal(0.1)),
+                Tensor(f"{mixer}.A_log", (heads,), "BF16", Draw("uniform", 0.0, 2.5)),
+                Tensor(f"{mixer}.D", (heads,)),
+                Tensor(f"{mixer}.dt_bias", (heads,), "BF16", Draw("uniform", -4.0, -1.0)),
+                Tensor(f"{mixer}.conv1d.weight", (width + 2 * groups * state, 1, conv), "BF16", normal(0.3)),
+                Tensor(f"{mixer}.conv1d.bias", (width + 2 * groups * state,), "BF16", normal(0.1)),
                 *linear(f"{mixer}.in_proj", 2 * width + 2 * groups * state + heads, size.hidden, std=0.05),
-                Entry(f"{mixer}.norm.weight", (width,)),
+                Tensor(f"{mixer}.norm.weight", (width,)),
                 *linear(f"{mixer}.out_proj", size.hidden, width),
             ]
         elif kind == "*":
@@ -223,7 +223,7 @@ def nemotron_h(size: Size = SMALL) -> Model:
         else:
             entries += [
                 *linear(f"{mixer}.gate", size.experts, size.hidden, std=0.05),
-                Entry(f"{mixer}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS),
+                Tensor(f"{mixer}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS),
             ]
             for module in (*(f"{mixer}.experts.{expert}" for expert in range(size.experts)), f"{mixer}.shared_experts"):
                 entries += [
@@ -253,7 +253,7 @@ def gemma3(size: Size = SMALL) -> Model:
         base = f"model.layers.{layer}"
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         entries += norms(size, base, draw=ZERO_NORM)
-        entries += [Entry(f"{base}.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
+        entries += [Tensor(f"{base}.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
         entries += [*self_attention(size, base, head_dim=256), *head_norms(base, head_dim=256, draw=ZERO_NORM)]
         entries += gated_mlp(size, f"{base}.mlp", size.wide)
     return Model(config, tuple(entries))
@@ -276,17 +276,17 @@ def deepseek_v3(size: Size = SMALL) -> Model:
         entries += [
             *norms(size, base),
             *linear(f"{attention}.q_a_proj", queries, size.hidden, std=0.05),
-            Entry(f"{attention}.q_a_layernorm.weight", (queries,)),
+            Tensor(f"{attention}.q_a_layernorm.weight", (queries,)),
             *linear(f"{attention}.q_b_proj", heads * (nope + rope), queries, std=0.05),
             *linear(f"{attention}.kv_a_proj_with_mqa", latent + rope, size.hidden, std=0.05),
-            Entry(f"{attention}.kv_a_layernorm.weight", (latent,)),
+            Tensor(f"{attention}.kv_a_layernorm.weight", (latent,)),
             *linear(f"{attention}.kv_b_proj", heads * (nope + value), latent, std=0.05),
             *linear(f"{attention}.o_proj", size.hidden, heads * value, std=0.05),
         ]
         if layer == 0:
             entries += gated_mlp(size, mlp, size.wide)
             continue
-        entries += [*routed_experts(size, mlp), Entry(f"{mlp}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS)]
+        entries += [*routed_experts(size, mlp), Tensor(f"{mlp}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS)]
         entries += gated_mlp(size, f"{mlp}.shared_experts", inner)
     return Model(config, tuple(entries))
 
@@ -312,8 +312,8 @@ def granitemoehybrid(size: Size = SMALL) -> Model:
             *norms(size, base),
             *self_attention(size, base),
             *linear(f"{moe}.router.layer", size.experts, size.hidden, std=0.05),
-            Entry(f"{moe}.input_linear.weight", (size.experts, 2 * inner, size.hidden), "BF16", normal(0.05)),
-            Entry(f"{moe}.output_linear.weight", (size.experts, size.hidden, inner), "BF16", normal(0.05)),
+            Tensor(f"{moe}.input_linear.weight", (size.experts, 2 * inner, size.hidden), "BF16", normal(0.05)),
+            Tensor(f"{moe}.output_linear.weight", (size.experts, size.hidden, inner), "BF16", normal(0.05)),
             *linear(f"{shared}.input_linear", 2 * size.wide, size.hidden, std=0.05),
             *linear(f"{shared}.output_linear", size.hidden, size.wide, std=0.05),
         ]

@@ -1,17 +1,8 @@
-"""Configuration files with one mistake each, made from valid ones by class, with the reason that `sparkd check` has to give.
-
-`python -m tests.support.broken_configs` prints how many of each class are refused for that reason. Never starts an engine; vLLM is asked
-for its flags once.
-"""
+"""Configuration files with one mistake each, made from valid ones by class, with the reason that `sparkd check` has to give."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +10,7 @@ from typing import Any
 
 from sparkd.cli.config_check import check
 from sparkd.schema.yaml_file import MAX_BYTES
-from tests.support.parser_batch import ask_at_once
-from tests.support.sketches import dense, tensors_of, write
+from tests.support.checkpoints import dense, tensors_of, write
 
 VALID_TOP = {"listen": "127.0.0.1:4000", "log_level": "info"}
 MAX_LEN = 8192
@@ -92,20 +82,13 @@ def entry(model: object, keys: Mapping[str, Any], **more: Any) -> str:
 
 def misspelt(models: Folders) -> Iterator[Case]:
     for key, right in (
-        ("lisen", "listen"), ("state_dri", "state_dir"), ("runtimedir", "runtime_dir"), ("log_levle", "log_level"), ("modles", "models"),
-        ("grups", "groups"), ("metrics_need_keys", "metrics_need_key"), ("wait_for_loads", "wait_for_load_s"),
+        ("lisen", "listen"), ("modles", "models"), ("wait_for_loads", "wait_for_load_s"),
     ):  # fmt: skip
         yield top(**{key: 1}), (key, f"did you mean {right}?"), 3
-    for section, key, right in (
-        ("engine", "runtme", "runtime"), ("engine", "platfrom", "platform"), ("cluster", "adress", "address"),
-        ("backoff", "maxs", "max_s"), ("memory", "gaurd", "guard"), ("limits", "max_conections", "max_connections"),
-        ("keys", "admin_fiel", "admin_file"), ("cors", "orgins", "origins"),
-    ):  # fmt: skip
+    for section, key, right in (("engine", "runtme", "runtime"), ("memory", "gaurd", "guard"), ("keys", "admin_fiel", "admin_file")):
         yield top(**{section: {key: 1}}), (f"{section}.{key}", f"did you mean {right}?"), 3
     for key, right in (
-        ("max_model_length", "max_model_len"), ("tensor_paralel", "tensor_parallel"), ("kv_cashe", "kv_cache"), ("quantise", "quantize"),
-        ("tool_cal_parser", "tool_call_parser"), ("prelaod", "preload"), ("excutor", "executor"), ("extra_arg", "extra_args"),
-        ("memory_gb", "memory_gib"), ("reasonig_parser", "reasoning_parser"),
+        ("max_model_length", "max_model_len"), ("tensor_paralel", "tensor_parallel"), ("kv_cashe", "kv_cache"), ("memory_gb", "memory_gib"),
     ):  # fmt: skip
         yield entry(models.sound, {key: 1}), (f"models.m.{key}", f"did you mean {right}?"), 4
 
@@ -113,14 +96,12 @@ def misspelt(models: Folders) -> Iterator[Case]:
 def odd_paths(models: Folders) -> Iterator[Case]:
     """A file where a folder or a program is expected, and models that never run together."""
     file = str(models.sound / "config.json")
-    for key in ("state_dir", "runtime_dir", "recipes_dir"):
-        yield top(**{key: file}), (key, "folder"), 3
+    yield top(state_dir=file), ("state_dir", "folder"), 3
     yield top(quantized_cache={"dir": file}), ("quantized_cache.dir", "folder"), 3
     yield top(engine={"runtime": file}), ("engine.runtime", "run"), 3
     yield entry(models.sound, {"runtime": file}), ("models.m.runtime", "run"), 4
     yield entry(models.sound, {"entrypoint": "x y"}), ("models.m.entrypoint", "module"), 4
-    for address in ("999.1.1.1:6379", "1.2.3:6379"):
-        yield top(cluster={"address": address}), ("cluster.address", "IPv4"), 3
+    yield top(cluster={"address": "999.1.1.1:6379"}), ("cluster.address", "IPv4"), 3
     yield top(cluster={"node_ip": "1.2.3"}), ("cluster.node_ip", "IPv4"), 3
     two = f"models:\n  a: {{model: {models.sound}, preload: true}}\n  b: {{model: {models.sound}, preload: true}}\n"
     yield f"{two}groups: {{exclude: [[a, b]]}}\n", ("models.b.preload", "groups.exclude"), 3
@@ -129,47 +110,38 @@ def odd_paths(models: Folders) -> Iterator[Case]:
 def another_type(models: Folders) -> Iterator[Case]:
     for key, value in {
         "listen": 5, "state_dir": [1], "max_queued_requests": "many", "loading_heartbeat_s": True, "cancel_abandoned_loads": "perhaps",
-        "include_aliases_in_list": 7, "engine": "vllm", "backoff": [1], "groups": "a", "models": ["a"], "limits": 3, "keys": "x" * 9,
+        "engine": "vllm", "models": ["a"], "keys": "x" * 9,
     }.items():  # fmt: skip
         yield top(**{key: value}), (key,), 1 if key == "listen" else 3
     for key, value in {
-        "tensor_parallel": "two", "max_model_len": [4], "max_num_seqs": 2.5, "memory_gib": "lots", "ttl": {}, "pin": "maybe",
-        "extra_args": {"a": 1}, "env": "A", "trust_remote_code": 3, "sampling": "cold", "aliases": {"a": 1}, "priority": "high",
-        "kv_cache": 8, "quantize": 4, "revision": 7, "media": "all",
+        "tensor_parallel": "two", "max_model_len": [4], "max_num_seqs": 2.5, "memory_gib": "lots", "pin": "maybe", "extra_args": {"a": 1},
+        "env": "A", "sampling": "cold", "kv_cache": 8, "quantize": 4, "revision": 7,
     }.items():  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}",), 4
 
 
 def out_of_range(models: Folders) -> Iterator[Case]:
     for path, value in {
-        "listen": "127.0.0.1:99999", "max_queued_requests": -1, "health_check_timeout_s": 0, "min_residency_s": -1, "backoff.jitter": 2,
-        "memory.sample_s": 0.001, "limits.max_header_bytes": 10, "cluster.port": 70000, "cluster.object_store_memory_mib": 1,
-        "engine.log_max_bytes": 1, "quantized_cache.limit_gib": -4,
+        "listen": "127.0.0.1:99999", "max_queued_requests": -1, "backoff.jitter": 2, "memory.sample_s": 0.001, "cluster.port": 70000,
     }.items():  # fmt: skip
         section, _, key = path.rpartition(".")
         yield top(**({section: {key: value}} if section else {key: value})), (path,), 1 if path == "listen" else 3
     for key, value in {
-        "gpu_memory_utilization": 1.5, "max_num_seqs": 0, "tensor_parallel": 0, "priority": 101, "ttl": -5, "memory_gib": -1,
-        "kv_margin_gib": -1, "max_num_batched_tokens": 0, "max_model_len": 0, "concurrency_limit": -2, "revision": "/etc",
-        "kv_cache": {"tokens": 0},
+        "gpu_memory_utilization": 1.5, "max_num_seqs": 0, "priority": 101, "memory_gib": -1, "revision": "/etc", "kv_cache": {"tokens": 0},
     }.items():  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}",), 4
-    for key, value in {"temperature": 9, "top_p": 0, "min_p": 2, "repetition_penalty": 0, "max_tokens": 0}.items():
+    for key, value in {"temperature": 9, "top_p": 0}.items():
         yield entry(models.sound, {"sampling": {key: value}}), (f"models.m.sampling.{key}",), 4
 
 
 def no_choice(models: Folders) -> Iterator[Case]:
     yield top(engine={"platform": "gpu"}), ("engine.platform", "cuda"), 3
     yield top(memory={"guard": "maybe"}), ("memory.guard", "watch"), 3
-    yield top(cors={"origins": ["example"]}), ("cors.origins",), 3
     yield "log_level: loud\n", ("log_level", "warning"), 1
     for key, value, word in (
-        ("executor", "raay", "ray"), ("speculative", "mpt", "Did you mean mtp?"), ("profile", "singel-user", "Did you mean single-user?"),
-        ("dtype", "float99", "Did you mean float"), ("kv_cache_dtype", "fp9", "Did you mean fp8"),
-        ("tool_call_parser", "hermess", "Did you mean hermes?"), ("reasoning_parser", "qwem3", "Did you mean qwen3?"),
-        ("quantize", "nvfp5", "nvfp4"), ("kv_cache", "lots", "auto"), ("kv_cache", {"byte": "8GiB"}, "bytes"),
+        ("executor", "raay", "ray"), ("speculative", "mpt", "mtp?"), ("dtype", "float99", "float"), ("quantize", "nvfp5", "nvfp4"),
+        ("tool_call_parser", "hermess", "hermes?"), ("kv_cache", "lots", "auto"), ("kv_cache", {"byte": "8GiB"}, "bytes"),
         ("kv_cache", {"bytes": "8Gb"}, "8GiB"), ("quantize", {"format": "nvfp4", "layer": {}}, "layer"),
-        ("quantization", "fp9", "Did you mean fp8?"), ("load_format", "dumy", "Did you mean dummy?"),
         ("media", {"domains": ["http://a.b/c"]}, "host"),
     ):  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
@@ -183,17 +155,12 @@ def contradictions(models: Folders) -> Iterator[Case]:
         ({"speculative": "mtp"}, ("speculative", "predict tokens ahead"), 4),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ("max_num_batched_tokens", "max_num_seqs"), 5),
         ({"extra_args": ["--max-num-batched-tokens", "0"]}, ("--max-num-batched-tokens", "above 0"), 4),
-        ({"extra_args": ["--max-model-len", "-5"]}, ("--max-model-len", "above 0"), 4),
-        ({"extra_args": ["--gpu-memory-utilization", "5"]}, ("--gpu-memory-utilization", "at most 1"), 4),
         ({**short, "kv_cache": {"sequences": 2, "at": 8192}}, ("kv_cache", "8,192", "4,096"), 5),
-        ({**short, "kv_cache": {"tokens": 1024}}, ("kv_cache", "1,024", "4,096"), 5),
         ({"memory_gib": 4, "kv_cache": {"bytes": "8GiB"}}, ("kv_cache", "8GiB", "4 GiB"), 5),
         ({"kv_cache": {"bytes": "1GiB", "tokens": 4096}}, ("kv_cache", "keep one"), 4),
-        ({"kv_cache": {"tokens": 9000, "at": 10}}, ("kv_cache", "'at'"), 4),
         ({"quantize": "nvfp4", "quantization": "fp8"}, ("quantization", "exclude each other"), 5),
         ({"quantize": "nvfp4", "load_format": "auto"}, ("load_format", "exclude each other"), 5),
         ({"kv_cache": "auto", "gpu_memory_utilization": 0.5}, ("gpu_memory_utilization", "exclude each other"), 5),
-        ({"kv_margin_gib": 1, "gpu_memory_utilization": 0.5}, ("gpu_memory_utilization", "exclude each other"), 5),
         ({"quantize": "nvfp4", "env": {"VLLM_PLUGINS": "other"}}, ("quantize", "VLLM_PLUGINS"), 4),
         ({"kv_margin_gib": 1, "extra_args": ["--gpu-memory-utilization", "0.5"]}, ("--gpu-memory-utilization", "exclude"), 5),
     ):  # fmt: skip
@@ -202,13 +169,10 @@ def contradictions(models: Folders) -> Iterator[Case]:
     yield f"{two}  c: {{model: {models.sound}}}\n", ("models.b.aliases", "'c'"), 3
     yield f"{two}  d: {{model: {models.sound}, default: true}}\n", ("models.d.default", "'b'"), 4
     yield f"{two}groups: {{exclude: [[a, a]]}}\n", ("groups.exclude", "a, a"), 4
-    yield f"{two}groups: {{exclude: [[b, c]]}}\n", ("groups.exclude", "b, c"), 4
-    yield f"{two}groups: {{exclude: [[b]]}}\n", ("groups.exclude", "two or more"), 4
     yield f"{two}groups: {{exclude: [[a, b]], accompany: [[a, c]]}}\n", ("groups.exclude", "accompany"), 4
     yield f"{two}groups: {{accompany: [[a, bb]]}}\n", ("groups.accompany", "'bb'", "Did you mean b?"), 4
     yield f"{two}hooks: {{on_startup: {{preload: [aa]}}}}\n", ("preload", "'aa'", "Did you mean a?"), 4
     yield top(backoff={"initial_s": 9, "max_s": 3}), ("backoff", "initial_s"), 3
-    yield top(memory={"floor_gib": 5, "hard_gib": 3}), ("memory", "hard_gib"), 3
     yield "log_level: info\nlisten: 0.0.0.0:4000\n", ("listen", "no key"), 2
     yield top(cors={"origins": ["*"]}), ("cors.origins", "no key"), 3
 
@@ -217,21 +181,17 @@ def arguments(models: Folders) -> Iterator[Case]:
     for args, word in (
         (["--port", "1"], "--port"), (["--host=::"], "--host"), (["--tensor-parallel-size", "2"], "tensor_parallel"), (["-tp", "2"], "-tp"),
         (["--api-key", "abcdefgh"], "--api-key"), (["--"], "'--'"), (["model"], "not a flag"), (["--served-model-name", "x"], "aliases"),
-        (["--uds", "/a"], "--uds"), (["--enforce-eagr"], "Did you mean --enforce-eager?"), (["--max-num-seqs"], "needs a value"),
-        (["--max-num-seqs", "many"], "whole number"), (["--dtype", "flaot16"], "Did you mean float16?"),
-        (["--enforce-eager=1"], "no value"), (["--compilation-config", "{'a': 1}"], "JSON"), (["--no-such-flag", "1"], "no such flag"),
-        (["--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens"), (["--kv-cache-dtype", "fp9"], "Did you mean fp8"),
-        (["--tool-call-parser", "hermess"], "Did you mean hermes?"),
+        (["--uds", "/a"], "--uds"), (["--enforce-eagr"], "Did you mean --enforce-eager?"), (["--max-num-seqs", "many"], "whole number"),
+        (["--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens"), (["--tool-call-parser", "hermess"], "hermes?"),
     ):  # fmt: skip
         yield entry(models.sound, {"extra_args": args}), (word,), 4
-    for name in ("RAY_ADDRESS", "VLLM_HOST_IP", "VLLM_PORT", "SPARKD_X", "PYTHONHOME"):
+    for name in ("RAY_ADDRESS", "VLLM_PORT"):
         yield entry(models.sound, {"env": {name: "1"}}), (name,), 4
     yield entry(models.sound, {"env": {"1A": "1"}}), ("models.m.env", "environment variable"), 4
 
 
 def files(models: Folders) -> Iterator[Case]:
     yield entry("Qwen3-8B", {}), ("models.m.model", "owner"), 3
-    yield entry("no such model", {}), ("models.m.model", "owner/name"), 3
     yield "models:\n  m:\n    ttl: 5\n", ("models.m.model", "required"), 2
     yield entry(models.empty, {}), ("models.m.model", "empty"), 3
     yield entry(models.no_config, {}), ("models.m.model", "config.json"), 3
@@ -241,27 +201,19 @@ def files(models: Folders) -> Iterator[Case]:
     yield entry(models.nine_heads, {"quantize": "int4-g128"}), ("models.m.quantize", "groups of 128"), 4
     yield entry(models.sound, {"tensor_parallel": 3}), ("models.m.tensor_parallel", "8 attention heads"), 4
     yield entry(models.sound, {"max_model_len": 9000}), ("models.m.max_model_len", "9,000", "8,192"), 4
-    yield entry(models.sound, {"kv_cache": {"bytes": "1MiB"}}), ("models.m.kv_cache", "8,192 tokens"), 4
     yield entry(models.sound, {"extra_args": ["--num-gpu-blocks-override", "2"]}), ("models.m.extra_args", "8,192 tokens"), 4
 
 
 def texts(models: Folders) -> Iterator[Case]:
     whole = entry(models.sound, {"ttl": 5})
     yield whole.replace("    ttl", "\tttl"), ("malformed",), 4
-    yield f"{whole}listen: [a\n", ("malformed",), None
     yield f"{whole}listen: !!python/object:os.system x\n", ("tags",), 5
-    yield f"{whole}listen: *nowhere\n", ("malformed",), 5
     yield whole.encode() + b"a: \xff\xfe\n", ("UTF-8",), 5
-    yield f"{whole}listen: \x07\n", ("control character",), 5
     yield f"{whole}listen: {'[' * 60}{']' * 60}\n", ("nested",), 5
     yield "- a\n- b\n", ("map",), 1
-    yield "only text\n", ("map",), 1
     yield f"{whole}listen: 127.0.0.1:1\nlisten: 127.0.0.1:2\n", ("'listen'", "set twice"), 6
     yield f"{whole}    ttl: 6\n", ("'ttl'", "set twice"), 5
     yield f"{whole}listen: ${{env.NOT_SET_ANYWHERE}}\n", ("NOT_SET_ANYWHERE",), 5
-    yield f"{whole}listen: ${{env.A:-b}}\n", ("defaults",), 5
-    yield f"{whole}listen: '${{env.'\n", ("'${env.'",), 5
-    yield f"{whole}? [a, b]\n: c\n", ("key", "plain text"), 5
     yield (
         "a: &a [x, x, x, x]\n"
         + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in zip("abcde", "bcdef", strict=True)),
@@ -269,8 +221,6 @@ def texts(models: Folders) -> Iterator[Case]:
         None,
     )
     yield "#" * (MAX_BYTES + 1), ("bytes",), None
-    yield f"{whole}<<: 5\n", ("'<<'",), 5
-    yield f'{whole}listen: "\\ud800"\n', ("half a character",), 5
 
 
 def recipes(models: Folders) -> Iterator[Case]:
@@ -279,50 +229,30 @@ def recipes(models: Folders) -> Iterator[Case]:
 
     yield of({"recipe": "gpt-oss-120"}), ("models.m.recipe", "did you mean gpt-oss-120b?"), 3
     yield of({"recipe": "gpt-oss-120b@nowhere"}), ("models.m.recipe", "nowhere"), 3
-    yield of({"recipe": "/nowhere/at/all.yaml"}), ("/nowhere/at/all.yaml",), None
     yield of({"recipe": 5}), ("models.m.recipe",), 3
-    yield of({"recipe": "gpt-oss-120b", "speculative": "mtp"}), ("models.m.speculative",), 4
     yield of({"recipe": "gpt-oss-120b", "profile": "nobody"}), ("models.m.profile",), 4
 
 
 def strangers(models: Folders) -> Iterator[Case]:
     """Mistakes that were accepted, or told without their line, when they were first made."""
     for keys, words in (
-        ({"state_dir": ""}, ("state_dir", "empty")), ({"state_dir": "$HOME/sparkd"}, ("state_dir", "${env.HOME}")),
-        ({"recipes_dir": "${HOME}/recipes"}, ("recipes_dir", "${env.HOME}")), ({"cluster": {"token_file": "/"}}, ("token_file", "folder")),
-        ({"cluster": {"token_file": "$HOME/t"}}, ("token_file", "${env.HOME}")),
-        ({"cluster": {"node_ip": "0.0.0.0"}}, ("node_ip", "every")),
-        ({"cluster": {"node_ip": "10.0.0.1/24"}}, ("node_ip", "network")), ({"cluster": {"node_ip": "10.0.0.1:80"}}, ("node_ip", "port")),
+        ({"state_dir": "$HOME/sparkd"}, ("state_dir", "${env.HOME}")), ({"cluster": {"token_file": "/"}}, ("token_file", "folder")),
+        ({"cluster": {"node_ip": "0.0.0.0"}}, ("node_ip", "every")), ({"cluster": {"node_ip": "10.0.0.1/24"}}, ("node_ip", "network")),
         ({"engine": {"entrypoint": "vllm serve"}}, ("engine.entrypoint", "module")), ({"engine": {"env": ["A"]}}, ("engine.env", "'='")),
-        ({"engine": {"runtime": "$HOME/venv/bin/python"}}, ("engine.runtime", "${env.HOME}")), ({"\u200bmodels": {}}, ("u200b", "models?")),
         ({"keys": {"admin": ["a b"]}}, ("keys.admin", "visible")), ({"keys": {"admin_file": "/"}}, ("keys.admin_file", "folder")),
-        ({"runtime_dir": "/srv/" + "d" * 70}, ("runtime_dir", "75 bytes")),
-        ({"state_dir": " "}, ("state_dir", "empty")), ({"state_dir": "é" * 200}, ("state_dir", "bytes")),
-        ({"memory": {"os_reserve_gib": 1e300}}, ("os_reserve_gib", "at most")), ({"backoff": {"jitter": True}}, ("backoff.jitter", "true")),
+        ({"runtime_dir": "/srv/" + "d" * 70}, ("runtime_dir", "75 bytes")), ({"state_dir": " "}, ("state_dir", "empty")),
         ({"keys": {"inference_file": "/no/1", "admin_file": "/no/2"}}, ("keys.admin_file", "/no/2")),
     ):  # fmt: skip
         yield top(**keys), words, 3
     yield "listen: 999.0.0.1:1\n", ("listen", "IPv4"), 1
-    yield "listen: '-host:1'\n", ("listen", "'-'"), 1
-    yield f"models:\n  a: {{model: {models.sound}}}\ngroups: {{exclude: [[]]}}\n", ("groups.exclude", "empty"), 3
     for key, value, word in (
-        ("env", ["A"], "'='"), ("entrypoint", "no.such.module", "no.such.module"), ("recipe", "../x", "../x"), ("aliases", 5, "list"),
-        ("served_model_name", True, "list"), ("runtime", "é" * 200, "bytes"),
+        ("entrypoint", "no.such.module", "no.such.module"), ("recipe", "../x", "../x"), ("aliases", 5, "list"),
     ):  # fmt: skip
         yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
     for args, word in (
-        (["-max-num-seqs", "8"], "Did you mean --max-num-seqs?"), (["--enable-prefix-caching", "true"], "as the model"),
-        (["--enforce-eager", "8"], "as the model"), (["--max-num-seqs", "8", "9"], "as the model"),
-        (["--moe-backend", "cutlas"], "cutlass?"), (["--spec-method", "ngrm"], "ngram?"), (["--compilation-config", "7"], "map"),
-        (["--max-model-len", "9000"], "--max-model-len: 9,000"),
-        (["--compilation-config", '{"bakend": ""}'], "backend?"), (["--structured-outputs-config", '{"bakend": "x"}'], "backend?"),
-        (["--speculative-config", '{"method": "ngrm"}'], "ngram?"), (["--speculative-config", "[1]"], "map"),
-        (["--speculative-config", '{"metod": "ngram", "num_speculative_tokens": 3}'], "method?"),
-        (["--attention-backend", "FLASH"], "FLASHMLA?"), (["--lora-modules", "x"], "JSON"), (["--middleware", "x"], "MODULE.NAME"),
-        (["--attention-config.backend", "FLASHINFR"], "FLASHINFER?"), (["--load-format", "spark_stream"], "quantize"),
-        (["--limit-mm-per-prompt", "[1]"], "map"), (["--tokenizer-mode", "mistrl"], "mistral?"), (["--optimization-level", "9"], "O3"),
-        (["--allowed-origins", '{"a": 1}'], "list"), (["--compilation-config", '{"cudagraph_mode": "FULLL"}'], "FULL?"),
-        (["--lora-modules", '{"name": "a"}'], "'path'"), (["--compilation-config.bakend", "x"], "backend?"),
+        (["--max-num-seqs", "8", "9"], "as the model"), (["--max-model-len", "9000"], "--max-model-len: 9,000"),
+        (["--compilation-config", '{"bakend": ""}'], "backend?"), (["--speculative-config", '{"method": "ngrm"}'], "ngram?"),
+        (["--speculative-config", "[1]"], "map"), (["--load-format", "spark_stream"], "quantize"),
     ):  # fmt: skip
         yield entry(models.sound, {"extra_args": args}), (word,), 4
 
@@ -339,22 +269,3 @@ def outcome(broken: Broken, folder: Path) -> str:
         return "accepted"
     matching = [one for one in errors if all(word in one.message or word in (one.file or "") for word in broken.words)]
     return COLUMNS[0] if any(broken.line in (one.line, None) for one in matching) else COLUMNS[1]
-
-
-def main() -> None:
-    argparse.ArgumentParser(prog="python -m tests.support.broken_configs", description=__doc__).parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        os.environ["HF_HUB_CACHE"] = f"{name}/hub"
-        table: dict[str, Counter[str]] = {}
-        cases = corpus(Path(name))
-        ask_at_once(lambda: [outcome(broken, Path(name)) for broken in cases])
-        for broken in cases:
-            table.setdefault(broken.kind, Counter())[outcome(broken, Path(name))] += 1
-    print(f"{'class':<30}{'files':>6}" + "".join(f"{column:>24}" for column in COLUMNS))
-    for kind, counts in [*table.items(), ("all", sum(table.values(), Counter()))]:
-        print(f"{kind:<30}{counts.total():>6}" + "".join(f"{counts[column]:>24}" for column in COLUMNS))
-    sys.exit(any(counts[column] for counts in table.values() for column in COLUMNS[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,10 @@
-"""Random checkpoints as they lie on disk: config.json, tokenizer, safetensors shards and their index. Never loads one, never imports vLLM.
+"""Synthetic checkpoints, in memory or on disk. Its data are a hole of any size, or values that follow from seed and name.
 
-    python -m tests.support.checkpoints cpu|h200 FOLDER [--shuffled] [--source SOURCE] [--packed linear|transposed] [--device cuda]
-
-Only torch is needed. A tensor's values follow from the seed and its name alone, so the same model in another order holds the same tensors.
+Tensors are `Tensor`s, rows of (name, shape, dtype), or a mapping {name: (dtype, shape)}. Only drawn values need torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -16,21 +13,27 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from sparkd.checkpoint import Checkpoint, SourceQuantization, TensorRef
+from sparkd.checkpoint.header import DTYPE_BITS
+from sparkd.checkpoint.quantization import source_quantization
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 2**20
 GIB = 2**30
 CHUNK_BYTES = 64 * MIB
-DTYPES: Mapping[str, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
+# safetensors codes of the values that can be drawn, and torch's names of them.
+DRAWN = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
 }
 # FP8 codes are drawn with this deviation: 448 is 4.7 of them away, as in a checkpoint whose scales come from the largest value.
 FP8_STD = 96.0
@@ -73,9 +76,8 @@ def normal(std: float, mean: float = 0.0) -> Draw:
     return Draw("normal", mean, std)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a checkpoint that is to be written. dtype: safetensors code."""
+class Tensor(NamedTuple):
+    """One tensor of a checkpoint. dtype: safetensors code; draw: its values, where they are drawn."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,41 +86,160 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+Shape = Sequence[int]
+Tensors = Mapping[str, tuple[str, Shape]] | Iterable[tuple[Any, ...]]
+
+
+def header_of(tensors: Tensors) -> dict[str, Any]:
+    """The header of a file with these tensors, one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in _listed(tensors):
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    return header
+
+
+def pack(header: Any, data_bytes: int | None = None) -> bytes:
+    """A whole file of zeros. header: an object, or its bytes; data_bytes: how many follow, as the header says where it is left out."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if data_bytes is None:
+        data_bytes = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    return len(text).to_bytes(8, "little") + text + bytes(data_bytes)
+
+
+def checkpoint_of(tensors: Tensors, config: Mapping[str, Any] | None = None, quantization: SourceQuantization | None = None) -> Checkpoint:
+    """A checkpoint that is on no disk. quantization: as `config` and the tensors say where it is left out."""
+    refs: dict[str, TensorRef] = {}
+    at = 0
+    for tensor in _listed(tensors):
+        refs[tensor.name] = TensorRef(tensor.name, tensor.dtype, tensor.shape, "/model/model.safetensors", at, tensor.nbytes)
+        at += tensor.nbytes
+    return Checkpoint("/model", config or {}, (), refs, quantization or source_quantization(config or {}, None, refs))
+
+
+def write_shard(path: Path, tensors: Tensors) -> Path:
+    """One file, whose data are a hole."""
+    begin = pack(header_of(tensors), 0)
+    with path.open("wb") as file:
+        file.write(begin)
+        file.truncate(len(begin) + sum(tensor.nbytes for tensor in _listed(tensors)))
+    return path
+
+
+def write_folder(folder: Path, shards: Mapping[str, Tensors], config: Mapping[str, Any] | None = None, *, index: bool = False) -> Path:
+    """Files whose data are holes. shards: file name -> tensors; index: with a model.safetensors.index.json over all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config or {"model_type": "llama"})
+    for file, tensors in shards.items():
+        write_shard(folder / file, tensors)
+    if index:
+        _write_index(folder, {tensor.name: file for file, tensors in shards.items() for tensor in _listed(tensors)}, {})
+    return folder
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
+    """One file of any size that takes no room."""
+    return write_folder(folder, {"model.safetensors": tensors}, config)
 
 
 def write_checkpoint(
     folder: str | os.PathLike[str],
     config: Mapping[str, Any],
-    entries: Sequence[Entry],
+    tensors: Tensors,
     *,
     shard_bytes: int = 200 * MIB,
     shuffled: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
-    """Writes `entries` in their order, or in a random order over all shards, each shard full before the next; files are on disk afterwards.
+    """Writes drawn values in the order of `tensors` or in a random one, each shard full before the next; files are on disk afterwards.
 
     At most CHUNK_BYTES of values are in memory at once; they are drawn on `device`. Returns the folder.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", dict(config))
-    write_tokenizer(folder, int(dict(config).get("vocab_size") or dict(config.get("text_config", {})).get("vocab_size", 512)))
-    entries = list(entries)
+    _write_json(folder / "config.json", config)
+    write_tokenizer(folder, int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 512)))
+    tensors = _listed(tensors)
     if shuffled:
-        random.Random(seed).shuffle(entries)
-    shards = list(_shards(entries, shard_bytes))
+        random.Random(seed).shuffle(tensors)
+    shards = list(_shards(tensors, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, members in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, members, seed, torch.device(device))
+        _write_drawn(folder / name, members, seed, device)
         weight_map |= dict.fromkeys((member.name for member in members), name)
-    total = sum(entry.nbytes for entry in entries)
-    _write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    )
+    _write_index(folder, dict(sorted(weight_map.items())), {"total_size": sum(tensor.nbytes for tensor in tensors)})
     return folder
+
+
+def dense(**more: Any) -> dict[str, Any]:
+    """A configuration of Llama's kind; keys are replaced or added, and left out where they are None."""
+    plain: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1024,
+        "vocab_size": 1000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    return {key: value for key, value in {**plain, **more}.items() if value is not None}
+
+
+def mixture(**more: Any) -> dict[str, Any]:
+    """A configuration of Qwen3-MoE's kind."""
+    own = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    return dense(**{**own, "moe_intermediate_size": 256, **more})
+
+
+def tensors_of(config: Mapping[str, Any], *, dtype: str = "BF16", packed: bool = False) -> list[tuple[Any, ...]]:
+    """Of `dense` and `mixture`. packed: all experts of a layer in two tensors."""
+    hidden, vocab, heads, keys = (config[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"))
+    head = config.get("head_dim", hidden // heads)
+    found: list[tuple[Any, ...]] = [("model.embed_tokens.weight", (vocab, hidden), dtype), ("model.norm.weight", (hidden,), dtype)]
+    if not config["tie_word_embeddings"]:
+        found.append(("lm_head.weight", (vocab, hidden), dtype))
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}"
+        sides = {"q": (heads * head, hidden), "k": (keys * head, hidden), "v": (keys * head, hidden), "o": (hidden, heads * head)}
+        found += [(f"{base}.self_attn.{name}_proj.weight", side, dtype) for name, side in sides.items()]
+        found += [(f"{base}.{name}.weight", (hidden,), dtype) for name in ("input_layernorm", "post_attention_layernorm")]
+        experts, inner = config.get("num_experts", 0), config.get("moe_intermediate_size", config["intermediate_size"])
+        if experts:
+            found.append((f"{base}.mlp.gate.weight", (experts, hidden), dtype))
+        if packed:
+            found.append((f"{base}.mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), dtype))
+            found.append((f"{base}.mlp.experts.down_proj", (experts, hidden, inner), dtype))
+            continue
+        for module in [f"{base}.mlp.experts.{number}" for number in range(experts)] or [f"{base}.mlp"]:
+            found += [(f"{module}.{name}_proj.weight", (inner, hidden), dtype) for name in ("gate", "up")]
+            found.append((f"{module}.down_proj.weight", (hidden, inner), dtype))
+    return found
+
+
+def layered(count: int, shapes: Mapping[str, Shape], prefix: str = "model.layers", dtype: str = "BF16") -> dict[str, tuple[str, Shape]]:
+    """The same tensors in `count` layers."""
+    return {f"{prefix}.{layer}.{name}": (dtype, shape) for layer in range(count) for name, shape in shapes.items()}
+
+
+LLAMA_8B = dense(
+    num_hidden_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14_336,
+    vocab_size=32_000,
+    max_position_embeddings=131_072,
+)
 
 
 def qwen3_moe(
@@ -176,40 +297,40 @@ def qwen3_moe(
     }
     if source.startswith("fp8"):
         config["quantization_config"] = fp8_config(source)
-    entries = [Entry("model.embed_tokens.weight", (vocab, hidden), plain, normal(0.05))]
+    entries = [Tensor("model.embed_tokens.weight", (vocab, hidden), plain, normal(0.05))]
     for layer in range(layers):
         base = f"model.layers.{layer}"
         attention = f"{base}.self_attn"
         entries += [
-            Entry(f"{base}.input_layernorm.weight", (hidden,), plain),
+            Tensor(f"{base}.input_layernorm.weight", (hidden,), plain),
             *linear(f"{attention}.q_proj", heads * head_dim, hidden, source),
             *linear(f"{attention}.k_proj", kv_heads * head_dim, hidden, source),
             *linear(f"{attention}.v_proj", kv_heads * head_dim, hidden, source),
             *linear(f"{attention}.o_proj", hidden, heads * head_dim, source),
-            Entry(f"{attention}.q_norm.weight", (head_dim,), plain),
-            Entry(f"{attention}.k_norm.weight", (head_dim,), plain),
-            Entry(f"{base}.post_attention_layernorm.weight", (hidden,), plain),
-            Entry(f"{base}.mlp.gate.weight", (experts, hidden), plain, normal(0.05)),
+            Tensor(f"{attention}.q_norm.weight", (head_dim,), plain),
+            Tensor(f"{attention}.k_norm.weight", (head_dim,), plain),
+            Tensor(f"{base}.post_attention_layernorm.weight", (hidden,), plain),
+            Tensor(f"{base}.mlp.gate.weight", (experts, hidden), plain, normal(0.05)),
             *expert_entries(f"{base}.mlp.experts", experts, hidden, intermediate, source, packed),
         ]
-    entries += [Entry("model.norm.weight", (hidden,), plain), Entry("lm_head.weight", (vocab, hidden), plain, normal(0.05))]
+    entries += [Tensor("model.norm.weight", (hidden,), plain), Tensor("lm_head.weight", (vocab, hidden), plain, normal(0.05))]
     return write_checkpoint(folder, config, entries, shard_bytes=shard_bytes, shuffled=shuffled, seed=seed, device=device)
 
 
-def linear(module: str, n: int, k: int, source: str = "bf16", std: float = 0.03) -> list[Entry]:
+def linear(module: str, n: int, k: int, source: str = "bf16", std: float = 0.03) -> list[Tensor]:
     """The tensors of one linear weight [n, k] in a source precision; its values have about the deviation `std`."""
     if not source.startswith("fp8"):
-        return [Entry(f"{module}.weight", (n, k), "F16" if source == "f16" else "BF16", normal(std))]
-    weight = Entry(f"{module}.weight", (n, k), "F8_E4M3", normal(FP8_STD))
+        return [Tensor(f"{module}.weight", (n, k), "F16" if source == "f16" else "BF16", normal(std))]
+    weight = Tensor(f"{module}.weight", (n, k), "F8_E4M3", normal(FP8_STD))
     scales = Draw("uniform", 0.75 * std / FP8_STD, 1.25 * std / FP8_STD)
     if source == "fp8_tensor":
-        return [weight, Entry(f"{module}.weight_scale", (), "F32", scales)]
+        return [weight, Tensor(f"{module}.weight_scale", (), "F32", scales)]
     if source == "fp8_channel":
-        return [weight, Entry(f"{module}.weight_scale", (n, 1), "BF16", scales)]
-    return [weight, Entry(f"{module}.weight_scale_inv", (-(-n // 128), -(-k // 128)), "F32", scales)]
+        return [weight, Tensor(f"{module}.weight_scale", (n, 1), "BF16", scales)]
+    return [weight, Tensor(f"{module}.weight_scale_inv", (-(-n // 128), -(-k // 128)), "F32", scales)]
 
 
-def expert_entries(experts_module: str, experts: int, hidden: int, intermediate: int, source: str, packed: str | None) -> list[Entry]:
+def expert_entries(experts_module: str, experts: int, hidden: int, intermediate: int, source: str, packed: str | None) -> list[Tensor]:
     """A layer's routed experts with gate, up and down projections, one by one or packed."""
     if packed is None:
         return [
@@ -223,8 +344,8 @@ def expert_entries(experts_module: str, experts: int, hidden: int, intermediate:
     if packed == "transposed":
         first, second = first[::-1], second[::-1]
     return [
-        Entry(f"{experts_module}.gate_up_proj", (experts, *first), dtype, normal(0.03)),
-        Entry(f"{experts_module}.down_proj", (experts, *second), dtype, normal(0.03)),
+        Tensor(f"{experts_module}.gate_up_proj", (experts, *first), dtype, normal(0.03)),
+        Tensor(f"{experts_module}.down_proj", (experts, *second), dtype, normal(0.03)),
     ]
 
 
@@ -277,18 +398,23 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 
-def values(entry: Entry, seed: int = 0, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+def values(tensor: Tensor, seed: int = 0, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
     """The tensor's elements in flat pieces of at most CHUNK_BYTES, in its dtype, on `device`. CPU and GPU draw different ones."""
+    import torch
+
     device = torch.device(device)
     generator = torch.Generator(device=device)
-    total = math.prod(entry.shape)
+    total = math.prod(tensor.shape)
     step = CHUNK_BYTES // 4
     for start in range(0, total, step):
-        generator.manual_seed(zlib.crc32(f"{seed}/{entry.name}/{start}".encode()))
-        yield _drawn(entry.draw, min(step, total - start), DTYPES[entry.dtype], generator, device)
+        generator.manual_seed(zlib.crc32(f"{seed}/{tensor.name}/{start}".encode()))
+        yield _drawn(tensor.draw, min(step, total - start), getattr(torch, DRAWN[tensor.dtype]), generator)
 
 
-def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    device = generator.device
     if draw.kind == "constant":
         return torch.full((count,), draw.low, device=device).to(dtype)
     if draw.kind == "integers":
@@ -305,31 +431,32 @@ def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generato
     return drawn.to(dtype)
 
 
-def _shards(entries: Iterable[Entry], shard_bytes: int) -> Iterator[list[Entry]]:
-    members: list[Entry] = []
+def _listed(tensors: Tensors) -> list[Tensor]:
+    rows = ((name, shape, dtype) for name, (dtype, shape) in tensors.items()) if isinstance(tensors, Mapping) else tensors
+    return [Tensor(name, tuple(shape), *more) for name, shape, *more in rows]
+
+
+def _shards(tensors: Iterable[Tensor], shard_bytes: int) -> Iterator[list[Tensor]]:
+    members: list[Tensor] = []
     size = 0
-    for entry in entries:
-        if members and size + entry.nbytes > shard_bytes:
+    for tensor in tensors:
+        if members and size + tensor.nbytes > shard_bytes:
             yield members
             members, size = [], 0
-        members.append(entry)
-        size += entry.nbytes
+        members.append(tensor)
+        size += tensor.nbytes
     if members:
         yield members
 
 
-def _write_shard(path: Path, members: Sequence[Entry], seed: int, device: torch.device) -> None:
+def _write_drawn(path: Path, members: Sequence[Tensor], seed: int, device: str) -> None:
+    import torch
+
     # As safetensors itself does: wide types first, so that no tensor is misaligned.
-    members = sorted(members, key=lambda member: -DTYPES[member.dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for member in members:
-        header[member.name] = {"dtype": member.dtype, "shape": list(member.shape), "data_offsets": [at, at + member.nbytes]}
-        at += member.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    members = sorted(members, key=lambda member: -DTYPE_BITS[member.dtype])
+    text = json.dumps(header_of(members), separators=(",", ":")).encode()
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(pack(text + b" " * (-len(text) % 8), 0))
         for member in members:
             for piece in values(member, seed, device):
                 file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
@@ -338,21 +465,9 @@ def _write_shard(path: Path, members: Sequence[Entry], seed: int, device: torch.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    _write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("preset", choices=sorted(PRESETS))
-    parser.add_argument("folder")
-    parser.add_argument("--shuffled", action="store_true")
-    parser.add_argument("--source", choices=SOURCES, default="bf16")
-    parser.add_argument("--packed", choices=PACKED)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = vars(parser.parse_args())
-    print(qwen3_moe(given.pop("folder"), **PRESETS[given.pop("preset")], **given))
-
-
-if __name__ == "__main__":
-    main()

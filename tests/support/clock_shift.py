@@ -10,6 +10,8 @@ import struct
 import subprocess
 from pathlib import Path
 
+from tests.support.waiting import HUNG_S
+
 _SOURCE = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -63,7 +65,7 @@ class ShiftedClock:
         self._file.write_bytes(struct.pack("=q", 0))
         library = folder / "clock.so"
         command = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library), "-ldl"]
-        subprocess.run(command, input=_SOURCE.encode(), check=True, timeout=60)
+        subprocess.run(command, input=_SOURCE.encode(), check=True, timeout=HUNG_S)
         self.environ = {"LD_PRELOAD": str(library), "TEST_CLOCK_SHIFT": str(self._file)}
 
     def set(self, seconds: int) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.support.waiting import HUNG_S
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL_BYTES = 16 << 20
 SIGNATURE = "X-Amz-Signature=0badc0de"
@@ -112,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         repository.asked.append(self._asked)
         for end, answers in repository.held.items():
             if end.startswith("/") and path.endswith(end):
-                answers.wait(60)
+                answers.wait(HUNG_S)
         for end, refusals in repository.refusals.items():
             if path.endswith(end) and refusals:
                 status, headers = refusals.pop(0)
@@ -140,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _store(self, name: str) -> None:
         repository = self.server.repository
         if name in repository.held:
-            repository.held[name].wait(60)
+            repository.held[name].wait(HUNG_S)
         size = (repository.folder / name).stat().st_size
         total = repository.total.get(name, size)
         if not repository.ranges or self._asked.range is None:

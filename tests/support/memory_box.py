@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support.waiting import until
 
 MIRROR_S = 0.02
 GIB = 1 << 30
@@ -69,11 +70,12 @@ class MemoryBox:
         """Everybody in it must have ended."""
         self._over.set()
         self._mirror.join()
-        for _ in range(100):
-            with contextlib.suppress(OSError):
-                self.group.rmdir()
-                return
-            time.sleep(0.1)
+        until(self._removed, f"{self.group} is empty", 0.1)
+
+    def _removed(self) -> bool:
+        with contextlib.suppress(OSError):
+            self.group.rmdir()
+        return not self.group.exists()
 
     def _show(self) -> None:
         """Written in place and as long as before: a bind mount keeps the file itself, and a reader must see it whole."""

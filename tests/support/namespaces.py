@@ -8,10 +8,11 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.waiting import HUNG_S, until
 
 # A cable is two rails, its twins, as on a Spark. Its ends are in different ports, so the names differ: what Ray copies from one node to the
 # other (GLOO_SOCKET_IFNAME) is wrong there.
@@ -19,8 +20,6 @@ PORTS = (("enp1s0f0np0", "enP2p1s0f0np0"), ("enp1s0f1np1", "enP2p1s0f1np1"))
 NETEM = ("netem", "loss", "25%", "delay", "150ms", "100ms")
 BUCKET = ("tbf", "rate", "128kbit", "burst", "3000", "latency", "300ms")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET, linux/sched.h
-COMMAND_TIMEOUT_S = 10.0
-END_TIMEOUT_S = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -122,12 +121,14 @@ def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:
 def _remove(node: Namespace) -> None:
     if not Path(f"/run/netns/{node.name}").exists():
         return
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while (pids := node.pids()) and time.monotonic() < deadline:
-        for pid in pids:
+
+    def emptied() -> bool:
+        for pid in (pids := node.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+        return not pids
+
+    until(emptied, f"{node.name} is empty", 0.1)
     _ip("netns", "delete", node.name)
 
 
@@ -142,7 +143,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HUNG_S, check=False)
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

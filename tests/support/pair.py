@@ -3,62 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import threading
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.ray_node import RayNode, reserve_gib
-from tests.support.waiting import until
+from tests.support.stream import Stream as ClientStream
+from tests.support.waiting import HUNG_S, until
 
 RAY_PORT = 6379
 OFFERED_GIB = 4
-# A model over both that answers slowly enough to be disturbed.
-SLOW = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
 
 
-@dataclass
-class Stream:
-    """A client in the middle of an answer, on a thread of its own in the first node."""
+class Stream(ClientStream):
+    """A client in the first node that asks the model over both."""
 
-    pair: Pair
-    text: str = ""
-    status: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
-    began: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> Stream:
-        threading.Thread(target=self._read, daemon=True).start()
-        assert self.began.wait(20), "an answer begins"
-        return self
-
-    def _read(self) -> None:
-        body = {"model": "pair", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-        try:
-            with (
-                self.pair.here.entered(),
-                httpx.Client(timeout=60, trust_env=False) as client,
-                client.stream("POST", f"{self.pair.daemon.url}/v1/chat/completions", json=body) as answer,
-            ):
-                self.status = answer.status_code
-                for line in answer.iter_lines():
-                    self.text += line + "\n"
-                    self.began.set()
-        except httpx.HTTPError as error:
-            self.text += type(error).__name__
-        finally:
-            self.ended.set()
-
-    @property
-    def clean(self) -> bool:
-        """It ended with its answer, an error event or a status, not in the middle of nothing."""
-        return self.ended.is_set() and (self.status >= 400 or "[DONE]" in self.text or '"error"' in self.text)
+    def __init__(self, pair: Pair, **fields: Any) -> None:
+        super().__init__(pair.daemon.url, "pair", inside=pair.here.entered, **fields)
 
 
 @dataclass
@@ -68,12 +37,31 @@ class Pair:
     daemon: DaemonProcess
     ray_node: RayNode
 
-    def both(self) -> None:
+    @property
+    def head(self) -> str:
+        return f"{self.here.address}:{RAY_PORT}"
+
+    def sparkd(self, *words: str, node: Namespace | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A command on the first node, or on another."""
+        with (node or self.here).entered():
+            return subprocess.run(
+                [sys.executable, "-m", "sparkd", *words],
+                cwd=ROOT,
+                env=os.environ | {"SPARKD_URL": self.daemon.url},
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=HUNG_S,
+                check=False,
+            )
+
+    def both(self, limit_s: float = HUNG_S) -> None:
+        """Both nodes are in sight, by their agents. limit_s: only benches set it."""
         def seen() -> bool:
             nodes = (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]
             return len(nodes) == 2 and all(node["agent"] for node in nodes)
 
-        until(seen, "both nodes", 0.2)
+        until(seen, "both nodes", 0.2, limit_s=limit_s)
 
     def ready(self) -> list[dict[str, Any]]:
         """The ranks, rank 0's first."""
@@ -81,6 +69,11 @@ class Pair:
         if self.daemon.model("pair")["want"] != "RUNNING":
             self.daemon.load("pair")
         return list(self.daemon.wait_for("pair", "READY")["ranks"])
+
+    def unloaded(self, model: str) -> None:
+        if self.daemon.model(model)["state"] != "STOPPED":
+            self.daemon.unload(model)
+        self.daemon.wait_for(model, "STOPPED")
 
     def again(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """READY without a hand: other processes, on both nodes, and nothing of the earlier ones."""
@@ -149,8 +142,9 @@ def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair
             made.daemon.start()
             made.daemon.settled()
             made.daemon.ray_connected()
-            shutil.copy(made.daemon.state_dir / "ray.token", made.ray_node.state_dir / "ray.token")
-            made.ray_node.start()
+            token = (made.daemon.state_dir / "ray.token").read_bytes()
+            made.ray_node.start("join", made.head, "--token", "-", stdin=token)
+            made.both()
             made.ray_node.keep()
             yield made
         finally:
@@ -159,7 +153,7 @@ def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair
             for process in (made.daemon.process, made.ray_node.process):
                 if process:
                     process.kill()
-                    process.wait(10)
+                    process.wait()
 
 
 def shared_model(folder: Path, **env: str) -> dict[str, Any]:
@@ -185,7 +179,6 @@ def _built(folder: Path, here: Namespace, there: Namespace, models: dict[str, di
         "models": models,
     }
     second = {
-        "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
     }
     return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))

@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tests.support.checkpoints import write
 from tests.support.published_headers import checkpoint_of, config_of
-from tests.support.shards import write_sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE, MODEL = "qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B"
@@ -39,7 +39,7 @@ def screen() -> str:
     """What a terminal of COLUMNS columns shows, with its colours. Raises subprocess.CalledProcessError."""
     with tempfile.TemporaryDirectory() as folder:
         tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint_of(FIXTURE).tensors.items()}
-        write_sparse(Path(folder) / MODEL, tensors, config_of(FIXTURE))
+        write(Path(folder) / MODEL, config_of(FIXTURE), tensors)
         environment = os.environ | {"COLUMNS": str(COLUMNS - 4), "FORCE_COLOR": "1", "XDG_CACHE_HOME": folder, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "sparkd", "plan", MODEL, *OPTIONS]
         shown = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.checkpoint.header import DTYPE_BITS, TensorRef
+from sparkd.checkpoint.header import TensorRef
 from sparkd.checkpoint.quantization import source_quantization
+from tests.support import checkpoints
 from tests.support.published_stored import FP8_BLOCK, MXFP4_THROUGHOUT, elements, stored
 from tests.support.published_tensors import tensors_of
 
@@ -60,13 +61,8 @@ def checkpoint_of(fixture: str, way: str = "as published") -> Checkpoint:
     quantization: Mapping[str, Any] | None = modelopt["quantization"] if modelopt else config.get("quantization_config")
     if quantization:
         tensors = stored(tensors, quantization)
-    found: dict[str, TensorRef] = {}
-    offset = 0
-    for name, shape, dtype in tensors:
-        size = prod(shape) * DTYPE_BITS[dtype] // 8
-        found[name] = TensorRef(name, dtype, shape, "", offset, size)
-        offset += size
-    return Checkpoint(fixture, config, (), found, source_quantization(config, modelopt, found))
+    found = checkpoints.checkpoint_of(tensors, config)
+    return replace(found, folder=fixture, quantization=source_quantization(config, modelopt, found.tensors))
 
 
 def count_of(total: Mapping[str, Any]) -> int:

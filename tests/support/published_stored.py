@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkd.checkpoint.classification import tensor_class
 from sparkd.checkpoint.header import TensorRef
-from tests.support.published_tensors import Tensor
+from tests.support.checkpoints import Tensor
 
 # gpt-oss with attention and head in four bits too, as two forks of vLLM make it.
 MXFP4_THROUGHOUT: Mapping[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": []}

@@ -7,19 +7,12 @@ ahead, experts one by one where the publisher keeps them so. tests/fixtures/tota
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.support.checkpoints import Tensor
 from tests.support.published_towers import clipped_tower, patches, qwen_tower, siglip_tower
 
 Config = Mapping[str, Any]
-
-
-class Tensor(NamedTuple):
-    """dtype: safetensors code."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "BF16"
 
 
 def tensors_of(config: Config) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ import yaml
 from sparkd.cluster.read_memory import GIB
 from tests.support.daemon_process import ROOT
 from tests.support.namespaces import Namespace
+from tests.support.waiting import HUNG_S
 from workers.host.meminfo import sample
 
 
@@ -84,8 +85,8 @@ class RayNode:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
 
-    def ended(self, timeout_s: float = 20.0) -> int:
-        return self.process.wait(timeout_s) if self.process else 0
+    def ended(self) -> int:
+        return self.process.wait(HUNG_S) if self.process else 0
 
 
 def reserve_gib(offered_gib: int) -> float:

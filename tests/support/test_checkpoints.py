@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from sparkd.checkpoint import read_checkpoint
-from tests.support.checkpoints import MIB, PACKED, SOURCES, Entry, normal, qwen3_moe, values, write_checkpoint
+from tests.support.checkpoints import MIB, PACKED, SOURCES, Tensor, normal, qwen3_moe, values, write_checkpoint
 
 SMALL = {"layers": 2, "hidden": 128, "experts": 4, "intermediate": 64, "heads": 2, "kv_heads": 1, "shard_bytes": 128 * 1024}
 
@@ -75,10 +75,10 @@ def test_what_no_checkpoint_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_chunk_is_drawn_in_pieces(tmp_path: Path) -> None:
-    entry = Entry("wide", (3, 6 * MIB), "BF16", normal(1.0))
+    entry = Tensor("wide", (3, 6 * MIB), "BF16", normal(1.0))
 
     pieces = list(values(entry))
-    write_checkpoint(tmp_path, {"vocab_size": 300}, [entry, Entry("odd", (3,), "F32")], shard_bytes=MIB)
+    write_checkpoint(tmp_path, {"vocab_size": 300}, [entry, Tensor("odd", (3,), "F32")], shard_bytes=MIB)
 
     assert len(pieces) == 2
     found = tensors(tmp_path)

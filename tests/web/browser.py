@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+
+from tests.support.waiting import HUNG_S
 
 CHROMIUM = shutil.which("chromium")
 # A folder for a picture of every page, light and dark; none are made without it.
@@ -23,6 +25,7 @@ _ONLY_THIS_MACHINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 _REFUSED = "Failed to load resource"
 _WATCH = "addEventListener('securitypolicyviolation', (event) => console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`))"
 _SERIOUS = ("serious", "critical")
+expect.set_options(timeout=HUNG_S * 1000)
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def launched(playwright: Playwright, *arguments: str) -> Browser:
 
 def context_of(browser: Browser) -> BrowserContext:
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", locale="en-US", accept_downloads=True)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(HUNG_S * 1000)
     return context
 
 

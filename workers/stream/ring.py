@@ -17,8 +17,7 @@ class Ring:
         memory = mmap.mmap(-1, block_bytes * blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A process that forks during an O_DIRECT read into private memory can end with the bytes in the child's copy: open(2), "O_DIRECT".
         memory.madvise(mmap.MADV_DONTFORK)
-        # Fewer, larger segments in every read: 2.4 times the rate of small pages on a virtio disk (tests/bench/disk.py). A kernel without
-        # huge pages refuses.
+        # Fewer, larger segments in every read: 2.4 times the rate of small pages on a virtio disk. A kernel without huge pages refuses.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: memoryview | None = memoryview(memory)

@@ -32,8 +32,8 @@ class Behaviour:
     malformed: a name in workers.stub.faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
     hang_at: none, request (POSTs are never answered, /health goes on), second (all but the first are not, nor are they counted as
     running: as in a vLLM that hangs in the step that it begins with), health or metrics.
-    gate: a file; until it exists an answer is held, a stream behind its first `gate_after` pieces, so that a test makes the moment in which
-    requests are in flight.
+    gate: a file; until it exists an answer of more than `gate_after` tokens is held, a stream behind so many pieces, so that a test makes
+    the moment in which requests are in flight. The question that makes a model READY has 4.
     """
 
     tokens: int = 7
@@ -43,7 +43,7 @@ class Behaviour:
     status: int = 200
     hang_at: str = "none"
     gate: str = ""
-    gate_after: int = 1
+    gate_after: int = 4
 
     def __post_init__(self) -> None:
         if self.malformed and self.malformed not in FAULTS:

@@ -132,7 +132,7 @@ class StubProtocol(asyncio.Protocol):
         if request is None:
             return
         behaviour = answer.behaviour
-        if behaviour is not None and (self._engine.stalled() or behaviour.held(0 if answer.stream else behaviour.gate_after)):
+        if behaviour is not None and self._waits(behaviour, 0 if answer.stream else answer.tokens - 1):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._begin)
             return
         if answer.behaviour is not None and answer.behaviour.malformed:
@@ -160,7 +160,7 @@ class StubProtocol(asyncio.Protocol):
             return
         behaviour = answer.behaviour or _PLAIN
         start = self._seq
-        if self._engine.stalled() or behaviour.held(start):
+        if self._waits(behaviour, start):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._continue)
             return
         interval_s = behaviour.chunk_interval_s
@@ -187,6 +187,15 @@ class StubProtocol(asyncio.Protocol):
             self._timer = self._loop.call_at(self._due_s, self._continue)
         elif not self._paused:
             self._timer = self._loop.call_soon(self._continue)
+
+    def _waits(self, behaviour: Behaviour, pieces: int) -> bool:
+        """Whether nothing goes out now. Behind its gate the engine counts on: it computes for long, and does not hang."""
+        if self._engine.stalled():
+            return True
+        if behaviour.held(pieces):
+            self._engine.generation_tokens += 1
+            return True
+        return False
 
     def _end(self, *, close: bool) -> None:
         posted = self._request is not None and self._request.method == "POST"

@@ -43,11 +43,18 @@ class StubLoad:
             if stop.is_set():
                 return
             self._units += 1
-            self._file.advance(self._units * self._nbytes // UNITS, self._units)
+            self._report()
 
     async def pass_gate(self, stop: asyncio.Event) -> None:
-        while self._gate and not os.path.exists(self._gate) and not stop.is_set():
+        while self._held() and not stop.is_set():
+            self._report()
             await pause(stop, _GATE_AGAIN_S)
+
+    def _held(self) -> bool:
+        return bool(self._gate) and not os.path.exists(self._gate)
+
+    def _report(self) -> None:
+        self._file.advance(self._units * self._nbytes // UNITS, self._units)
 
     def done(self) -> None:
         self._file.done(self._nbytes, True)

@@ -47,9 +47,7 @@ def test_a_result_that_names_no_text_goes_on() -> None:
     [
         ({"tool": "vllm 0.32.0", "text": "random tokens"}, ("tool", "llama-benchy", "vllm")),
         ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
-        ({"text": "random tokens"}, ("text", TEXT, "random tokens")),
         ({"profile": "mine"}, ("profile", "quick", "mine")),
-        ({"cells": CELLS[:1]}, ("cell 2", CELLS[1].name, "profile")),
         ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),
     ],
 )
@@ -66,5 +64,5 @@ def test_another_model_is_refused() -> None:
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(BadRequest, match="its kind is speed, not quality"):
+    with pytest.raises(BadRequest, match=r"speed.*quality"):
         refuse_a_mixture(EARLIER, "m", quality_bench([], None, None))

@@ -77,25 +77,10 @@ async def test_verifying_is_an_operation(tmp_path: Path, fault: str | None, stat
         nodes = Nodes(admin)
         nodes.fault = fault
         accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub"})
-        ended = await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10")
+        ended = await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=300")
         assert (ended["kind"], ended["state"]) == ("verify", state)
         assert [call[0] for call in nodes.asked] == ["n", "o"]
         assert fault is None or fault in ended["message"]
-
-
-async def test_verifying_what_is_not_there_fails(tmp_path: Path) -> None:
-    async with admin_of(tmp_path, models=MODELS) as admin:
-        Nodes(admin)
-        accepted = await admin.ask("POST", "/disk/verify", 202, json={"kind": "hub", "id": "x"})
-        assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "FAILED"
-
-
-async def test_a_disk_with_nothing_on_it_is_in_order(tmp_path: Path) -> None:
-    async with admin_of(tmp_path, models=MODELS) as admin:
-        nodes = Nodes(admin)
-        nodes.entries = []
-        accepted = await admin.ask("POST", "/disk/verify", 202, json={})
-        assert (await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=10"))["state"] == "SUCCEEDED"
 
 
 async def test_what_the_node_does_not_list_is_not_removed(tmp_path: Path) -> None:

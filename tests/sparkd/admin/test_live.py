@@ -187,19 +187,18 @@ async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def test_the_series_are_kept_without_a_page_and_the_document_only_for_one(shown: Shown) -> None:
     running = asyncio.ensure_future(shown.live.run())
-    async with asyncio.timeout(20):
-        while (await _excerpt(shown, "node.n.available_bytes")) is None:  # noqa: ASYNC110 - the file has no event
-            await asyncio.sleep(0.01)
-        assert (shown.asked, shown.scraper.watched) == (0, False)
-        assert await _excerpt(shown, "model.m.running") == 2.0
-        async with aclosing(shown.live.stream.follow("")) as page:
-            ((_, kind, document),) = parsed(await anext(page))
-            assert (kind, document["models"]["m"]["pin"], document["models"]["m"]["rates"]["running"]) == ("snapshot", True, 2.0)
-            merged: dict[str, Any] = {}
-            while "incidents" not in merged:
-                for _, _, change in parsed(await anext(page)):
-                    merged |= change
-            assert (merged["incidents"], shown.asked, shown.scraper.watched) == ({"last_id": "c"}, 1, True)
+    while (await _excerpt(shown, "node.n.available_bytes")) is None:  # noqa: ASYNC110 - the file has no event
+        await asyncio.sleep(0.01)
+    assert (shown.asked, shown.scraper.watched) == (0, False)
+    assert await _excerpt(shown, "model.m.running") == 2.0
+    async with aclosing(shown.live.stream.follow("")) as page:
+        ((_, kind, document),) = parsed(await anext(page))
+        assert (kind, document["models"]["m"]["pin"], document["models"]["m"]["rates"]["running"]) == ("snapshot", True, 2.0)
+        merged: dict[str, Any] = {}
+        while "incidents" not in merged:
+            for _, _, change in parsed(await anext(page)):
+                merged |= change
+        assert (merged["incidents"], shown.asked, shown.scraper.watched) == ({"last_id": "c"}, 1, True)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -218,18 +217,18 @@ async def test_a_full_disk_ends_nothing(shown: Shown, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Series, "write", full)
     running = asyncio.ensure_future(shown.live.run())
-    async with asyncio.timeout(20), aclosing(shown.live.stream.follow("")) as page:
+    async with aclosing(shown.live.stream.follow("")) as page:
         await anext(page)
         await anext(page)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert sum("cannot be written" in record.getMessage() for record in caplog.records) == 1
+    assert sum("No space left" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_without_a_file_there_is_no_history_and_the_stream_goes_on(shown: Shown, tmp_path: Path) -> None:
     (tmp_path / "history.bin").mkdir()
     running = asyncio.ensure_future(shown.live.run())
-    async with asyncio.timeout(20), aclosing(shown.live.stream.follow("")) as page:
+    async with aclosing(shown.live.stream.follow("")) as page:
         await anext(page)
     with pytest.raises(StateError):
         await shown.live.excerpt(["a"], 5)

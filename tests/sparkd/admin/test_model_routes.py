@@ -11,7 +11,7 @@ import pytest
 from sparkd.admin.model_routes import engine_settings
 from sparkd.schema.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
-from tests.support.shards import write_folder
+from tests.support.checkpoints import write_folder
 
 LINES = [
     "sparkd: engine started as process 31907: /opt/vllm/bin/python -m vllm serve '/models/a b' --max-model-len 2048",
@@ -30,8 +30,8 @@ def test_what_an_engine_says_of_itself() -> None:
 
 @pytest.mark.parametrize(
     "lines",
-    [[], ["no such thing"], ["non-default args: {'a': open('/etc/passwd')}"], ["non-default args: {'a'"], ["non-default args: {1}"]],
-    ids=["nothing", "other lines", "code", "cut off", "no mapping"],
+    [["no such thing"], ["non-default args: {'a': open('/etc/passwd')}"], ["non-default args: {'a'"]],
+    ids=["other lines", "code", "cut off"],
 )
 def test_what_it_does_not_say_is_unknown(lines: list[str]) -> None:
     assert engine_settings(lines)["engine"] is None
@@ -116,15 +116,3 @@ async def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     async with admin_of(tmp_path, models={"m": {"model": str(tmp_path)}}) as admin:
         error = await admin.refused("GET", "/models/m/layers", 422)
         assert error["code"] == "checkpoint_unusable"
-
-
-async def test_settings_that_come_back_keep_the_variables_that_are_masked(tmp_path: Path, folder: Path) -> None:
-    async with admin_of(tmp_path, models={}) as admin:
-        spec = {"model": str(folder), "env": {"NCCL_DEBUG": "INFO"}}
-        await admin.ask("POST", "/models", 202, json={"name": "m", "spec": spec, "load": False})
-        shown = (await admin.ask("GET", "/models/m/settings"))["configured"]
-        assert shown["env"] == {"NCCL_DEBUG": MASK}
-        await admin.ask("PUT", "/models/m", 202, json={"spec": {**shown, "ttl": 60}, "load": False})
-        entry = admin.scene.supervisor.registry.find("m").spec
-        assert entry is not None
-        assert (entry.ttl, {name: value.get_secret_value() for name, value in entry.env.items()}) == (60, {"NCCL_DEBUG": "INFO"})

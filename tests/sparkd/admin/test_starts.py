@@ -88,22 +88,6 @@ def test_a_loader_that_quantizes_reads_meanwhile(seen: Seen) -> None:
     assert seen.answer["phases"][0]["bytes"] == 50_000
 
 
-def test_a_calibration_comes_before_the_reading(seen: Seen) -> None:
-    seen.look(100.0, S.LOADING, Progress(phase="loading"))
-    seen.look(101.0, S.LOADING, Progress(phase="loading", source="calibration", read_bytes=0))
-    seen.look(120.0, S.LOADING, LOADING)
-    seen.look(130.0, S.WARMING, Progress(phase="warming", read_bytes=50_000))
-    assert seen.phases == [("measuring inputs", 0.0, 20.0), ("quantize", 20.0, 10.0), ("compile", 30.0, None)]
-    assert [phase["bytes"] for phase in seen.answer["phases"][:2]] == [None, 50_000]
-
-
-def test_stock_vllm_tells_its_bytes_when_they_are_read(seen: Seen) -> None:
-    seen.look(100.0, S.LOADING, Progress(phase="loading", shards_done=1))
-    assert seen.answer["phases"][0]["bytes"] is None
-    seen.look(110.0, S.WARMING, Progress(phase="warming", weights_gib=2.0))
-    assert [(phase["name"], phase["bytes"]) for phase in seen.answer["phases"]] == [("read", 2 << 30), ("compile", None)]
-
-
 def test_the_rate_of_the_disk(seen: Seen) -> None:
     seen.look(100.0, S.LOADING, LOADING)
     seen.look(110.0, S.WARMING, Progress(phase="warming", read_bytes=50_000))

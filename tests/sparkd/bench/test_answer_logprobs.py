@@ -23,9 +23,7 @@ def test_a_passage_is_read(separators: tuple[str, str]) -> None:
     "choice",
     [
         {"prompt_logprobs": None},
-        {"prompt_logprobs": [None]},
         {"prompt_token_ids": [3, 5, 6]},
-        {"prompt_token_ids": None},
         {"prompt_logprobs": [None, {"5": "canary"}]},
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 
 from sparkd.bench.compare import compare
 from sparkd.bench.report import html
-from sparkd.bench.result import BenchResult, Cell, LoadRow, Predicted
-from tests.support.bench_example import STARTED_S, example, measured_cell
+from sparkd.bench.result import BenchResult, LoadRow
+from tests.support.bench_example import example
 
 FULL = example(depths=(0, 32768, 100000))
 EVIL = "\"><script>alert(1)</script><b a='x'>&amp;"
@@ -67,14 +67,12 @@ def texts(picture: ElementTree.Element) -> list[str]:
     [
         [FULL],
         [example("bf16", 0.6, depths=(0, 4096)), example("fp8", 0.8, depths=(0, 4096)), example("nvfp4", depths=(0, 4096))],
-        [FULL.model_copy(update={"cells": []})],
         [FULL.model_copy(update={"cells": [], "loads": [], "quality": [], "samples": [], "published": []})],
-        [example(depths=(0,), concurrencies=(1,), failed=())],
         [example(depths=(0,), concurrencies=(1,), failed=((0, 1),))],
-        [FULL] * 9,
+        [example(depths=(0,), concurrencies=(1,), failed=())] * 9,
         [],
     ],
-    ids=["one", "three", "no cells", "nothing", "one cell", "one failed cell", "nine of one", "none"],
+    ids=["one", "three", "nothing", "one failed cell", "nine of one", "none"],
 )
 def test_the_page_is_whole_and_asks_for_nothing(results: list[BenchResult]) -> None:
     text = html(results)
@@ -150,22 +148,6 @@ def test_a_failed_cell_is_named_and_never_drawn() -> None:
     assert [line for line in texts(picture) if "d100000 (c10)" in line]
 
 
-def test_a_line_is_broken_where_a_cell_failed() -> None:
-    result = example(depths=(0,), failed=((0, 2),))
-    picture = titled(html([result]), "Output tokens a second over concurrency")
-    curves = [line.get("points", "") for line in picture.findall(f"{SVG}polyline") if "curve" in (line.get("class") or "")]
-
-    assert [len(points.split()) for points in curves] == [2]  # from 5 to 10: 1 stands alone
-
-
-def test_a_cell_that_throttled_is_hollow() -> None:
-    picture = titled(html([FULL]), "Output tokens a second over concurrency")
-    hollow = [path.findtext(f"{SVG}title") or "" for path in picture.findall(f"{SVG}path") if "hollow" in (path.get("class") or "")]
-
-    assert len(hollow) == 1
-    assert "d32768 (c10)" in hollow[0]
-
-
 def test_error_bars_are_as_long_as_the_deviation() -> None:
     """In pixels of the axis, which has a tick at 0 and at 300."""
     picture = titled(html([FULL]), "Output tokens a second over concurrency")
@@ -192,25 +174,6 @@ def test_plots_beside_each_other_have_one_scale() -> None:
     assert ticks[-1] == ticks[-2]
 
 
-def test_what_all_measured_is_drawn_in_one_plot() -> None:
-    text = html([example("bf16", 0.6, depths=(0, 4096)), example("nvfp4", depths=(0, 4096))])
-    picture = next(each for each in pictures(text) if {"bf16", "nvfp4"} <= {*texts(each)})
-
-    assert len(markers(picture)) == 2 * 4
-
-
-def test_cells_of_different_prompts_are_bars() -> None:
-    cells = [
-        measured_cell(Cell(depth=0, concurrency=1, prompt_tokens=prompt, output_tokens=output), STARTED_S, 1, seed)
-        for seed, (prompt, output) in enumerate(((128, 128), (2048, 128), (8192, 16)))
-    ]
-    text = html([FULL.model_copy(update={"cells": cells})])
-    picture = titled(text, "Output tokens a second by cell")
-
-    assert [line for line in texts(picture) if line.startswith("pp")] == [each.cell.name for each in cells]
-    assert len([box for box in picture.findall(f"{SVG}rect") if "bar" in (box.get("class") or "")]) == 3
-
-
 def test_the_timeline_has_a_band_for_each_cell_and_a_gap_where_no_node_answered() -> None:
     picture = titled(html([FULL]), "Power, memory and temperature over time")
     bands = [box.findtext(f"{SVG}title") or "" for box in picture.findall(f"{SVG}rect") if "band" in (box.get("class") or "")]
@@ -228,25 +191,6 @@ def test_the_phases_of_a_load_add_up_to_its_seconds() -> None:
 
     assert first[-1].startswith("other: 0.8")
     assert sum(float(part.split(": ")[1].split()[0]) for part in first) == pytest.approx(FULL.loads[0].seconds, abs=0.05)
-
-
-def test_a_mark_shows_when_the_plan_has_the_weights_ready() -> None:
-    """From the beginning of the weights, in pixels of the axis, which has a tick at 0 and at 10."""
-    said = Predicted(first_load_s=50.0, next_load_s=10.0)
-    picture = titled(html([FULL.model_copy(update={"predicted": said})]), LOADS)
-    lines = picture.findall(f"{SVG}polyline")
-    marks = {line.findtext(f"{SVG}title"): line for line in lines if line.find(f"{SVG}title") is not None}
-    ticks = sorted({float(line.get("points", "").split(",")[0]) for line in lines if line.get("class") in ("grid", "axis")})
-    labels = [float(text) for text in texts(picture) if re.fullmatch(r"[0-9]+", text)]
-    pixels_a_second = (ticks[1] - ticks[0]) / (labels[1] - labels[0])
-    ends = [[float(point.split(",")[0]) for point in mark.get("points", "").split()] for mark in marks.values()]
-    unloaded_s = [sum(phase.seconds for phase in load.phases if phase.phase in ("unload", "start")) for load in FULL.loads]
-
-    assert [title.split(": ")[1] for title in marks if title] == ["50.0 s", "10.0 s"]
-    assert len([line for line in lines if line.find(f"{SVG}title") is not None]) == len(FULL.loads)
-    assert (ends[0][1] - ends[0][0]) / pixels_a_second == pytest.approx(50.0, abs=0.2)
-    assert (ends[0][0] - ticks[0]) / pixels_a_second == pytest.approx(unloaded_s[0], abs=0.2)
-    assert not titled(html([FULL]), LOADS).findall(f"{SVG}polyline/{SVG}title")
 
 
 def test_a_comparison_is_a_table_that_names_what_only_one_has() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published, QualityRow
+from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -44,13 +44,6 @@ def test_the_json_is_what_llama_benchy_writes(name: str) -> None:
     assert ours["timestamp"].endswith("Z")
 
 
-def test_cells_stand_in_the_order_of_llama_benchy() -> None:
-    result = RESULTS["many"]
-    turned = result.model_copy(update={"cells": result.cells[::-1]})
-
-    assert tables.csv(turned) == tables.csv(result)
-
-
 def test_a_failed_cell_is_named_and_has_no_row() -> None:
     result = example(depths=(0,), concurrencies=(1, 2), failed=((0, 2),))
     lines = tables.markdown(result).splitlines()
@@ -58,21 +51,6 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert not [line for line in lines if "tg128 (c2)" in line]
     assert [line for line in lines if "pp2048 tg128 @ d0 (c2)" in line and "killed" in line]
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
-
-
-def test_rows_of_a_cell_that_failed_are_left_out() -> None:
-    cell = RESULTS["one"].cells[0].model_copy(update={"state": "failed", "error": "gone"})
-    result = RESULTS["one"].model_copy(update={"cells": [cell]})
-
-    assert list(tables.rows_of_tests(result)) == []
-    assert tables.benchy_json(result)["benchmarks"] == []
-
-
-def test_a_result_without_cells() -> None:
-    result = RESULTS["one"].model_copy(update={"cells": []})
-
-    assert "## Loads" in tables.markdown(result)
-    assert len(tables.csv(result).splitlines()) == 1
 
 
 def test_latency_is_what_the_tool_subtracted() -> None:
@@ -144,22 +122,6 @@ def test_the_plans_seconds_stand_beside_each_load() -> None:
     assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
 
 
-def test_no_table_grows_wide_by_an_error() -> None:
-    long = f"HTTP 502: {{{'x' * 5000}\n}}"
-    result = example(depths=(0,), concurrencies=(1, 2), failed=((0, 2),))
-    cells = [cell.model_copy(update={"error": long}) if cell.state == "failed" else cell for cell in result.cells]
-    failed = result.model_copy(update={"cells": cells, "quality": [QualityRow(format="fp8", error=long)]})
-    widths = [max(map(len, tables.markdown(one).splitlines())) for one in (result, failed)]
-
-    assert [row["why"] for title in ("Cells", "Formats") for row in table_of(failed, title)] == [figures.one_line(long)] * 2
-    assert len(figures.one_line(long)) == figures.MOST_ERROR_CHARS and widths[1] <= max(widths[0], figures.MOST_ERROR_CHARS + 40)
-
-
-@pytest.mark.parametrize("unknown", [None, Predicted()])
-def test_without_a_prediction_there_is_no_table(unknown: Predicted | None) -> None:
-    assert tables.predictions(example().model_copy(update={"predicted": unknown})) == []
-
-
 @pytest.mark.parametrize(("what", "key"), [("decode_tokens_per_s", "tg"), ("prefill_tokens_per_s", "pp")])
 def test_a_published_rate_stands_beside_one_request_at_a_time(what: str, key: str) -> None:
     ours, where = tables.beside(Published(what=what, value=1, unit="tokens/s", source="x"), RESULTS["many"])
@@ -168,11 +130,6 @@ def test_a_published_rate_stands_beside_one_request_at_a_time(what: str, key: st
 
     assert metric is not None
     assert (where, ours.startswith(f"{metric.mean:.2f}")) == (cell.cell.name, True)
-
-
-@pytest.mark.parametrize("what", ["total_decode_tokens_per_s", "ttft_s", "disk_gb", "one stream of decode_tokens_per_s"])
-def test_any_other_published_figure_has_no_cell_of_ours(what: str) -> None:
-    assert tables.beside(Published(what=what, value=1, unit="tokens/s", source="x"), RESULTS["many"]) == ("-", "-")
 
 
 def test_text_of_a_result_stays_in_its_cell() -> None:

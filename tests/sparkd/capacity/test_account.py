@@ -25,14 +25,14 @@ from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
+from tests.support.checkpoints import LLAMA_8B, tensors_of, write
 from tests.support.facts import lacking
-from tests.support.llama import ATTENTION, CONFIG, ENDS, HIDDEN, INNER, VOCAB, write_llama
-from tests.support.shards import layered, write_sparse
 from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
 LAYERS = 32
+HIDDEN, INNER, VOCAB = (LLAMA_8B[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
 # K and V of 8 heads of 128 in bfloat16, for each layer.
 TOKEN_BYTES = LAYERS * 2 * 8 * 128 * 2
 
@@ -40,7 +40,7 @@ TOKEN_BYTES = LAYERS * 2 * 8 * 128 * 2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An 8B model whose data are holes."""
-    return write_llama(tmp_path_factory.mktemp("llama"), LAYERS)
+    return write(tmp_path_factory.mktemp("llama"), LLAMA_8B, tensors_of(LLAMA_8B))
 
 
 def spec_of(folder: Path, **keys: Any) -> ModelConfig:
@@ -126,7 +126,7 @@ def test_shorter_requests_of_layers_that_look_back_a_window_are_counted_as_such(
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").unlink()
     own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | own))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | own))
     sizes = {
         at: of(tmp_path, max_model_len=65_536, max_num_batched_tokens=2048, kv_cache={"sequences": 3, "at": at})
         for at in (4096, 32_768, 65_536)
@@ -140,7 +140,8 @@ def test_shorter_requests_of_layers_that_look_back_a_window_are_counted_as_such(
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> None:
     """As vLLM takes it where nobody names one."""
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
-    folder = write_sparse(tmp_path, {**ENDS, **layered(1, ATTENTION)}, {**CONFIG, "num_hidden_layers": 1, "quantization_config": said})
+    config = LLAMA_8B | {"num_hidden_layers": 1, "quantization_config": said}
+    folder = write(tmp_path, config, tensors_of(config))
     plain, whole = of(folder, max_model_len=8192), of(folder, max_model_len=8192, kv_cache_dtype="bfloat16")
     assert plain.kv.least * 2 == whole.kv.least
     assert of(folder, max_model_len=8192, kv_cache_dtype="fp8").kv.least == plain.kv.least

@@ -12,13 +12,13 @@ from sparkd.capacity.footprint import Terms, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import H200
-from tests.bench.footprint_segments import told
 from tests.support import architectures
 from tests.support.architecture_parts import Size
-from tests.support.sketches import dense, known, tensors_of
+from tests.support.checkpoints import dense, tensors_of
+from tests.support.inventories import known
 from workers.quantization.recipe import QuantizationRecipe
 
-# The preset h200 of tests/bench/footprint_measured.py.
+# The preset h200 of tests/bench/footprint.py.
 SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)
 SERVING = Serving(4096, 16, 8192, prefix_caching=False, batches_in_flight=1)
 
@@ -80,26 +80,3 @@ def test_latent_attention_keeps_a_place_for_earlier_tokens() -> None:
     inventory = of("deepseek_v3")
     short, long = (step_bytes(inventory, replace(SERVING, max_model_len=tokens), eager=True) for tokens in (1024, 4096))
     assert long - short == (32_768 - 8192) * 2 * (32 * (128 + 128 + 128 + 64) + 576)
-
-
-def test_the_bench_tells_what_a_segment_was_for() -> None:
-    frames = [
-        {"filename": "/site/torch/nn/modules/module.py", "line": 9},
-        {"filename": "/site/vllm/model_executor/layers/mamba/mamba_mixer2.py", "line": 5},
-    ]
-    events = [
-        {"action": "segment_alloc", "addr": 0, "size": 64 * MIB},
-        {"action": "alloc", "addr": 0, "size": 60 * MIB, "frames": frames},
-        {"action": "free_completed", "addr": 0, "size": 60 * MIB},
-        {"action": "segment_alloc", "addr": 1 << 40, "size": 128 * MIB},
-        {"action": "alloc", "addr": 1 << 40, "size": 128 * MIB, "frames": frames},
-        {"action": "segment_free", "addr": 0, "size": 64 * MIB},
-    ]
-    assert list(told(events)) == [
-        "+ 64 for 60.0: 64 reserved, 60 held: mamba_mixer2:5",
-        "+ 128 for 128.0: 192 reserved, 128 held: mamba_mixer2:5",
-        "- 64: 128 reserved, 128 held",
-        "0 segments under 20 MiB; at most 192 MiB reserved, in segments of",
-        "  128, 128 held: 128.0 mamba_mixer2:5",
-        "  64, 0 held: nothing",
-    ]

@@ -25,7 +25,7 @@ from sparkd.models.shape import shape_of
 from sparkd.schema.kv_cache import kv_cache
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account, misfits, needed_gib, needing
-from tests.support.llama import write_llama
+from tests.support.checkpoints import LLAMA_8B, tensors_of, write
 from workers.kv.advice import Cure, written
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -35,7 +35,8 @@ NODE = machine("cuda", NODE_GIB * GIB, 0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"), 8)
+    config = LLAMA_8B | {"num_hidden_layers": 8}
+    return write(tmp_path_factory.mktemp("llama"), config, tensors_of(config))
 
 
 CACHES = st.one_of(

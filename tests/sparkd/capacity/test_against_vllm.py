@@ -24,8 +24,9 @@ from sparkd.checkpoint.quantization import source_quantization
 from sparkd.hardware import Hardware, hardware_of
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.accounts import kv_cost
+from tests.support.checkpoints import dense, mixture, tensors_of
 from tests.support.facts import lacking
-from tests.support.sketches import CONFIGS, dense, known, mixture, tensors_of
+from tests.support.inventories import CONFIGS, known
 from workers.quantization.recipe import QuantizationRecipe
 
 with warnings.catch_warnings():

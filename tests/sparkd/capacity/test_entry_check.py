@@ -15,7 +15,7 @@ from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.sparkd.inquiry.test_model_answers import Engine, one
 from tests.sparkd.inquiry.test_model_answers import answer as written
 from tests.support.accounts import misfits
-from tests.support.sketches import dense, tensors_of, write
+from tests.support.checkpoints import dense, tensors_of, write
 
 
 @pytest.fixture

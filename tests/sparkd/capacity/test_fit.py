@@ -29,8 +29,9 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware
 from tests.support.accounts import kv_cost
+from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
 from tests.support.facts import lacking
-from tests.support.sketches import Tensor, dense, known, mixture, models, tensors_of
+from tests.support.inventories import known, models
 from workers.quantization.recipe import QuantizationRecipe
 
 ALL = (AS_STORED, *FORMATS)

@@ -25,7 +25,8 @@ from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost
-from tests.support.sketches import Tensor, dense, known, models, tensors_of
+from tests.support.checkpoints import Tensor, dense, tensors_of
+from tests.support.inventories import known, models
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")

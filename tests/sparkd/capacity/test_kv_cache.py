@@ -15,7 +15,8 @@ from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout, stages_of, stat
 from sparkd.hardware import GIB
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.accounts import kv_cost
-from tests.support.sketches import CONFIGS, architecture, dense, shape
+from tests.support.checkpoints import dense
+from tests.support.inventories import CONFIGS, architecture, shape
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
 STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")

@@ -25,8 +25,9 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.schema.engine_args import EngineArgs, engine_args
+from tests.support.checkpoints import dense, mixture, tensors_of, write
 from tests.support.facts import facts
-from tests.support.sketches import dense, known, mixture, tensors_of, write
+from tests.support.inventories import known
 from workers.kv.profiles import checkpoint_of
 from workers.quantization.best_wish import BestWish
 from workers.quantization.mix import UNMEASURED

@@ -15,7 +15,7 @@ from sparkd.capacity.unloaded_weights import unloaded_part
 from sparkd.capacity.weights import AHEAD, inventory
 from sparkd.checkpoint import tensor_class
 from sparkd.models.shape import shape_of
-from tests.support.sketches import Tensor, checkpoint, dense, mixture, tensors_of, write
+from tests.support.checkpoints import Tensor, checkpoint_of, dense, mixture, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
 
 SIDES = (256, 256)
@@ -74,7 +74,7 @@ MODELS = {
 @pytest.mark.parametrize("architecture", MODELS)
 def test_a_format_for_all_changes_the_language_model_alone(architecture: str) -> None:
     names = MODELS[architecture]
-    formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint({}, [(f"{name}.weight", SIDES, "BF16") for name in names]))
+    formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of((f"{name}.weight", SIDES, "BF16") for name in names))
     assert {name: unloaded_part(f"{name}.weight", architecture) or (CHANGED if name in formats else KEPT) for name in names} == names
     unchanged = [name for name, what in names.items() if what != CHANGED]
     assert not set(unchanged).intersection(formats)
@@ -89,7 +89,7 @@ def test_a_format_for_all_changes_the_language_model_alone(architecture: str) ->
     ],
 )
 def test_a_rule_that_names_a_part_changes_it(rule: str, module: str) -> None:
-    found = checkpoint({}, [(f"{module}.weight", SIDES, "BF16")])
+    found = checkpoint_of([(f"{module}.weight", SIDES, "BF16")])
     assert module in QuantizationRecipe.parse({"layers": {rule: "fp8"}}).assign(found)
     assert module not in QuantizationRecipe.parse({"layers": {"*_proj": "fp8", "speech": "fp8"}}).assign(found)
 
@@ -106,7 +106,7 @@ def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Pa
     ]
     ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", SIDES, "BF16")]
     config, tensors = dense(), tensors_of(dense())
-    whole, text = (inventory(checkpoint(config, each), shape_of(config)) for each in ([*tensors, *speech], tensors))
+    whole, text = (inventory(checkpoint_of(each, config), shape_of(config)) for each in ([*tensors, *speech], tensors))
     assert (
         whole.stored_bytes == text.stored_bytes
         and whole.formatted(QuantizationRecipe.parse("nvfp4")).weights() == text.formatted(QuantizationRecipe.parse("nvfp4")).weights()

@@ -10,8 +10,9 @@ import pytest
 
 from sparkd.capacity.parallelism import refusal, unfit
 from sparkd.errors import CheckpointError
+from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
 from tests.support.facts import lacking
-from tests.support.sketches import Tensor, dense, known, mixture, published, tensors_of
+from tests.support.inventories import known, published
 from workers.quantization.recipe import QuantizationRecipe
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

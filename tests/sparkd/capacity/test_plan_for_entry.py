@@ -43,10 +43,10 @@ from tests.sparkd.capacity.test_vllm_figures import FULL
 from tests.sparkd.capacity.test_vllm_figures import answer as model_answer
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT
 from tests.support.published_headers import checkpoint_of
-from tests.support.sketches import mixture, tensors_of, write
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import CPU_KV_SPACE, VARIABLE

@@ -13,7 +13,7 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.models.shape import shape_of
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
-from tests.support.sketches import dense
+from tests.support.checkpoints import dense
 
 FULL = LayerCache("full", "FullAttentionSpec", 16, 1000, 62.5)
 WINDOW = LayerCache("window", "SlidingWindowSpec", 16, 1000, 62.5, window=128)

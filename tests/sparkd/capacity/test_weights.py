@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sparkd.capacity.weights import AHEAD, Inventory, Weights
 from sparkd.errors import CheckpointError
+from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
 from tests.support.facts import lacking
-from tests.support.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
+from tests.support.inventories import architecture, known, models
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 

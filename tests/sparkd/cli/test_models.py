@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import os
 import re
 import stat
 import subprocess
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.main import get_command
 
 from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
@@ -27,19 +27,12 @@ from sparkd.cli.config_check import check
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
-from tests.support.parser_batch import ask_at_once
-from tests.support.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
 VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SPARKD_")]:
-        monkeypatch.delenv(name)
 
 
 class Answers:
@@ -142,17 +135,6 @@ def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
     assert ("sparkd unload nope" in capsys.readouterr().err) is not forgotten
 
 
-def test_the_unload_of_a_failed_model_does_not_repeat_its_failure(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
-    running = {"id": "1", "model": "m", "kind": "unload", "state": "RUNNING", "message": ""}
-    answers.by_path = {
-        "/models/m/unload": [running],
-        "/models/m": [{"state": "FAILED", "message": "Its hub does not answer.", "progress": None}],
-        "/operations/1": [running, {**running, "state": "SUCCEEDED", "message": "Done."}],
-    }
-    assert exit_code(["--url", answers.url, "unload", "m"]) == 0
-    assert capsys.readouterr() == ("m: Done.\n", "")
-
-
 def test_what_goes_wrong_is_an_object_with_json(
     answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +153,7 @@ def test_what_goes_wrong_is_an_object_with_json(
 
     answers.say(404, errors.error_body(errors.UnknownModel("x", ["m"])))
     run = ["run", "x", "-p", "?", "--json", "--", "--seed=1"]
-    for argv in (["--json", "load", "x"], ["unload", "x", "--json"], ["logs", "--json", "x"], run):
+    for argv in (["--json", "load", "x"], ["logs", "--json", "x"], run):
         body = told("--url", answers.url, *argv)
         assert (body["error"]["code"], body["error"]["param"], body["exit_code"]) == ("model_not_found", "model", 5)
     loading = {"model": "m", "state": "LOADING"}
@@ -184,17 +166,13 @@ def test_what_goes_wrong_is_an_object_with_json(
     answers.say(401, {})
     assert told("--url", answers.url, "status", "--json")["error"]["type"] == "authentication_error"
     gone = f"http://127.0.0.1:{free_port()}"
-    for argv in (["ps"], ["events"], ["reload"], ["nodes"], ["pull", "a/b"]):
+    for argv in (["ps"], ["pull", "a/b"]):
         assert told("--json", "--url", gone, *argv)["error"]["code"] == "unavailable"
     here = tmp_path / "none"
     for argv in (
         ["plan", "--quick", str(here)],
-        ["plan", "--quick", str(here), "--nodes", "0"],
-        ["ls", "--layers", str(here)],
         ["ps", "--no-such-option"],
-        ["no-such-verb"],
         ["recipes", "show", "none"],
-        ["export", str(here), str(tmp_path / "out")],
     ):
         assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "recipe_not_found")
     monkeypatch.setattr(show, "resident", None)
@@ -207,29 +185,35 @@ def test_what_goes_wrong_is_an_object_with_json(
     assert gone in capsys.readouterr().err
 
 
-def test_without_arguments_the_help_is_shown() -> None:
-    # typer leaves two columns of a terminal's 80 free, its CliRunner none.
-    shown = CliRunner().invoke(command_line(), [], terminal_width=78)
+@pytest.fixture(scope="module")
+def every_verb() -> Any:
+    """The command of all verbs, made once: typer describes thirty verbs in half a second."""
+    return get_command(command_line())
 
-    assert shown.exit_code == 0
-    assert all(re.search(rf"^  {verb} ", shown.output, re.MULTILINE) for verb in VERBS)
-    cut = re.findall(r"^  \w.*\.\.\.$", shown.output, re.MULTILINE)
+
+def help_of(command: Any, *words: str, width: int = 80) -> str:
+    with io.StringIO() as written, contextlib.redirect_stdout(written):
+        command.main(args=[*words, "-h"], prog_name="sparkd", standalone_mode=False, terminal_width=width)
+        return written.getvalue()
+
+
+def test_the_help_names_every_verb_and_cuts_no_line(every_verb: Any) -> None:
+    # typer leaves two columns of a terminal's 80 free.
+    shown = help_of(every_verb, width=78)
+
+    assert all(re.search(rf"^  {verb} ", shown, re.MULTILINE) for verb in VERBS)
+    cut = re.findall(r"^  \w.*\.\.\.$", shown, re.MULTILINE)
     assert cut == [], "`sparkd -h` cuts these: shorten the first line of the verb's docstring. A longer name of a verb shortens every line"
+    assert not set(VERBS) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself_in_a_screenful(verb: str) -> None:
-    shown = CliRunner().invoke(command_line(), [verb, "-h"])
-
-    assert shown.exit_code == 0
-    assert len(shown.output.splitlines()) <= 30
-    assert max(map(len, shown.output.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_takes_a_key_on_the_command_line(verb: str) -> None:
-    assert "--key " not in CliRunner().invoke(command_line(), [verb, "-h"]).output
-    assert exit_code([verb, "--key", KEY]) == 2
+def test_every_verb_explains_itself_in_a_screenful_alone_as_among_all(every_verb: Any) -> None:
+    """A key on a command line could be read by every user of the machine."""
+    for verb in VERBS:
+        shown = help_of(every_verb, verb)
+        assert shown == help_of(get_command(command_line(verb)), verb), verb
+        assert len(shown.splitlines()) <= 30 and max(map(len, shown.splitlines())) <= 80, verb
+        assert "--key " not in shown, verb
 
 
 def test_the_help_tells_every_exit_code() -> None:
@@ -242,68 +226,26 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
     return [kind, *(found for inner in kind.__subclasses__() for found in _kinds(inner))]
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["lod"], ["'lod'", "'load'"]),
-        (["stop", "m"], ["'stop'", "'unload'"]),
-        (["list"], ["'list'", "'ls'"]),
-        (["load"], ["MODEL"]),
-        (["ps", "--nope"], ["--nope"]),
-        (["load", "m", "--timeout", "-1"], ["--timeout -1", "than 0"]),
-        (["load", "m", "--timeout", "soon"], ["--timeout soon", "seconds", "0"]),
-        (["logs", "m", "-n", "900"], ["--lines 900", "than 200", "0 to 200"]),
-        (["logs", "m", "--rank", "one"], ["--rank one", "0 to 64"]),
-        (["events", "-n", "0"], ["--lines 0", "than 1", "1 to 1,000"]),
-        (["serve", "--listen", "127.0.0.1:99999"], ["listen", "99999", "0 to 65535"]),
-        (["ps", "--url", "h:99999"], ["--url", "'h:99999'", "port 99999", "65535"]),
-        (["serve", "--port", "99999"], ["--port 99999", "than 65,535", "0 to 65,535"]),
-        (["unload"], ["--all"]),
-        (["unload", "m", "--all"], ["--all"]),
-        (["run", "m", "hello"], ["'hello'", "`--`"]),
-        (["run", "m", "--", "--host", "0.0.0.0"], ["'--host'", "`--`"]),
-        (["ps", "--url", "ftp://x"], ["--url", "'ftp://x'"]),
-        (["ps", "--key-file", "/nowhere/key"], ["/nowhere/key"]),
-        (["serve", "--config", "/nowhere/sparkd.yaml"], ["/nowhere/sparkd.yaml"]),
-        (["serve", "--name", "x"], ["--name", "--model"]),
-        (["serve", "-o", "engine.platfrom=cpu"], ["engine.platfrom", "platform"]),
-        (["serve", "-o", "engine.platform=zpu"], ["engine.platform", "'zpu'"]),
-        (["serve", "--listen", "127.0.0.1:1", "--port", "2"], ["--listen", "port 1", "--port", "2"]),
-        (["serve", "--log-level", "loud"], ["log_level", "'loud'"]),
-    ],
-)
-def test_a_wrong_command_line_is_one_sentence_and_code_2(argv: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argv", [["lod"], ["load"], ["ps", "--nope"], ["serve", "-o", "engine.platform=zpu"]])
+def test_a_wrong_command_line_is_one_sentence_on_stderr_and_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(argv) == 2
 
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert lacking(err, *told) == []
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_where_nobody_answers_the_code_is_7(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["--url", f"127.0.0.1:{free_port()}", "ps"]) == 7
-    assert "sparkd serve" in capsys.readouterr().err
-
-
+# What is not sparkd's is code 7, whatever its status.
 @pytest.mark.parametrize(
     ("status", "body", "code", "told"),
     [
         (401, {"error": {"code": "invalid_api_key", "message": "no"}}, 6, "--key-file"),
-        (403, {"error": {"code": "forbidden", "message": "not from there"}}, 6, "not from there"),
-        (404, {"error": {"code": "model_not_found", "message": "not known"}}, 5, "not known"),
-        (409, {"error": {"code": "conflict", "message": "taken"}}, 5, "taken"),
-        (422, {"error": {"code": "invalid_config", "message": "wrong"}}, 2, "wrong"),
         (503, {"error": {"code": "does_not_fit", "message": "too large"}}, 4, "too large"),
-        (503, {"error": {"code": "draining", "message": "going down"}}, 7, "going down"),
-        (503, {"error": {"code": "model_failed", "message": "failed"}}, 8, "failed"),
         (500, {"error": {"code": "of_a_newer_release", "message": "new"}}, 1, "new"),
         (500, {"error": {}}, 1, "500"),
-        (404, b"<html>nginx</html>", 7, "not sparkd"),
-        (200, b"hello", 7, "not sparkd"),
-        (302, {}, 7, "not sparkd"),
-        (404, {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}}, 7, "not sparkd"),
-        (200, {"object": "list", "data": []}, 7, "not sparkd"),
+        (404, b"<html>nginx</html>", 7, ""),
+        (302, {}, 7, ""),
+        (404, {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}}, 7, ""),
+        (200, {"object": "list", "data": []}, 7, ""),
     ],
 )
 def test_a_refusal_keeps_its_meaning(
@@ -337,7 +279,7 @@ def test_the_key_is_sent_and_never_shown(
     assert "admin key" in (told := capsys.readouterr().err) and KEY not in told
 
 
-@pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "käse", "x" * 513])
+@pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "x" * 513])
 def test_what_cannot_be_a_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(text)
@@ -362,20 +304,16 @@ def test_no_key_is_no_key() -> None:
     ("text", "url"),
     [
         ("spark1", "http://spark1:4000"),
-        ("spark1:80", "http://spark1:80"),
-        ("127.0.0.1:4001/", "http://127.0.0.1:4001"),
-        ("http://spark1:4000/v1", "http://spark1:4000"),
+        ("http://spark1:4001/v1", "http://spark1:4001"),
         ("https://spark1.example", "https://spark1.example"),
-        ("[::1]:4000", "http://[::1]:4000"),
         ("http://[::1]", "http://[::1]:4000"),
     ],
 )
 def test_an_address_may_be_short(text: str, url: str) -> None:
-    # httpx leaves a scheme's own port out.
-    assert base_url(text) == url.removesuffix(":80")
+    assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["", "http://", "unix:/run/x", "http://u:secret@h:1", "http://h:1/other", "http://h:99999", "h?x=1"])
+@pytest.mark.parametrize("text", ["", "unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         base_url(text)
@@ -387,7 +325,6 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     [
         ("/models/SmolLM2-135M-Instruct/", "smollm2-135m-instruct"),
         ("openai/gpt-oss-120b", "gpt-oss-120b"),
-        ("gpt2", "gpt2"),
         ("/m/Ä b (1)", "b-1"),
         ("/", "model"),
     ],
@@ -419,7 +356,7 @@ def test_settings_are_read_as_yaml() -> None:
     }
 
 
-@pytest.mark.parametrize("pair", ["keys.admin=k", "keys.inference=[k]", "engine.env.HF_TOKEN=t", "engine.env.MY_API_KEY=t"])
+@pytest.mark.parametrize("pair", ["keys.admin=k", "engine.env.MY_API_KEY=t"])
 def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
     with pytest.raises(ConfigError, match=pair.partition("=")[0]):
         serve.settings_of([pair])
@@ -447,110 +384,69 @@ def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.Captur
     assert (found["ok"], found["problems"][0]["line"], found["problems"][0]["severity"]) == (False, 2, "error")
 
 
-def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text("models:\n  m:\n    model: /nowhere/at/all\n")
-
-    assert exit_code(["--json", "check", str(file)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] and [problem["severity"] for problem in found["problems"]] == ["warning"]
-
-
-LONGER: list[tuple[dict[str, Any], dict[str, Any], list[str] | None]] = [
-    ({"max_model_len": 4096}, {}, None),
-    ({"max_model_len": "auto"}, {}, None),
-    (
-        {"max_model_len": 4097},
-        {},
-        ["4,097 tokens", "4,096", "config.json"],
-    ),
-    ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
-    ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
-    ({"max_model_len": "9K"}, {"model_max_length": 8192}, ["9,216 tokens", "4,096"]),
-    ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
-    ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
-    ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
-    ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
-    ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
-    ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
-    ({"extra_args": ["--max-model-len", "4097"]}, {}, ["4,097 tokens", "4,096"]),
-    ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, ["4,097 tokens", "4,096"]),
-    ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
-    ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
-    ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
-    (
-        {"max_model_len": "9K", "runtime": "/no/python"},
-        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-        ["9,216 tokens", "4,096"],
-    ),
-    ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["4,097 tokens", "4,096"]),
-    ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["4,097 tokens", "4,096"]),
+# Keys of an entry, keys of its model's config.json, and whether the length that the entry asks for is refused.
+LONGER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({"max_model_len": 4096}, {}, False),
+    ({"max_model_len": "auto"}, {}, False),
+    ({"max_model_len": 4097}, {}, True),
+    ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
+    ({"max_model_len": "9K"}, {"model_max_length": 8192}, True),
+    ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, False),
+    ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, False),
+    ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, False),
+    ({"extra_args": ["--max-model-len", "4097"]}, {}, True),
+    ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, False),
+    ({"max_model_len": 4097}, {"max_position_embeddings": None}, False),
+    ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, False),
+    ({"max_model_len": "9K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, True),
+    ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, True),
 ]
 
 
-def _config(folder: Path, keys: dict[str, Any], config: dict[str, Any]) -> Path:
-    """A configuration file of one entry, whose model takes 4,096 tokens unless `config` says something else."""
+def configured(folder: Path, keys: dict[str, Any], config: dict[str, Any]) -> Path:
+    """A file of one entry, whose model takes 4,096 tokens unless `config` differs. No vLLM is asked: its Python is not there."""
     shape = mixture(**{"max_position_embeddings": 4096, **config})
     model = write(folder / "m", shape, tensors_of(shape))
     file = folder / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(model), **keys}}}))
+    file.write_text(json.dumps({"models": {"m": {"model": str(model), "runtime": "/no/python", **keys}}}))
     return file
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """vLLM's parser has answered for all of LONGER, in one child."""
-    ask_at_once(lambda: [check(_config(tmp_path_factory.mktemp("asked"), keys, config), {}) for keys, config, _ in LONGER])
+def mistakes(file: Path) -> list[str]:
+    return [problem.message for problem in check(file, {}) if problem.severity == "error"]
 
 
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize(("keys", "config", "told"), LONGER)
-def test_check_says_what_is_longer_than_the_model(
-    keys: dict[str, Any], config: dict[str, Any], told: list[str] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = _config(tmp_path, keys, config)
-
-    assert exit_code(["check", str(file)]) == (0 if told is None else 2)
-    place = "models.m.max_model_len: " if "max_model_len" in keys else "models.m: --max-model-len: "
-    found = [line for line in capsys.readouterr().out.splitlines() if place in line]
-    assert [lacking(line.partition(place)[2], *(told or ())) for line in found] == [[]] * (told is not None)
+@pytest.mark.parametrize(("keys", "config", "refused"), LONGER)
+def test_check_says_what_is_longer_than_the_model(keys: dict[str, Any], config: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+    told = mistakes(configured(tmp_path, keys, config))
+    assert len(told) == refused and all(re.search("max.model.len", message) for message in told)
 
 
-def test_check_leaves_a_longer_context_to_who_may_allow_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_check_leaves_a_longer_context_to_the_daemons_environment_and_to_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon's own environment reaches an engine, and other files than config.json may say how long a request may be."""
-    shape = mixture(max_position_embeddings=4096)
-    folder = write(tmp_path / "m", shape, tensors_of(shape))
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4097}}}))
-
-    def told() -> bool:
-        return exit_code(["check", str(file)]) == 2 and "4,097 tokens" in capsys.readouterr().out
-
-    assert told()
-    with monkeypatch.context() as own:
-        own.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-        assert not told()
+    file = configured(tmp_path, {"max_model_len": 4097}, {})
     for name in ("params.json", "sentence_bert_config.json"):
-        (Path(folder) / name).write_text("{}")
-        assert not told()
-        (Path(folder) / name).unlink()
-    assert told()
+        (tmp_path / "m" / name).write_text("{}")
+        assert mistakes(file) == []
+        (tmp_path / "m" / name).unlink()
+    assert mistakes(file)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert mistakes(file) == []
 
 
-def test_check_says_which_groups_are_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_which_groups_are_not_whole(tmp_path: Path) -> None:
     shape = mixture(num_hidden_layers=1)
     folder = write(tmp_path / "m", shape, [("model.layers.0.self_attn.o_proj.weight", (512, 576), "BF16")])
-    models = {name: {"model": str(folder), "quantize": name} for name in ("int4-g128", "int4-g64")}
+    models = {name: {"model": str(folder), "quantize": name, "runtime": "/no/python"} for name in ("int4-g128", "int4-g64")}
     models["stub"] = {"model": str(folder), "quantize": "int4-g128", "entrypoint": "workers.stub"}
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": models}))
 
-    assert exit_code(["check", str(file)]) == 2
-    found = [line for line in capsys.readouterr().out.splitlines() if "into groups of" in line]
-    told = ("576 columns", "model.layers.0.self_attn.o_proj.weight", "groups of 128", "int4-g64", "int4-g32")
-    assert [lacking(line, f"{file}:1: models.int4-g128.quantize", *told) for line in found] == [[]]
+    (message,) = mistakes(file)
+    told = ("models.int4-g128.quantize", "576", "model.layers.0.self_attn.o_proj.weight", "128", "int4-g64", "int4-g32")
+    assert lacking(message, *told) == []
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -577,89 +473,40 @@ def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err == "error: The disk is gone.\n"
 
 
-def test_a_command_line_with_one_verb_has_it_as_all_of_them_do() -> None:
-    everything = command_line()
-    names = [command.name for command in everything.registered_commands] + ["recipes"]
-
-    assert len(names) == len(set(names)) > 15
-    assert not set(names) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
-    for name in names:
-        alone, among = (CliRunner().invoke(app, [str(name), "-h"]).output for app in (command_line(str(name)), everything))
-        assert alone == among and "Usage: " in alone
-
-
-def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
-    code = "import sys, sparkd.__main__ as m; m.exit_code(['--url', 'localhost:1', 'ps']); print(*sys.modules)"
-    loaded = set(_python(code).stdout.split())
-
-    heavy = {
-        "fastapi",
-        "uvicorn",
-        "ray",
-        "sqlite3",
-        "yaml",
-        "sparkd.daemon.daemon",
-        "sparkd.config.config",
-        "sparkd.state.nouns",
-    }
-    assert not loaded & heavy
-
-
-# These make a short verb slow to start: Ray's and the daemon's parts, plans, quantization, and tables with colours.
-_RAY = {
-    "ray",
-    "sparkd.cluster.ray_node",
-    "sparkd.cluster.ray_connection",
-    "sparkd.fabric.interfaces",
-    "sparkd.capacity.reservation",
-    "sparkd.cluster.head_probe",
-    "sparkd.cluster.cluster",
-}
-_DAEMON = {
-    "fastapi",
-    "uvicorn",
-    "sqlite3",
-    "asyncio",
-    "sparkd.daemon.daemon",
-    "sparkd.state.nouns",
-    "sparkd.capacity.account",
-    "sparkd.capacity.fit",
-}
+# These make a short verb slow to start: the daemon's and Ray's parts, an engine's, weights and recipes, tables with colours.
+_DAEMON = {"ray", "fastapi", "uvicorn", "sqlite3", "sparkd.daemon.daemon", "sparkd.state.nouns", "sparkd.cluster.cluster"}
 _ENGINE = {"workers.rank.command", "workers.guard.policy", "workers.kv.arithmetic", "sparkd.inquiry.parser_answers"}
-_WEIGHTS = {"sparkd.checkpoint", "sparkd.checkpoint.header", "workers.quantization.recipe"}
-_RECIPES = {"sparkd.recipes.file", "sparkd.recipes.speculation"}
+_WEIGHTS = {"sparkd.checkpoint", "workers.quantization.recipe", "sparkd.recipes.file"}
 _TABLES = {"rich", "sparkd.render.models", "sparkd.admin.client"}
 
 
 @pytest.mark.parametrize(
     ("words", "kept_out"),
     [
-        (["version"], {"yaml", "sparkd.config.config", *_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
-        (["token"], {*_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
-        (["recipes", "check"], {"sparkd.cli.quantized", "workers.stream.cache.store", *_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
-        (["ls", "--cached"], {"workers.quantization.recipe", *_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
+        (["version"], {"yaml", "sparkd.config.config", "asyncio", *_DAEMON, *_ENGINE, *_WEIGHTS, *_TABLES}),
+        (["ps"], {"yaml", "sparkd.config.config", *_DAEMON}),
+        (["recipes", "check"], {"sparkd.cli.quantized", "workers.stream.cache.store", *_DAEMON, *_ENGINE, *_TABLES}),
+        (["ls", "--cached"], {"workers.quantization.recipe", "sparkd.recipes.file", *_DAEMON, *_ENGINE}),
     ],
 )
 def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_out: set[str], tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"state_dir: {tmp_path}\nmodels: {{a: {{model: /a}}}}\n")
-    (tmp_path / "ray.token").write_text(KEY)
     (tmp_path / "quantized").mkdir()
     code = f"""
 import os, sys
-import sparkd.__main__, sparkd.cluster.ray_head
-os.environ["SPARKD_CONFIG"] = {str(file)!r}
-sparkd.cluster.ray_head.living_head = lambda runtime_dir: "192.0.2.7:6379"
+import sparkd.__main__
+os.environ.update(SPARKD_CONFIG={str(file)!r}, SPARKD_URL="127.0.0.1:9")
 code = sparkd.__main__.exit_code({words!r})
 sys.stderr.write(" ".join(sys.modules))
-sys.exit(code)
+sys.exit(0 if code == {7 if words == ["ps"] else 0} else 99)
 """
     done = _python(code)
 
     assert not kept_out & set(done.stderr.split())
 
 
-def test_the_log_of_a_terminal_goes_to_a_private_file_and_warnings_stay(tmp_path: Path) -> None:
+def test_the_log_of_a_terminal_goes_to_a_private_file_and_that_of_a_service_to_stderr(tmp_path: Path) -> None:
     code = f"""
 import logging, os, pathlib
 from sparkd.daemon import logs
@@ -685,52 +532,8 @@ os.write(2, b"native words\\n")
     assert "native words" in text and KEY not in text and "not this" not in text and "httpx" not in text
     assert stat.S_IMODE(file.stat().st_mode) & 0o137 == 0
 
-
-def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
     code = 'import logging; from sparkd.daemon import logs; logs.set_up("warning", None); logging.getLogger("a").error("b\\x1b[31m")'
-
-    assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr)
-
-
-def numbers_of(text: str) -> list[str]:
-    return re.findall(r"\d+(?:[.,]\d+)*", text)
-
-
-@pytest.mark.parametrize(
-    ("state", "progress", "words"),
-    [
-        ("PLANNED", None, ["finding room"]),
-        ("LOADING", {"phase": "starting"}, ["starting"]),
-        ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_total": 4 << 30, "bytes_done": None}, ["loading 50%"]),
-        (
-            "LOADING",
-            {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7},
-            ["loading 50%", "2.0 of 4.0 GiB", "10 s"],
-        ),
-        (
-            "LOADING",
-            {"phase": "loading", "fraction": 0.25, "bytes_done": 64 << 20, "bytes_total": 256 << 20, "bytes_per_s": 5.824e9,
-             "units_done": 3, "units_total": 644, "format": "nvfp4", "source": "checkpoint", "cache_state": "writing", "eta_s": None},
-            ["loading 25% as nvfp4", "64.0 of 256.0 MiB", "5.82 GB/s", "3 of 644 units"],
-        ),
-        ("LOADING", {"phase": "loading", "fraction": 0.0, "source": "cache", "format": "int4"}, ["loading 0%", "cache"]),
-        ("WARMING", {"phase": "warming", "fraction": None, "bytes_done": 9, "bytes_total": 9, "bytes_per_s": 1e9, "units_done": 1,
-                     "units_total": 1, "cache_state": "writing", "weights_gib": 1.5},
-         ["warming up", "1.50 GiB", "writing"]),
-        ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, ["sizing", "1.50 GiB", "1,024 tokens"]),
-        ("SIZING", {"kv": {"phase": "rehearsing"}, "weights_gib": 1.5},
-         ["rehearsing", "1.50 GiB"]),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "rehearsal"}}, ["rehearsing"]),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "profile"}}, ["sizing"]),
-        ("SIZING", {"kv": {"phase": "rehearsing", "source": "plenty"}}, ["sizing"]),
-        ("SIZING", {"kv": {"phase": "sized"}, "kv_tokens": 7}, ["sizing", "7 tokens"]),
-        ("READY", {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "rehearsing"}}, ["ready"]),
-    ],
-)  # fmt: skip
-def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: list[str]) -> None:
-    shown = show.stage(state, progress)
-
-    assert lacking(shown, *words) == [] and numbers_of(shown) == numbers_of(" ".join(words))
+    assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr), "the log of a service"
 
 
 def test_a_terminal_gets_a_bar() -> None:
@@ -761,26 +564,6 @@ def test_no_line_of_a_table_ends_with_blanks(colours: bool) -> None:
     # Every other table is made of the same.
     users = [path.name for path in (ROOT / "sparkd").rglob("*.py") if "rich.table" in path.read_text()]
     assert users == ["ragged_table.py"]
-
-
-def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
-    loading = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "format": "fp8", "eta_s": 9.0}
-    unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}
-    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
-    models = [
-        {"name": "p", "state": "PLANNED", "progress": None, "message": None, **rest},
-        {"name": "a", "state": "LOADING", "progress": loading, "message": None, **rest},
-        {"name": "b", "state": "READY", "progress": unkept, "message": None, **rest},
-    ]
-    out = io.StringIO()
-    show.resident(models, Console(file=out, width=200), now_s=5.0)
-
-    *others, kept = out.getvalue().splitlines()[-3:]
-    assert kept.startswith("b: ") and kept.endswith(": the disk has 3 GiB left")
-    assert others == [
-        "p: finding room",
-        "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
-    ]
 
 
 def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,74 +620,13 @@ def test_a_shell_completes_verbs_and_options() -> None:
 
     def completed(line: str, at: int) -> list[str]:
         argv = ["bash", "-c", words, "bash", line, str(at)]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
 
     assert completed("sparkd lo", 1) == ["load", "logs"]
     assert "--wide" in completed("sparkd ps --", 2)
 
 
-def test_ps_tells_who_waits_and_for_whom() -> None:
-    rest = {
-        "want": "RUNNING",
-        "since_s": 0.0,
-        "load_s": None,
-        "memory_gib": None,
-        "in_flight": 0,
-        "ranks": [],
-        "node": None,
-        "progress": None,
-    }
-    why = "It waits for room, 60 GiB: a may stay for another 20 s."
-    model = {"name": "b", "state": "STOPPED", "turn": 1, "queued": 3, "message": why, "reason": None, "retry_in_s": None, **rest}
-    out = io.StringIO()
-    show.resident([model], Console(file=out, width=200), now_s=5.0)
-
-    row, told = out.getvalue().splitlines()[-2:]
-    assert row.split()[:3] == ["b", "WAITS", "1"] and "0 +3" in row
-    assert told == f"b: {why}"
-
-
-def test_ps_tells_whose_engine_is_doubted() -> None:
-    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 1, "queued": 0, "ranks": [], "node": None}
-    rest |= {"state": "READY", "message": None, "reason": None, "retry_in_s": None, "progress": None, "turn": None}
-    why = "No token came for 9 s."
-    out = io.StringIO()
-    goes = {"name": "c", "doubt": why, **rest, "state": "DRAINING"}
-    models = [{"name": "a", "doubt": why, **rest}, {"name": "b", "doubt": None, **rest}, goes]
-    show.resident(models, Console(file=out, width=200), now_s=5.0)
-
-    _, a, b, c, *below = out.getvalue().splitlines()
-    assert (a.split()[:2], b.split()[:2], c.split()[:2]) == (["a", "SUSPECT"], ["b", "READY"], ["c", "DRAINING"])
-    assert below == [f"a: {why}", f"c: {why}"]
-
-
-def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
-    kv = {"phase": "ready", "pool_bytes": 8 << 30, "sequences": 8.52, "bytes_per_token": 131072.0, "margin_bytes": 1 << 30,
-          "slack_bytes": 1 << 29, "source": "profile", "why": "rank 1 has the least left",
-          "source_why": "rank 1 has no profile of this engine", "peak_why": "a batch took 5.00 GiB"}  # fmt: skip
-    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
-    rest |= {"state": "READY", "message": None}
-    models = [
-        {"name": "a", "progress": {"phase": "serving", "kv_tokens": 5, "kv": kv}, **rest, "parsers": {"tool": "hermes", "reasoning": None}},
-        {"name": "b", "progress": {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "stock", "why": "this vLLM has no x"}}, **rest},
-        {"name": "c", "progress": None, **rest},
-    ]
-    narrow, wide = io.StringIO(), io.StringIO()
-    show.resident(models, Console(file=narrow, width=200), now_s=5.0)
-    show.resident(models, Console(file=wide, width=300), now_s=5.0, wide=True)
-
-    assert "MARGIN" not in narrow.getvalue() and "rank 1" not in narrow.getvalue()
-    assert "b: KV cache: this vLLM has no x" in narrow.getvalue()
-    head, a, b, c, *below = [" ".join(line.split()) for line in wide.getvalue().splitlines()]
-    assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
-    assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile hermes - 0" in a
-    assert "5 - - - - - vLLM - - 0" in b and "- - - - - - - - - 0" in c
-    least, without, batch, stock = below
-    assert all(line.startswith("a: KV cache: ") for line in (least, without, batch)) and stock == "b: KV cache: this vLLM has no x"
-    assert (kv["why"] in least, kv["source_why"] in without, kv["peak_why"] in batch) == (True, True, True)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7200, "2h"), (200000, "2d")])
 def test_durations(seconds: float, text: str) -> None:
     assert show.duration(seconds) == text
 
@@ -923,4 +645,4 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -23,10 +23,10 @@ from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
 from tests.support.daemon_process import ROOT, DaemonProcess, alive
 from tests.support.facts import lacking
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 
 ANSWER = "The capital of France is Paris."
-SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}
+MODELS = {"quick", "slow", "held", "crash"}
 RECIPE = """
 description: a recipe
 model: {folder}
@@ -41,19 +41,22 @@ class Cli:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> None:
         model = {"model": str(folder), "memory_gib": 1}
+        (folder / "gate").touch()
         (folder / "recipes").mkdir()
         (folder / "recipes" / "mine.yaml").write_text(RECIPE.format(folder=folder))
         settings = {
             "recipes_dir": str(folder / "recipes"),
             "engine": {
                 "entrypoint": "workers.stub",
-                "stop_timeout_s": 2,
-                "env": {"SPARKD_STUB_RECORD": str(folder / "record.json"), "SPARKD_STUB_CHUNK_INTERVAL_S": "0.02"},
+                "stop_timeout_s": HUNG_S,
+                "env": {"SPARKD_STUB_RECORD": str(folder / "record.json"), "SPARKD_STUB_CHUNK_INTERVAL_S": "0"},
             },
-            "backoff": {"initial_s": 30},
+            "backoff": {"initial_s": 3600, "max_s": 3600},
+            # `slow` loads until it is unloaded; an answer of `held` goes on until its client leaves, while its gate is shut.
             "models": {
                 "quick": model | {"aliases": ["gpt-4o"]},
-                "slow": model | {"env": SLOW},
+                "slow": model | {"env": {"SPARKD_STUB_LOAD_GATE": str(folder / "never")}},
+                "held": model | {"env": {"SPARKD_STUB_GATE": str(folder / "gate"), "SPARKD_STUB_GATE_AFTER": "1"}},
                 "crash": model | {"env": {"SPARKD_STUB_EXIT_AT": "load"}},
             },
         }
@@ -96,7 +99,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
         for process in (daemon.process, node):
             if process and process.poll() is None:
                 process.send_signal(signal.SIGINT)
-                process.wait(60)
+                process.wait(HUNG_S)
         daemon.client.close()
     until(lambda: not daemon.leftovers(), f"nothing is left: {daemon.leftovers()}")
 
@@ -107,7 +110,7 @@ def _ends_apart(made: Cli) -> None:
     assert made.daemon.end(signal.SIGINT) == 0
     assert len(pids) == 2 and all(map(alive, pids))
     made.node.send_signal(signal.SIGTERM)
-    assert made.node.wait(60) == 0
+    assert made.node.wait(HUNG_S) == 0
     assert not any(map(alive, pids))
 
 
@@ -116,21 +119,19 @@ def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdin", StringIO(""))
     running.capsys = capsys
     yield running
-    assert running.run("unload", "--all", "--timeout", "30")[0] == 0
+    assert running.run("unload", "--all")[0] == 0
 
 
 def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) -> None:
     before = cli.daemon.config.read_text()
-    code, out, err = cli.run("reload")
-    assert (code, lacking(out, "Nothing changed"), err) == (0, [], "")
+    assert cli.run("reload")[::2] == (0, "")
     try:
         more = f"global_ttl_s: 900\ncluster: {{port: 6400}}\n{before}".replace("models:\n", f"models:\n  more: {{model: {cli.folder}}}\n")
         cli.daemon.config.write_text(more)
         code, out, err = cli.run("reload")
         assert (code, err) == (0, "")
         added, now, later = out.splitlines()
-        assert (lacking(added, "added", "more"), lacking(now, "now", "global_ttl_s")) == ([], [])
-        assert lacking(later, "next start", "cluster") == []
+        assert lacking(added, "more") + lacking(now, "global_ttl_s") + lacking(later, "cluster") == []
         cli.daemon.config.write_text(before + "modles: {}\n")
         code, out, err = cli.run("reload")
         assert (code, out) == (2, "")
@@ -147,40 +148,32 @@ def test_a_model_of_the_file_gets_its_recipe_there(cli: Cli) -> None:
     assert (code, out) == (5, "") and lacking(err, "quick", "`recipe: mine`") == []
 
 
-def test_load_ps_and_unload(cli: Cli) -> None:
+def test_load_look_and_unload(cli: Cli) -> None:
     code, out, err = cli.run("load", "gpt-4o")
-    assert (code, out.startswith("quick: The model answers after")) == (0, True)
-    assert "quick: " in err
+    assert (code, out.startswith("quick: "), "quick: " in err) == (0, True, True)
 
     code, out, _ = cli.run("ps")
     header, row = out.splitlines()
     assert (code, header.split()[:2], row.split()[:2]) == (0, ["MODEL", "STATE"], ["quick", "READY"])
     shown = cli.json("ps")["models"]
     assert [(model["name"], model["state"]) for model in shown] == [("quick", "READY")] and str(shown[0]["ranks"][0]["pid"]) in row
+    assert {model["name"] for model in cli.json("ls")["models"]} == MODELS
+    assert "gpt-4o" in cli.run("ls")[1]
+    assert lacking(cli.run("status")[1], "serving", "Ray", "raylet", f"127.0.0.1:{cli.daemon.port}") == []
+    assert cli.json("status")["cluster"]["connected"]
+    assert len(cli.json("events", "-n", "3")["events"]) == len(cli.run("events", "-n", "3")[1].splitlines()) == 3
+    assert lacking(cli.json("logs", "quick")["text"], "startup complete") == []
 
     assert cli.run("unload", "quick")[1].startswith("quick: ")
     assert cli.json("ps") == {"models": []}
-    assert "No model" in cli.run("ps")[1] and "quick" not in cli.run("ps")[1]
+    assert "quick" not in cli.run("ps")[1]
 
 
-def test_what_can_be_looked_at(cli: Cli) -> None:
-    assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
-    assert "gpt-4o" in cli.run("ls")[1]
-
-    told = cli.run("status")[1]
-    assert all(word in told for word in ("serving", "GiB in use", "Ray", "raylet", "listens on 127.0.0.1:"))
-    assert cli.json("status")["cluster"]["connected"]
-
-    events = cli.json("events", "-n", "3")["events"]
-    assert len(events) == 3 and len(cli.run("events", "-n", "3")[1].splitlines()) == 3
-
-
-def test_json_everywhere(cli: Cli) -> None:
+def test_operations_and_answers_are_json_too(cli: Cli) -> None:
     (loaded,) = cli.json("load", "quick")["operations"]
     assert (loaded["state"], loaded["kind"], loaded["model"]) == ("SUCCEEDED", "load", "quick")
     assert cli.json("run", "quick", "-p", "hi")["answer"] == ANSWER
     assert cli.json("run", "quick")["base_url"] == f"{cli.daemon.url}/v1"
-    assert "Application startup complete" in cli.json("logs", "quick")["text"]
     assert [one["kind"] for one in cli.json("unload", "--all")["operations"]] == ["unload"]
 
 
@@ -225,7 +218,7 @@ def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:
     assert cli.run("run", str(cli.folder), "--name", "evil", "--", "--host", "0.0.0.0")[0] == 2
     assert lacking(cli.run("run", "/nowhere")[2], "/nowhere", "`model`") == []
     assert cli.run("pull", "./nowhere")[2].startswith("error: ./nowhere ")
-    assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
+    assert {model["name"] for model in cli.json("ls")["models"]} == MODELS
 
 
 def test_run_takes_a_question_from_a_pipe_and_else_tells_how_to_call(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +250,7 @@ def test_a_chat_on_a_terminal(cli: Cli) -> None:
             until_seen(ANSWER)
         until_seen(">>> ")
         os.write(ours, b"/bye\n")
-        assert chat.wait(20) == 0
+        assert chat.wait(HUNG_S) == 0
     finally:
         chat.kill()
         os.close(ours)
@@ -268,8 +261,7 @@ def test_a_failed_load_says_why_with_code_8(cli: Cli) -> None:
     assert (code, out) == (8, "")
     assert err.splitlines()[-1].startswith("error: crash: ") and "sparkd logs crash" in err
     assert "out of memory" in cli.run("logs", "crash", "-n", "5")[1]
-    told = cli.run("ps")[1]
-    assert "FAILED" in told and "Next try" in told
+    assert "FAILED" in cli.run("ps")[1] and cli.json("ps")["models"][0]["retry_in_s"] > 0
 
 
 def test_a_load_may_be_left_and_cancelled(cli: Cli) -> None:
@@ -285,44 +277,50 @@ def test_ctrl_c_ends_the_waiting_and_not_the_load(cli: Cli) -> None:
         raise RuntimeError("stderr is a pipe")
     assert waiting.stderr.readline().startswith("slow: ")
     waiting.send_signal(signal.SIGINT)
-    _, told = waiting.communicate(timeout=20)
+    _, told = waiting.communicate(timeout=HUNG_S)
 
     assert waiting.returncode == 130
-    assert "the load of slow continues" in told and "sparkd cancel" in told and "Traceback" not in told
+    assert "sparkd cancel" in told and "Traceback" not in told
     assert [model["name"] for model in cli.json("ps")["models"]] == ["slow"]
 
 
 def test_a_log_and_events_are_followed(cli: Cli) -> None:
     assert cli.run("load", "quick")[0] == 0
-    followers = [cli.popen("--json", "events", "-f", "-n", "1"), cli.popen("--json", "logs", "-f", "-n", "1", "quick")]
-    pipes = [pipe for pipe in (follower.stdout for follower in followers) if pipe]
-    before = [json.loads(pipe.readline()) for pipe in pipes]
+    events, log = cli.popen("--json", "events", "-f", "-n", "1"), cli.popen("--json", "logs", "-f", "-n", "1", "quick")
+    assert events.stdout is not None and log.stdout is not None
+    before = json.loads(events.stdout.readline())
+    assert json.loads(log.stdout.readline())["text"]
     cli.run("unload", "quick")
-    after = [json.loads(pipe.readline()) for pipe in pipes]
-    assert before[0]["seq"] < after[0]["seq"]
-    assert "startup complete" in before[1]["text"] and "shutdown" in after[1]["text"]
-    for follower in followers:
+    assert json.loads(events.stdout.readline())["seq"] > before["seq"]
+    while "shutdown" not in json.loads(log.stdout.readline())["text"]:
+        pass  # The log may come in pieces; at its end there is no line, and so no JSON.
+    for follower in (events, log):
         follower.send_signal(signal.SIGINT)
-        _, told = follower.communicate(timeout=20)
+        _, told = follower.communicate(timeout=HUNG_S)
         assert (follower.returncode, told) == (130, "")
 
 
 def test_a_second_daemon_is_refused(cli: Cli) -> None:
     same_state, same_port = ["--port", str(cli.daemon.port + 1)], ["--state-dir", str(cli.folder / "other")]
     seconds = [cli.popen("serve", "--config", str(cli.daemon.config), *argv) for argv in (same_state, same_port)]
-    for second, code, told in zip(seconds, (3, 2), ("Another sparkd", "another program"), strict=True):
-        _, err = second.communicate(timeout=30)
-        assert (second.returncode, told in err, "Traceback" in err) == (code, True, False)
+    for second, code in zip(seconds, (3, 2), strict=True):
+        _, err = second.communicate(timeout=HUNG_S)
+        assert (second.returncode, "error: " in err, "Traceback" in err) == (code, True, False)
 
 
 def test_leaving_an_answer_ends_it(cli: Cli) -> None:
-    assert cli.run("load", "quick")[0] == 0
-    client = Client(cli.daemon.url, None)
-    pieces = client.answer("quick", [{"role": "user", "content": "hi"}])
-    next(pieces)
-    pieces.close()
-    until(lambda: client.model("quick")["in_flight"] == 0, "the request has ended")
-    client.close()
+    assert cli.run("load", "held")[0] == 0
+    gate, client = cli.folder / "gate", Client(cli.daemon.url, None)
+    gate.unlink()
+    try:
+        pieces = client.answer("held", [{"role": "user", "content": "hi"}])
+        next(pieces)
+        assert client.model("held")["in_flight"] == 1
+        pieces.close()
+        until(lambda: client.model("held")["in_flight"] == 0, "the request has ended")
+    finally:
+        gate.touch()
+        client.close()
 
 
 def test_a_daemon_does_not_start_what_a_node_keeps(tmp_path: Path) -> None:
@@ -352,7 +350,6 @@ def test_a_node_that_cannot_join_says_why(settings: dict[str, str], told: str, t
 @pytest.mark.parametrize(
     ("settings", "expected", "absent"),
     [
-        ({}, ["--head", "--port=0", "--node-ip-address=127.0.0.1"], "--address"),
         ({"cluster.address": "127.0.0.1:6400"}, ["--head", "--port=6400", "--node-ip-address=127.0.0.1"], "--address"),
         ({"cluster.address": "192.0.2.1:6379", "cluster.node_ip": "192.0.2.2"}, ["--address=192.0.2.1:6379"], "--head"),
     ],

@@ -108,9 +108,8 @@ def no_descriptors() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "trouble",
-    [OSError(number, os.strerror(number), "/run/x") for number in (errno.ENOSPC, errno.ENOENT, errno.EROFS, errno.EMFILE, errno.EDQUOT)]
-    + [RayUnavailable("Ray did not start.")],
-    ids=lambda error: errno.errorcode.get(getattr(error, "errno", 0), "Ray"),
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x"), RayUnavailable("Ray did not start.")],
+    ids=["the system", "Ray"],
 )
 async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again(cluster: Cluster, trouble: Exception) -> None:
     reasons: list[str | None] = []
@@ -125,12 +124,11 @@ async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again
     head.ensure = ensured  # type: ignore[method-assign]
     cluster._head = head  # type: ignore[assignment]
 
-    async with asyncio.timeout(20):
-        running = asyncio.create_task(cluster.run(joined.set))
-        await joined.wait()
-        assert cluster._link.connected, "no caller hears of a connection that failed"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    running = asyncio.create_task(cluster.run(joined.set))
+    await joined.wait()
+    assert cluster._link.connected, "no caller hears of a connection that failed"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
     assert reasons[1:] == 2 * ["RayUnavailable" if isinstance(trouble, RayUnavailable) else "NodeRefused"]
     assert cluster._trouble is None
@@ -170,11 +168,10 @@ async def test_a_head_is_not_ended_for_what_this_process_lacks(cluster: Cluster)
     head, joined = FakeHead(), asyncio.Event()
     cluster._head = head  # type: ignore[assignment]
     cluster._link.joins = [NodeRefused("This node refused it: too many open files."), RayUnavailable("It hangs.")]  # type: ignore[attr-defined]
-    async with asyncio.timeout(20):
-        running = asyncio.create_task(cluster.run(joined.set))
-        await joined.wait()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    running = asyncio.create_task(cluster.run(joined.set))
+    await joined.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
     assert head.stops == 1, "for the one that hangs"
 

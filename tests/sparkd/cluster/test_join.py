@@ -106,13 +106,10 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["''", "address"]),
         ("a b", ["'a b'", "address"]),
         ("host:99999", ["'host:99999'", "address"]),
         ("no-such-host.invalid", ["no-such-host.invalid", "IPv4"]),
-        ("[fe80::1]", ["fe80::1", "IPv6", "IPv4"]),
         ("[fe80::1]:6379", ["fe80::1", "IPv6", "IPv4"]),
-        ("127.0.0.1", ["127.0.0.1", "itself"]),
         ("localhost:6379", ["localhost", "itself"]),
     ],
 )
@@ -128,7 +125,6 @@ def test_what_is_no_head_of_another_node(text: str, words: list[str]) -> None:
         (TimeoutError(), ["5 s", "firewall"]),
         (ConnectionRefusedError(111, "Connection refused"), ["listens", "cluster.port", "6379"]),
         (OSError(113, "No route to host"), ["no route", "No route to host"]),
-        (OSError(101, "Network is unreachable"), ["no route", "Network is unreachable"]),
         (PermissionError(1, "Operation not permitted"), ["Operation not permitted"]),
     ],
 )
@@ -173,9 +169,7 @@ def test_a_head_that_does_not_fit_names_both_values(
     [
         (answer(), []),
         (answer(nodes={}), []),
-        (answer(agent=VERSION), []),
-        (answer(agent=None), []),
-        (answer(ray=None, python=None, ahead_s=None), []),
+        (answer(ray=None, python=None, agent=None, ahead_s=None), []),
         (answer(ahead_s=4.0), []),
         (answer(ahead_s=61.4), ["61 s ahead", "`timedatectl set-ntp true`"]),
         (answer(ahead_s=-90.0), ["90 s behind", "`timedatectl set-ntp true`"]),
@@ -215,7 +209,7 @@ def test_a_configuration_that_names_another_head_contradicts(tmp_path: Path) -> 
         membership.applied(config)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"address": "a"}', '{"address": "a", "node_ip": "b", "more": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"address": "a"}'])
 def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     config.state_dir.mkdir()
@@ -250,7 +244,6 @@ def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytes
         ({"join": HEAD, "session": "s1"}, None, False),
         ({"join": HEAD, "session": "s1"}, "s2", True),
         ({"join": "192.0.2.9:6379", "session": "s1"}, "s1", True),
-        ({"join": None, "session": "s1"}, "s1", True),
         ({}, "s1", True),
     ],
 )
@@ -328,7 +321,7 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     assert "every user" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["-", "short", "x" * 600, "with a blank in the middle of it", "/no/such/file", None])
+@pytest.mark.parametrize("given", ["-", "short", "with a blank in the middle of it", None])
 def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -66,7 +67,7 @@ def run_dir() -> Iterator[Path]:
         yield Path(name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(path=st.sampled_from(sorted(paths(status_of(BAD)))), value=JSON)
 def test_a_status_file_of_another_release_costs_itself_alone(run_dir: Path, path: tuple[str, ...], value: Any) -> None:
     status_path(str(run_dir), BAD).write_text(json.dumps(changed(status_of(BAD), path, value)))
@@ -78,7 +79,7 @@ def test_a_status_file_of_another_release_costs_itself_alone(run_dir: Path, path
     assert len(found) == 2 or list(left_out) == [BAD]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_status_file_of_anything_costs_itself_alone(run_dir: Path, text: bytes) -> None:
     status_path(str(run_dir), BAD).write_bytes(text)
@@ -88,14 +89,13 @@ def test_a_status_file_of_anything_costs_itself_alone(run_dir: Path, text: bytes
     assert list(left_out) == [BAD]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from([*sorted(SAMPLE), "floor_in_s", "level_why", "new"]), value=JSON)
 def test_a_reading_is_one_or_is_refused(name: str, value: Any) -> None:
-    try:
+    found: Reading | None = None
+    with contextlib.suppress(ValueError):
         found = reading("n", SAMPLE | {name: value}, 2.0)
-    except ValueError:
-        return
-    assert isinstance(found, Reading) and found.node_id == "n"
+    assert found is None or (isinstance(found, Reading) and found.node_id == "n")
 
 
 def test_progress_that_cannot_be_used_is_nothing_said(run_dir: Path) -> None:

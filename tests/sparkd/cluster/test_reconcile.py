@@ -9,8 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from sparkd.cluster.ray_head import RayHead
 from tests.support.daemon_process import ROOT
+from tests.support.waiting import HUNG_S
 
 RUN = """
 import asyncio, json, sys
@@ -43,15 +46,16 @@ async def main(folder):
     await cluster.close(stop_ray=True)
     print(json.dumps({"before": before, "now": now, "again": again, "free": free}))
 
-asyncio.run(asyncio.wait_for(main(Path(sys.argv[1])), 100))
+asyncio.run(main(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.rest
 def test_what_nobody_booked_and_nothing_uses_is_given_back() -> None:
     folder = tempfile.mkdtemp(prefix="rc-")
     head = RayHead(Path(folder, "run"), Path(folder, "token"), node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
     try:
-        done = subprocess.run([sys.executable, "-c", RUN, folder], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", RUN, folder], cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S, check=False)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
     finally:

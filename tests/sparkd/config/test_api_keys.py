@@ -78,7 +78,7 @@ def test_loose_rights_and_short_keys_are_warnings(tmp_path: Path) -> None:
     assert "short" not in second.message
 
 
-@pytest.mark.parametrize("text", ["two words", "sha256:12", "k" * 513, "ключ", "a\x7fb"])
+@pytest.mark.parametrize("text", ["two words", "sha256:12", "k" * 513, "ключ"])
 def test_what_cannot_be_a_key(tmp_path: Path, text: str) -> None:
     file = write(tmp_path / "keys", f"{LONG}\n{text}\n")
 

@@ -89,11 +89,8 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
     ("entry", "facts"),
     [
         ("modle: /x", ["models.a.modle", "model"]),
-        ("recepe: r", ["models.a.recepe", "recipe"]),
         ("model: o/a, sampling: {temprature: 1}", ["models.a.sampling.temprature", "temperature"]),
-        ("recipe: [x]", ["models.a.recipe", "a list", "text"]),
         ("recipe: gpt-oss-120b, extra_args: yes", ["models.a.extra_args", "a list", '["--max-num-seqs", "8"]']),
-        ("recipe: gpt-oss-120b, extra_args: 5", ["models.a.extra_args", "secret", "a list"]),
         ("recipe: gpt-oss-120b, profile: {x: y}", ["models.a.profile", "a map", "'single-user', 'balanced' or 'throughput'"]),
     ],
 )
@@ -131,90 +128,35 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
 # What is wrong
 
 
+# More of them, of every kind: tests/support/broken_configs.py.
 @pytest.mark.parametrize(
     ("text", "line", "facts"),
     [
         ("lisen: x", 1, ["lisen", "listen?"]),
-        ("log_level: info\nlimits:\n  max_body: 1", 3, ["limits.max_body", "max_body_bytes?"]),
-        ("limits: {xyzzy: 1}", 1, ["limits.xyzzy", "configs/sparkd.yaml"]),
-        ("models: {a: {model: o/a, max-model-length: 1}}", 1, ["models.a.max-model-length", "max_model_len?"]),
-        ("models: {a: {model: o/a, quantise: fp8}}", 1, ["models.a.quantise", "quantize?"]),
         ("models:\n a:\n  model: o/a\n  quantize: nf4-g48", 4, ["models.a.quantize", "48", "built"]),
-        ("models:\n a:\n  model: o/a\n  quantize: int3", 4, ["models.a.quantize", "'int3'", "nvfp4"]),
-        ("models:\n a:\n  model: o/a\n  quantize: true", 4, ["models.a.quantize", "nvfp4", "a map"]),
-        (
-            "models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]",
-            *(4, ["models.a.quantize", "layers[0]", "'fp9'"]),
-        ),
-        ("models:\n a:\n  model: o/a\n  quantize: {format: nvfp4, group: 8}", 4, ["models.a.quantize", "'group'"]),
-        (
-            "models:\n a:\n  model: o/a\n  quantize: fp8\n  load_format: auto",
-            *(5, ["models.a", "load_format and quantize", "exclude"]),
-        ),
-        (
-            "models:\n a:\n  quantization: fp8\n  model: o/a\n  quantize: fp8",
-            *(3, ["models.a", "quantization and quantize", "exclude"]),
-        ),
+        ("models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]", 4, ["models.a.quantize", "layers[0]", "'fp9'"]),
         (
             "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load_format=auto]",
             *(5, ["models.a", "'--load_format' and quantize", "exclude"]),
         ),
-        (
-            "engine: {env: {VLLM_PLUGINS: 'a,b'}}\nmodels:\n a: {model: o/a}\n b:\n  model: o/a\n  quantize: fp8",
-            *(6, ["models.b.quantize", "VLLM_PLUGINS", "env"]),
-        ),
-        (
-            "models:\n a:\n  model: o/a\n  quantize: ''\n  env: {VLLM_NF4_LAYERS: moe, VLLM_NF4_GROUP_SIZE: 48}",
-            *(4, ["models.a.quantize", "VLLM_NF4_GROUP_SIZE=48", "nf4", "built"]),
-        ),
-        ("models:\n a:\n  model: o/a\n  kv_cache:\n   bytes: 8GB", 5, ["models.a.kv_cache", "bytes is '8GB'", "8GiB", "512MiB"]),
-        (
-            "models:\n a:\n  kv_cache: auto\n  model: o/a\n  gpu_memory_utilization: 0.5",
-            *(5, ["models.a", "gpu_memory_utilization and kv_cache", "exclude"]),
-        ),
-        ("quantized_cache: {limit_gib: 0}", 1, ["quantized_cache.limit_gib is 0", "than 0"]),
-        ("max_queued_requests: -1", 1, ["max_queued_requests is -1", "least 0"]),
-        ("max_queued_requests: many", 1, ["max_queued_requests is 'many'", "whole number"]),
-        ("max_queued_requests: true", 1, ["max_queued_requests", "a number", "true"]),
         ("wait_for_load_s: .inf", 1, ["wait_for_load_s is inf", "finite"]),
-        ("log_level: loud", 1, ["log_level is 'loud'", "'debug', 'info', 'warning' or 'error'"]),
-        ("metrics_need_key: perhaps", 1, ["metrics_need_key is 'perhaps'", "true or false"]),
+        ("max_queued_requests: true", 1, ["max_queued_requests", "a number", "true"]),
         ("listen: :4000", 1, ["listen", "host:port", "127.0.0.1:4000", "0.0.0.0:4000", "[::1]:4000"]),
         ("listen:", 1, ["listen is empty", "text"]),
-        ("limits: 5", 1, ["limits is 5", "a map"]),
-        ("models: [a]", 1, ["models is a list", "a map"]),
-        ("backoff: {initial_s: 9, max_s: 1}", 1, ["backoff", "max_s", "initial_s"]),
-        ("memory: {os_reserve_gib: lots}", 1, ["memory.os_reserve_gib is 'lots'", "'auto'"]),
-        ("models:\n  a:\n    ttl: 5", 2, ["models.a.model", "missing"]),
-        ("models:\n  a:", 2, ["models.a.model", "missing"]),
         ("models: {a: {model: -x}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
-        ("models: {'a b': {model: o/a}}", 1, ["models", "'a b'", "name"]),
         ("models: {a/../b: {model: o/a}}", 1, ["models", "'a/../b'", "name"]),
-        ("models: {a: {model: o/a, tensor_parallel: 0}}", 1, ["models.a.tensor_parallel is 0", "least 1", "'auto'"]),
-        ("models: {a: {model: o/a, max_model_len: big}}", 1, ["models.a.max_model_len is 'big'", "whole number", "'auto'"]),
         ("models: {a: {model: o/a, dtype: --host}}", 1, ["models.a.dtype", "'-'"]),
-        ("models: {a: {model: o/a, metadata: {x: .nan}}}", 1, ["models.a.metadata", "finite"]),
-        ("hooks: {on_startup: {preload: [\n b]}}", 2, ["hooks.on_startup.preload", "'b'", "Known: none"]),
         ("models: {a: {model: o/a, extra_args: -tp 2}}", 1, ["models.a.extra_args", "a list", "no shell"]),
-        ("models:\n a:\n  model: o/a\n  extra_args:\n  - -O3\n  - --port=1", 6, ["models.a.extra_args", "'--port'"]),
-        ("models:\n a:\n  model: o/a\n  env:\n   A: 1\n   RAY_X: 1", 6, ["models.a.env", "RAY_X"]),
         ("engine: {env: {A: true}}", 1, ["engine.env", "A", "text", "true"]),
         ("apiKeys: [a]\nkeys: {inference: [b]}", 2, ["keys.inference", "line 1"]),
     ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_every_complaint_names_place_key_and_what_it_takes(complain, text: str, line: int, facts: list[str]) -> None:
     (complaint,) = complain(text)
 
     assert complaint.startswith(f"F:{line}: ") and complaint.endswith((".", "?"))
     assert lacking(complaint, *facts) == []
-
-
-def test_a_key_that_is_set_twice_names_both_lines(complain) -> None:
-    value, key = sorted(complain("listen: a\nlisten: b"))
-
-    assert value.startswith("F:1: listen: ") and key.startswith("F:2: ") and lacking(key, "'listen'", "line 1") == []
 
 
 def test_all_complaints_come_at_once_by_line_and_the_error_has_the_first_place(load, tmp_path: Path) -> None:
@@ -238,13 +180,6 @@ def test_a_flood_of_complaints_is_cut(complain) -> None:
     assert lines[-1] == "... and 80 more problems."
 
 
-def test_names_belong_to_one_model(complain) -> None:
-    alias, served = complain("models:\n a: {model: o/a, aliases: [x, b]}\n b: {model: o/b, served_model_name: x}")
-
-    assert alias.startswith("F:2: models.a.aliases: 'b' ") and lacking(alias, "model 'b'") == []
-    assert served.startswith("F:3: models.b.served_model_name: 'x' ") and lacking(served, "model 'a'") == []
-
-
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError) as caught:
@@ -256,24 +191,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     "text",
     [
         f"keys: {{inference: [{KEY}, 5]}}",
-        f"keys: {{inference: {{a: {KEY}}}}}",
-        f"keys: {KEY}",
         f"keys: {{inferense: [{KEY}]}}",
-        f"apiKeys: {{{KEY}: 1}}",
-        f"engine: {{env: {KEY}}}",
-        f"engine: {{env: [{KEY}]}}",
         f"engine: {{env: {{VLLM_API_KEY: {KEY}}}}}",
         f"models: {{a: {{model: o/a, env: {{HF_TOKEN: [{KEY}]}}}}}}",
-        f"models: {{a: {{model: o/a, extra_args: --api-key {KEY}}}}}",
         f"models: {{a: {{model: o/a, extra_args: [--hf-token={KEY}]}}}}",
-        f"models: {{a: {{model: o/a, extra_args: [{KEY}]}}}}",
-        "listen: '${env.CANARY}'",
         "models: {a: {model: '-${env.CANARY}'}}",
-        "log_level: '${env.CANARY}'",
         "limits: {max_body_bytes: '${env.CANARY}'}",
         "models: {a: {model: o/a, quantize: '${env.CANARY}'}}",
         f"models: {{a: {{model: o/a, quantize: fp8, extra_args: [--load-format={KEY}]}}}}",
-        f"models: {{a: {{model: o/a, quantize: fp8, env: {{VLLM_PLUGINS: {KEY}}}}}}}",
     ],
 )
 def test_no_complaint_repeats_a_secret(complain, text: str) -> None:

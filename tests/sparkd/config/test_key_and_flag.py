@@ -13,19 +13,16 @@ from sparkd.errors import ConfigError
 from sparkd.schema.engine_flags import contradictions
 
 DIFFERENT: list[tuple[str, Any, list[str]]] = [
-    ("max_num_seqs", 8, ["--max-num-seqs=4"]), ("max_num_seqs", 8, ["--max_num_seqs", "8", "--max-num-seqs", "4"]),
-    ("max_model_len", "8K", ["--max-model-len", "8000"]), ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.6"]),
-    ("kv_cache_dtype", "fp8", ["--kv-cache-dtype=bfloat16"]), ("dtype", "half", ["--dtype", "bfloat16"]),
-    ("tool_call_parser", "hermes", ["--tool-call-parser", "xlam"]), ("reasoning_parser", "off", ["--reasoning-parser", "qwen3"]),
-    ("enforce_eager", True, ["--no-enforce-eager"]), ("enforce_eager", False, ["--enforce-eager"]),
+    ("max_num_seqs", 8, ["--max_num_seqs", "8", "--max-num-seqs", "4"]), ("max_model_len", "8K", ["--max-model-len=8000"]),
+    ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.6"]), ("tool_call_parser", "hermes", ["--tool-call-parser", "xlam"]),
+    ("enforce_eager", True, ["--no-enforce-eager"]),
     ("sampling", {"temperature": 0.5}, ["--override-generation-config", '{"temperature":0.7}']),
 ]  # fmt: skip
 EQUAL: list[tuple[str, Any, list[str]]] = [
-    ("max_num_seqs", 8, ["--max-num-seqs=8"]), ("max_model_len", "8k", ["--max-model-len", "8000"]),
-    ("max_model_len", "auto", ["--max-model-len", "-1"]), ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.50"]),
-    ("gpu_memory_utilization", "auto", ["--gpu-memory-utilization", "0.5"]), ("enforce_eager", True, ["--enforce-eager"]),
-    ("dtype", "half", ["--dtype", "half"]), ("sampling", {"max_tokens": 9}, ["--override-generation-config", '{"max_new_tokens": 9}']),
-    ("max_num_seqs", 8, ["--max-num-batched-tokens", "4"]), ("revision", "main", ["--max-num-seqs"]),
+    ("max_model_len", "8k", ["--max-model-len", "8000"]), ("max_model_len", "auto", ["--max-model-len", "-1"]),
+    ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.50"]), ("enforce_eager", True, ["--enforce-eager"]),
+    ("gpu_memory_utilization", "auto", ["--gpu-memory-utilization", "0.5"]), ("max_num_seqs", 8, ["--max-num-batched-tokens", "4"]),
+    ("sampling", {"max_tokens": 9}, ["--override-generation-config", '{"max_new_tokens": 9}']),
 ]  # fmt: skip
 
 

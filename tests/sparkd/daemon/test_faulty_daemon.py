@@ -11,13 +11,17 @@ import pytest
 
 from tests.support.daemon_process import DaemonProcess
 from tests.support.faulty_sparkd import PARTS
+from tests.support.stage import BACKOFF
 from tests.support.waiting import until
 
 SHARE, LEAST = 0.2, 15
 SETTINGS = {
     "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-    "backoff": {"initial_s": 0.2, "max_s": 1, "jitter": 0},
+    "backoff": BACKOFF,
 }
+
+
+pytestmark = pytest.mark.rest
 
 
 @pytest.fixture
@@ -58,4 +62,4 @@ def test_whatever_its_parts_raise_the_daemon_lives_and_is_well_afterwards(made: 
     made.ray_connected()
     assert made.pid_of("other") == serving, "what served was let alone"
     assert made.process is not None and made.process.poll() is None
-    assert made.end(timeout_s=60) == 0
+    assert made.end() == 0

@@ -13,8 +13,9 @@ import pytest
 
 from sparkd.daemon.first_answer import Asker
 from sparkd.errors import EngineError, SparkdError, Unavailable
-from tests.sparkd.gateway.fakes import Heard, soon
+from tests.sparkd.gateway.fakes import Heard
 from tests.support.facts import lacking
+from tests.support.waiting import HUNG_S, eventually
 
 CHAT, COMPLETION, EMBEDDING, SCORE, RERANK = (
     "/v1/chat/completions",
@@ -84,7 +85,7 @@ async def asking(answers: dict[str, Any], *, key: str | None = "k", probe: str |
 )  # fmt: skip
 async def test_warm_takes_the_first_way_that_the_model_answers(answers: dict[str, Any], paths: list[str]) -> None:
     async with asking(answers) as (asker, gateway):
-        await asker.warm("m", 20.0)
+        await asker.warm("m", HUNG_S)
 
         assert gateway.paths == paths
         bodies = [json.loads(heard.body) for _, heard in gateway.heard]
@@ -101,7 +102,6 @@ async def test_warm_takes_the_first_way_that_the_model_answers(answers: dict[str
         ({CHAT: (200, {"choices": []})}, EngineError, "200 without choices"),
         ({CHAT: (200, ["choices"])}, EngineError, "not a JSON object"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"}, EngineError, "not JSON"),
-        ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n\xff\xfe"}, EngineError, "not JSON"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}"}, Unavailable, "DecodingError"),
         ({CHAT: b"what?\r\n\r\n"}, Unavailable, f"on {CHAT}"),
     ],
@@ -109,7 +109,7 @@ async def test_warm_takes_the_first_way_that_the_model_answers(answers: dict[str
 async def test_warm_without_an_answer(answers: dict[str, Any], error: type[SparkdError], words: str) -> None:
     async with asking(answers) as (asker, _):
         with pytest.raises(error) as caught:
-            await asker.warm("m", 20.0)
+            await asker.warm("m", HUNG_S)
 
     assert words in caught.value.message
     assert "boom" not in caught.value.message
@@ -126,7 +126,7 @@ async def test_what_trickles_in_for_ever_is_no_answer() -> None:
 async def test_nobody_listens() -> None:
     asker = Asker("http://127.0.0.1:9", None)
     with pytest.raises(Unavailable, match="ConnectError"):
-        await asker.warm("m", 20.0)
+        await asker.warm("m", HUNG_S)
     await asker.close()
 
 
@@ -134,9 +134,9 @@ async def test_key_and_probe_token_go_along_and_no_proxy_is_asked(monkeypatch: p
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     async with asking({CHAT: (200, SAID)}) as (asker, gateway):
-        await asker.warm("m", 20.0)
+        await asker.warm("m", HUNG_S)
     async with asking({CHAT: (200, SAID)}, key=None, probe=None) as (asker, open_gateway):
-        await asker.warm("m", 20.0)
+        await asker.warm("m", HUNG_S)
 
     first, second = gateway.heard[0][1].headers, open_gateway.heard[0][1].headers
     assert (first["authorization"], first["x-sparkd-probe"]) == ("Bearer k", "p")
@@ -153,7 +153,7 @@ async def test_key_and_probe_token_go_along_and_no_proxy_is_asked(monkeypatch: p
 )
 async def test_the_text_of_a_chat(message: dict[str, Any], text: str) -> None:
     async with asking({CHAT: (200, {"choices": [{"message": message}]})}) as (asker, gateway):
-        assert await asker.chat("m", "Where?", 20.0, max_tokens=7) == text
+        assert await asker.chat("m", "Where?", HUNG_S, max_tokens=7) == text
 
     sent = json.loads(gateway.heard[0][1].body)
     assert sent == {"model": "m", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 7, "temperature": 0}
@@ -164,27 +164,23 @@ async def test_the_text_of_a_chat(message: dict[str, Any], text: str) -> None:
     [
         ((404, {"error": {"message": "Not known here."}}), ["m", "404", "Not known here."]),
         ((500, {"error": "boom"}), ["m", "500", "no reason"]),
-        ((500, {"detail": "boom"}), ["m", "500", "no reason"]),
         ((200, {}), ["m", "text"]),
         ((200, {"choices": []}), ["m", "text"]),
-        ((200, {"choices": [{}]}), ["m", "text"]),
-        ((200, {"choices": {"0": 1}}), ["m", "text"]),
         ((200, {"choices": [{"message": None}]}), ["m", "text"]),
-        ((200, {"choices": [{"message": {"content": None}}]}), ["m", "text"]),
         ((200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}), ["m", "text"]),
     ],
 )
 async def test_a_chat_without_an_answer(answer: tuple[int, Any], words: list[str]) -> None:
     async with asking({CHAT: answer}) as (asker, _):
         with pytest.raises(EngineError) as caught:
-            await asker.chat("m", "Where?", 20.0)
+            await asker.chat("m", "Where?", HUNG_S)
     assert lacking(caught.value.message, *words) == []
 
 
 async def test_cancelling_ends_the_question() -> None:
     async with asking({CHAT: b""}) as (asker, gateway):
-        asking_now = asyncio.create_task(asker.warm("m", 20.0))
-        await soon(lambda: gateway.heard)
+        asking_now = asyncio.create_task(asker.warm("m", HUNG_S))
+        await eventually(lambda: gateway.heard, "the question")
         asking_now.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking_now

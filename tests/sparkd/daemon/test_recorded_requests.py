@@ -1,4 +1,4 @@
-"""The record of requests of a real daemon with the stub engine: tokens, cancels, kill -9, and a marker that must be nowhere."""
+"""The record of requests of a real daemon with the stub engine: tokens, cancels, and a marker that must be nowhere."""
 
 from __future__ import annotations
 
@@ -8,89 +8,42 @@ import io
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
-from tests.support.daemon_process import ROOT, DaemonProcess
-from tests.support.waiting import until
+from tests.support.daemon_process import ROOT
+from tests.support.stage import ADMIN_KEY, CANARY, KEY, USER, Stage, stored
+from tests.support.stream import held
+from tests.support.waiting import HUNG_S, until
 
-CANARY = "canary-7f3a91"
-KEY, ADMIN_KEY = f"{CANARY}-key-of-a-laptop", f"{CANARY}-key-of-the-boss"
+pytestmark = pytest.mark.xdist_group("stage")
+
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SAYS: dict[str, Any] = {
     "model": "quick", "max_tokens": 100, "messages": [{"role": "user", "content": CANARY}], "user": CANARY, "metadata": {CANARY: CANARY},
     "stop": [CANARY], CANARY: {CANARY: [CANARY]},
 }  # fmt: skip
-# A stream of 10 s.
-SLOW = {"stream": True, "stub": {"tokens": 200, "chunk_interval_s": 0.05}}
 
 
-class Recorded(DaemonProcess):
-    """A daemon with keys, and a client for each key."""
-
-    def __init__(self, folder: Path) -> None:
-        model = {"model": str(folder / "model"), "memory_gib": 1}
-        (folder / "model").mkdir()
-        self.settings: dict[str, Any] = {
-            "keys": {"inference": [{"laptop": KEY}], "admin": [f"boss: {ADMIN_KEY}"]},
-            "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-            "models": {
-                "quick": model | {"preload": True, "aliases": ["gpt-4o"]},
-                "late": model | {"env": {"SPARKD_STUB_START_DELAY_S": "60"}},
-            },
-        }
-        super().__init__(folder, self.settings)
-        self.config.chmod(0o600)
-        self.client.headers["authorization"] = f"Bearer {ADMIN_KEY}"
-
-    def ask(self, path: str, request_id: str, **changes: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {KEY}", "x-request-id": request_id, f"x-{CANARY}": CANARY}
-        url = f"{self.url}{path}?{CANARY}={CANARY}"
-        return httpx.post(url, json=SAYS | changes, headers=headers, timeout=60, trust_env=False)
-
-    def in_flight(self, request_id: str) -> dict[str, Any] | None:
-        rows = self.get("/admin/v1/requests?state=in_flight")["in_flight"]
-        return next((row for row in rows if row["request_id"] == request_id), None)
-
-    def finished(self, request_id: str) -> dict[str, Any]:
-        def look() -> dict[str, Any] | None:
-            rows = self.get("/admin/v1/requests?state=finished&limit=1000")["finished"]
-            return next((row for row in rows if row["request_id"] == request_id), None)
-
-        return until(look, f"{request_id} finished") or {}
-
-    def stored(self) -> list[str]:
-        """Ids of the requests that are on disk."""
-        with closing(sqlite3.connect(f"file:{self.state_dir / 'requests.db'}?mode=ro", uri=True)) as db:
-            return [row[0] for row in db.execute("SELECT request_id FROM requests ORDER BY number")]
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    made = Recorded(tmp_path_factory.mktemp("recorded"))
-    made.start()
-    try:
-        made.settled()
-        made.wait_for("quick", "READY")
-        yield made
-    finally:
-        made.gone()
+@pytest.fixture(scope="module", autouse=True)
+def _models(stage: Stage) -> Iterator[None]:
+    late = {"SPARKD_STUB_LOAD_GATE": str(stage.gate("late"))}
+    with stage.serving({"quick": stage.entry(aliases=["gpt-4o"]), "late": stage.entry(env=late)}):
+        stage.ready("quick")
+        yield
 
 
 @pytest.fixture
-def cli(daemon: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.setenv("SPARKD_URL", daemon.url)
+def cli(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setenv("SPARKD_URL", stage.url)
     monkeypatch.setenv("SPARKD_ADMIN_KEY", ADMIN_KEY)
 
     def run(*argv: str) -> tuple[int, str, str]:
@@ -98,6 +51,25 @@ def cli(daemon: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return (exit_code(list(argv)), *capsys.readouterr())
 
     return run
+
+
+def ask(stage: Stage, path: str, request_id: str, **changes: Any) -> httpx.Response:
+    headers = USER | {"x-request-id": request_id, f"x-{CANARY}": CANARY}
+    return httpx.post(f"{stage.url}{path}?{CANARY}={CANARY}", json=SAYS | changes, headers=headers, timeout=HUNG_S, trust_env=False)
+
+
+def in_flight(stage: Stage, request_id: str) -> dict[str, Any]:
+    """Its row; empty where it is not in flight."""
+    rows = stage.get("/admin/v1/requests?state=in_flight")["in_flight"]
+    return next((dict(row) for row in rows if row["request_id"] == request_id), {})
+
+
+def finished(stage: Stage, request_id: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        rows = stage.get("/admin/v1/requests?state=finished&limit=1000")["finished"]
+        return next((row for row in rows if row["request_id"] == request_id), None)
+
+    return until(look, f"{request_id} finished") or {}
 
 
 TOKENS_OF: dict[str, tuple[str, dict[str, Any], bool, int | None]] = {
@@ -115,70 +87,58 @@ TOKENS_OF: dict[str, tuple[str, dict[str, Any], bool, int | None]] = {
 
 
 @pytest.mark.parametrize("name", TOKENS_OF)
-def test_tokens(daemon: Recorded, name: str) -> None:
+def test_tokens(stage: Stage, name: str) -> None:
     path, changes, streamed, completion_tokens = TOKENS_OF[name]
-    answer = daemon.ask(path, name, **changes)
+    answer = ask(stage, path, name, **changes)
     assert answer.status_code == 200, answer.text
-    row = daemon.finished(name)
+    row = finished(stage, name)
     assert (row["model"], row["route"], row["key"], row["status"], row["code"]) == ("quick", path, "laptop", 200, None)
     assert (row["streamed"], row["completion_tokens"], row["bytes_out"]) == (streamed, completion_tokens, len(answer.content))
     assert (row["prompt_tokens"] is None) == (name == "without-usage")
     assert (row["ttft_s"] is None) == (not streamed)
 
 
-def test_a_client_that_leaves(daemon: Recorded) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{daemon.url}{CHAT}",
-            json=SAYS | {"stub": {"tokens": 3, "first_delay_s": 30}},
-            headers={"x-api-key": KEY, "x-request-id": "left"},
-            timeout=1.0,
-            trust_env=False,
-        )
-    row = daemon.finished("left")
+def test_a_client_that_leaves(stage: Stage) -> None:
+    with stage.client_of("quick", "left", **held(stage.gate("never"))):
+        until(lambda: in_flight(stage, "left"), "it waits for its answer")
+    row = finished(stage, "left")
     assert (row["status"], row["code"], row["phase"]) == (499, None, "done")
 
 
-def asked(daemon: Recorded, path: str, request_id: str, **changes: Any) -> tuple[ThreadPoolExecutor, Future[httpx.Response]]:
-    pool = ThreadPoolExecutor(1)
-    return pool, pool.submit(daemon.ask, path, request_id, **changes)
-
-
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_cancel_in_a_stream(daemon: Recorded, cli: Any, path: str) -> None:
+def test_a_cancel_in_a_stream(stage: Stage, cli: Any, path: str) -> None:
     name = f"stream{path.replace('/', '-')}"
-    pool, answer = asked(daemon, path, name, **SLOW)
-    until(lambda: (daemon.in_flight(name) or {}).get("phase") == "streaming", "it streams")
-    code, out, err = cli("requests", "cancel", name)
-    assert (code, err) == (0, "") and name in out
-    with pool:
-        *_, last = answer.result(20).text.strip().split("\n\n")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, stage, path, name, stream=True, **held(stage.gate("never")))
+        until(lambda: in_flight(stage, name).get("phase") == "streaming", "it streams")
+        code, out, err = cli("requests", "cancel", name)
+        assert (code, err) == (0, "") and name in out
+        *_, last = answer.result().text.strip().split("\n\n")
     assert last.startswith("event: error\n") == (path == MESSAGES)
     assert json.loads(last.partition("data: ")[2])["error"]["code"] == "request_cancelled"
-    row = daemon.finished(name)
+    row = finished(stage, name)
     assert (row["status"], row["code"]) == (200, "request_cancelled")
-    assert 0 < row["seconds"] < 10
-    until(lambda: daemon.metric("vllm:num_requests_running") == 0, "the engine has ended it")
+    until(lambda: stage.metric("vllm:num_requests_running", 'model="quick"') == 0, "the engine has ended it")
     assert cli("requests", "cancel", name)[0] == 5
 
 
-def test_a_cancel_in_the_queue(daemon: Recorded) -> None:
-    pool, answer = asked(daemon, CHAT, "queued", model="late")
-    row = until(lambda: daemon.in_flight("queued"), "it waits") or {}
-    assert (row["phase"], row["model"], row["key"], row["number"]) == ("queued", "late", "laptop", None)
-    assert daemon.client.delete("/admin/v1/requests/queued").status_code == 202
-    with pool:
-        refused = answer.result(20)
+def test_a_cancel_in_the_queue(stage: Stage) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, stage, CHAT, "queued", model="late")
+        row = until(lambda: in_flight(stage, "queued"), "it waits")
+        assert (row["phase"], row["model"], row["key"], row["number"]) == ("queued", "late", "laptop", None)
+        assert stage.client.delete("/admin/v1/requests/queued").status_code == 202
+        refused = answer.result()
     assert (refused.status_code, refused.json()["error"]["code"]) == (410, "request_cancelled")
-    assert daemon.finished("queued")["queued_s"] is None
-    daemon.unload("late")
+    assert finished(stage, "queued")["queued_s"] is None
+    stage.stopped("late")
 
 
-def test_the_command_line(daemon: Recorded, cli: Any) -> None:
+def test_the_command_line(stage: Stage, cli: Any) -> None:
     for number in range(3):
-        daemon.ask(CHAT, f"shown-{number}")
-    daemon.ask(CHAT, "failed", model=CANARY)
-    daemon.finished("failed")
+        ask(stage, CHAT, f"shown-{number}")
+    ask(stage, CHAT, "failed", model=CANARY)
+    finished(stage, "failed")
     code, out, err = cli("requests", "-n", "2")
     assert (code, err) == (0, "")
     assert "laptop" in out and "404 model_not_found" in out and len(out.splitlines()) == 5
@@ -190,9 +150,10 @@ def test_the_command_line(daemon: Recorded, cli: Any) -> None:
     assert cli("requests", "--url", "http://127.0.0.1:1", "cancel", "x")[0] == 7
 
 
-def test_following(daemon: Recorded) -> None:
+@pytest.mark.rest
+def test_following(stage: Stage) -> None:
     argv = [sys.executable, "-m", "sparkd", "requests", "--follow", "-n", "1"]
-    environ = os.environ | {"SPARKD_URL": daemon.url, "SPARKD_ADMIN_KEY": ADMIN_KEY}
+    environ = os.environ | {"SPARKD_URL": stage.url, "SPARKD_ADMIN_KEY": ADMIN_KEY}
     lines: list[str] = []
     with subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
@@ -200,64 +161,47 @@ def test_following(daemon: Recorded) -> None:
         reader.start()
         until(lambda: len(lines) == 1, "the last one is shown")
         for number in range(3):
-            daemon.ask(MESSAGES, f"followed-{number}")
+            ask(stage, MESSAGES, f"followed-{number}")
         until(lambda: len(lines) == 4, f"three more: {lines}")
         following.terminate()
-        reader.join(20)
+        reader.join()
     assert all(re.search(r"quick  laptop  /v1/messages  200  [0-9.]+ s, ", line) for line in lines[1:])
 
 
-def test_a_killed_daemon_comes_back_with_its_record(daemon: Recorded) -> None:
-    daemon.ask(CHAT, "before-the-kill")
-    last = daemon.finished("before-the-kill")
-    until(lambda: "before-the-kill" in daemon.stored(), "it is on disk")
-    pool, lost = asked(daemon, CHAT, "lost", **SLOW)
-    until(lambda: daemon.in_flight("lost"), "it streams")
-    daemon.kill()
-    with pool:
-        assert isinstance(lost.exception(20), httpx.TransportError)
-    daemon.start()
-    daemon.settled()
-    daemon.wait_for("quick", "READY")
-    assert daemon.finished("before-the-kill") == last
-    daemon.ask(CHAT, "after-the-kill")
-    assert daemon.finished("after-the-kill")["number"] > last["number"]
-    rows = daemon.get("/admin/v1/requests?limit=1000")
-    assert "lost" not in [row["request_id"] for row in (*rows["finished"], *rows["in_flight"])]
-
-
-def test_a_record_that_is_turned_off(daemon: Recorded) -> None:
+def test_a_record_that_is_turned_off(stage: Stage) -> None:
+    given = stage.given
     try:
-        daemon.configure(daemon.settings | {"request_log": False})
-        assert daemon.client.post("/admin/v1/reload").json()["changed"] == ["request_log"]
-        daemon.ask(CHAT, "off")
+        assert stage.reload(given | {"request_log": False})["changed"] == ["request_log"]
+        ask(stage, CHAT, "off")
     finally:
-        daemon.configure(daemon.settings)
-        daemon.client.post("/admin/v1/reload").raise_for_status()
-    daemon.ask(CHAT, "on")
-    daemon.finished("on")
-    until(lambda: "on" in daemon.stored(), "it is on disk")
-    assert "off" not in daemon.stored()
+        stage.reload(given)
+    ask(stage, CHAT, "on")
+    finished(stage, "on")
+    until(lambda: "on" in stored(stage), "it is on disk")
+    assert "off" not in stored(stage)
 
 
-def test_the_marker_is_nowhere(daemon: Recorded) -> None:
+def test_the_marker_is_nowhere(stage: Stage) -> None:
     """It was in every part of each body, in the query, in a header and in the keys."""
     for name, (path, changes, _, _) in TOKENS_OF.items():
-        daemon.ask(path, f"marked-{name}", **changes)
-    assert daemon.ask(CHAT, "marked-model", model=CANARY).status_code == 404
-    assert daemon.ask(CHAT, "marked-status", stub={"status": 500}).status_code == 500
-    assert daemon.client.post(CHAT, content=f'{{"{CANARY}'.encode(), headers={"content-type": "application/json"}).status_code == 400
-    assert daemon.client.post(CHAT, json=SAYS, headers={"authorization": f"Bearer {CANARY}"}).status_code == 401
-    until(lambda: "marked-status" in daemon.stored(), "it is on disk")
+        ask(stage, path, f"marked-{name}", **changes)
+    assert ask(stage, CHAT, "marked-model", model=CANARY).status_code == 404
+    assert ask(stage, CHAT, "marked-status", stub={"status": 500}).status_code == 500
+    assert stage.client.post(CHAT, content=f'{{"{CANARY}'.encode(), headers={"content-type": "application/json"}).status_code == 400
+    # The gateway may close a connection whose request it refused by its head.
+    refused = httpx.post(f"{stage.url}{CHAT}", json=SAYS, headers={"authorization": f"Bearer {CANARY}"}, trust_env=False)
+    assert refused.status_code == 401
+    assert stage.client.get(f"/nothing?key={CANARY}").status_code == 404
+    until(lambda: "marked-status" in stored(stage), "it is on disk")
 
-    texts = [path.read_bytes() for folder in (daemon.state_dir, daemon.runtime_dir) for path in folder.rglob("*") if path.is_file()]
-    texts.append(daemon.output.read_bytes())
-    document = daemon.client.get("/admin/v1/openapi.json").json()
+    texts = [path.read_bytes() for folder in (stage.state_dir, stage.runtime_dir) for path in folder.rglob("*") if path.is_file()]
+    texts.append(stage.output.read_bytes())
+    document = stage.client.get("/admin/v1/openapi.json").json()
     for path in (path for path, item in document["paths"].items() if "get" in item and "{" not in path):
         if path != "/admin/v1/live":  # it does not end
-            texts.append(daemon.client.get(path).content)
-    texts += [daemon.client.get("/admin/v1/requests", headers={"accept": "text/csv"}).content, daemon.client.get("/metrics").content]
-    texts += [daemon.client.get(f"/admin/v1/models/quick{path}").content for path in ("", "/log")]
+            texts.append(stage.client.get(path).content)
+    texts += [stage.client.get("/admin/v1/requests", headers={"accept": "text/csv"}).content, stage.client.get("/metrics").content]
+    texts += [stage.client.get(f"/admin/v1/models/quick{path}").content for path in ("", "/log")]
     assert b"laptop" in b"".join(texts)
     digests = [hashlib.sha256(key.encode()) for key in (KEY, ADMIN_KEY)]
     secrets = [CANARY.encode(), *(digest.digest() for digest in digests), *(digest.hexdigest().encode() for digest in digests)]

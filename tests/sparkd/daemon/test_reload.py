@@ -19,8 +19,8 @@ from sparkd.state.nouns import Desired, Want
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.control.test_supervisor import make_ready
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.fakes import Scene, stage
-from tests.support.sketches import dense, tensors_of, write
 
 
 class Taker:

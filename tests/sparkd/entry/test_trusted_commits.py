@@ -131,25 +131,17 @@ def test_nothing_is_written_before_a_start_and_the_file_is_private(place: Place)
     place.pinned(entry())
     assert list(place.state.iterdir()) == []
     place.start(entry())
-    assert [path.name for path in place.state.iterdir()] == [FILE]
-    assert (place.state / FILE).stat().st_mode & 0o077 == 0
+    (file,) = place.state.iterdir()
+    assert file.name == FILE and file.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [entry(trust=False), parse_model("m", {"model": "/folder", "trust_remote_code": True}, over_admin=False)],
-    ids=["no code", "a folder"],
-)
-def test_other_entries_are_left_as_they_are(spec: ModelConfig, place: Place) -> None:
+def test_other_entries_are_left_as_they_are(place: Place) -> None:
     place.has(FIRST)
-    assert place.pinned(spec) is spec
-    assert remember(spec, spec, place.config) == ()
+    folder = parse_model("m", {"model": "/folder", "trust_remote_code": True}, over_admin=False)
+    for spec in (entry(trust=False), folder, entry(env={"VLLM_USE_MODELSCOPE": "1"})):
+        assert place.pinned(spec) is spec
+        assert remember(spec, spec, place.config) == ()
     assert list(place.state.iterdir()) == []
-
-
-def test_another_hub_is_left_alone(place: Place) -> None:
-    spec = entry(env={"VLLM_USE_MODELSCOPE": "1"})
-    assert place.pinned(spec) is spec
 
 
 def test_another_engine_than_vllm_is_left_alone_and_its_branch_is_no_commit(place: Place) -> None:
@@ -174,7 +166,7 @@ def test_a_commit_that_nobody_knows_is_refused_and_the_hub_may_tell_it(place: Pl
 def test_code_of_another_repository_needs_a_commit_of_its_own(place: Place) -> None:
     place.has(FIRST, auto_map={"AutoConfig": "owner/name--own.Config", "AutoModel": "other/code--its.Model"})
 
-    with pytest.raises(LoadRefused, match=r"lies in other/code.*--code-revision"):
+    with pytest.raises(LoadRefused, match=r"other/code.*--code-revision"):
         place.pinned(entry())
     flags = place.pinned(entry(extra_args=["--code-revision", SECOND])).vllm_flags()
     assert flags.count("--code-revision") == 1
@@ -184,7 +176,7 @@ def test_code_of_another_repository_needs_a_commit_of_its_own(place: Place) -> N
         place.pinned(entry(extra_args=["--code-revision", SECOND, "--tokenizer", "other/tokenizer"]))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"owner/name@main": "main"}', '{"owner/name@main": 1}'])
+@pytest.mark.parametrize("text", ["{", '{"owner/name@main": "main"}'])
 def test_a_damaged_file_is_refused_and_a_commit_in_the_entry_needs_none(text: str, place: Place) -> None:
     place.has(FIRST)
     (place.state / FILE).write_text(text)
@@ -194,18 +186,11 @@ def test_a_damaged_file_is_refused_and_a_commit_in_the_entry_needs_none(text: st
     assert place.start(entry(revision=FIRST)) == (FIRST, ())
 
 
-def test_a_table_that_cannot_be_read_is_no_damaged_one(place: Place) -> None:
+def test_a_branch_in_place_of_a_commit_is_refused_by_its_flag(place: Place) -> None:
     place.has(FIRST)
-    (place.state / FILE).mkdir()
-    with pytest.raises(CommitUnknown, match=r"Is a directory"):
-        place.pinned(entry())
-
-
-@pytest.mark.parametrize("flag", ["--code-revision", "--tokenizer-revision"])
-def test_a_branch_in_place_of_a_commit_is_refused_by_its_flag(flag: str, place: Place) -> None:
-    place.has(FIRST)
-    with pytest.raises(LoadRefused, match=rf"{flag} main"):
-        place.pinned(entry(extra_args=[flag, "main"]))
+    for flag in ("--code-revision", "--tokenizer-revision"):
+        with pytest.raises(LoadRefused, match=rf"{flag} main"):
+            place.pinned(entry(extra_args=[flag, "main"]))
 
 
 def test_an_engine_is_held_to_the_commits_of_all_its_repositories(place: Place) -> None:
@@ -225,7 +210,7 @@ def test_an_engine_is_held_to_the_commits_of_all_its_repositories(place: Place) 
     assert commits_of(place.pinned(entry(trust=False, revision=FIRST))) is None
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json"])
 def test_every_file_that_names_code_counts(file: str, place: Place) -> None:
     place.has(FIRST, file=file, auto_map={"AutoTokenizer": [None, "other/code--its.Tokenizer"]})
     with pytest.raises(LoadRefused, match="other/code"):
@@ -295,7 +280,6 @@ def test_the_layers_of_the_model_itself_draft_at_its_commit(place: Place) -> Non
     "args",
     [
         ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
-        ["--speculative-config", '{"model": "[ngram]", "num_speculative_tokens": 4}'],
         ["--speculative-config", '{"model": "/models/draft", "num_speculative_tokens": 4}'],
         ["--spec-method", "ngram", "--spec-tokens", "4"],
     ],
@@ -309,10 +293,8 @@ def test_what_drafts_without_a_repository_is_left_as_it_is(args: list[str], plac
     "args",
     [
         ["--speculative-config.model", DRAFT],
-        ["--speculative_conf", "{}"],
         ["-sc", "{}"],
         ["--spec-model", DRAFT],
-        ["--spec-method", "mtp"],
     ],
 )
 def test_other_spellings_of_a_draft_are_refused_by_name(args: list[str], place: Place) -> None:

@@ -27,8 +27,8 @@ from sparkd.state.abilities import GENERATE, POOL
 from sparkd.state.nouns import OperationState
 from tests.sparkd.admin.test_pull import A, environ, hub, scene
 from tests.sparkd.cluster.test_placer import Scene
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.hub_server import COMMIT, Repository
-from tests.support.sketches import mixture, tensors_of, write
 from workers.host.runtime import API_SERVER, Runtime
 from workers.transfer import manifest
 

@@ -19,9 +19,10 @@ from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
 from sparkd.gateway import GatewayServer, routes
 from sparkd.gateway.acceptor import Acceptor
 from sparkd.metrics import INTERNAL_ERRORS
-from tests.sparkd.gateway.fakes import RawEngine, serving, soon
+from tests.sparkd.gateway.fakes import RawEngine, serving
 from tests.support.fakes import FakeClock
 from tests.support.faulty_sparkd import ERRORS
+from tests.support.waiting import HUNG_S, eventually
 
 SPARKD = Path(__file__).parents[3] / "sparkd"
 STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
@@ -113,8 +114,8 @@ def test_the_end_of_the_process_is_no_error(boundary: Boundary, end: type[BaseEx
 
 async def test_a_task_that_is_cancelled_ends(boundary: Boundary) -> None:
     tasks = [
-        asyncio.create_task(boundary.guarded("pulse", asyncio.sleep(60.0))),
-        asyncio.create_task(boundary.keep("pulls", lambda: asyncio.sleep(60.0))),
+        asyncio.create_task(boundary.guarded("pulse", asyncio.Event().wait())),
+        asyncio.create_task(boundary.keep("pulls", asyncio.Event().wait)),
     ]
     await asyncio.sleep(0)
     for task in tasks:
@@ -146,7 +147,7 @@ async def test_no_error_of_a_task_ends_its_group(boundary: Boundary) -> None:
 
 async def test_a_task_that_is_cancelled_before_its_first_step_leaves_nothing(boundary: Boundary) -> None:
     """A coroutine that nobody awaited would be a warning, and that an error."""
-    task = boundary.spawn(asyncio.get_running_loop(), "pull m", asyncio.sleep(60.0))
+    task = boundary.spawn(asyncio.get_running_loop(), "pull m", asyncio.Event().wait())
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -204,7 +205,7 @@ async def test_a_time_limit_is_what_it_is_everywhere(boundary: Boundary) -> None
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             with boundary.around("observe"):
-                await asyncio.sleep(60.0)
+                await asyncio.Event().wait()
 
     assert boundary.condition is None
 
@@ -282,7 +283,7 @@ async def test_an_error_while_a_connection_is_opened_costs_that_connection_alone
     with socket.create_server(("127.0.0.1", 0)) as listener:
         accepting = Acceptor([listener], Told, (), {}, 10, boundary)
         accepting._loop = Loop()  # type: ignore[assignment]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_S):
             reader, first = await asyncio.open_connection(*listener.getsockname())
             assert await reader.read() == b""
             assert not made.is_set() and "accept (RuntimeError)" in str(boundary.condition)
@@ -305,5 +306,5 @@ async def test_a_gateway_that_ends_by_an_error_begins_again_until_it_is_told_to_
 
     monkeypatch.setattr(GatewayServer, "main_loop", breaks)
     async with serving(RawEngine(tmp_path / "engine.sock")) as running:
-        await soon(lambda: not errors)
+        await eventually(lambda: not errors)
         assert (await running.get("/livez")).status == 200

@@ -10,56 +10,42 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkd.capacity import plan_for_node
 from sparkd.config.config import load_config
-from sparkd.errors import CheckpointError, ConfigError, ModelFailed, SparkdError, Unavailable
+from sparkd.errors import SparkdError, Unavailable
 from sparkd.execution import bounded_call
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
+from tests.support.bounded_functions import ERRORS, fail, sleep, with_descendant
+from tests.support.checkpoints import write_folder
 from tests.support.fakes import FakeCluster
-from tests.support.shards import write_folder
+from tests.support.waiting import HUNG_S, until
 
 TINY = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64}
 SHARDS = {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}
 # Nothing but SIGKILL ends it.
 HANGS = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); time.sleep(600)"
 PROCESS = subprocess.Popen
-ERRORS = (
-    ConfigError("no such key", file="/etc/sparkd.yaml", line=3, param="model"),
-    CheckpointError("too short", file="model.safetensors", tensor="lm_head.weight", cure="Download it again"),
-    Unavailable("busy", retry_after_s=7),
-    ModelFailed("failed", retry_after_s=9, held_by=("m",)),
-)
 
 
-def fail(_: bytes, number: int) -> None:
-    raise ERRORS[number]
-
-
-def sleep(raw: bytes) -> None:
-    time.sleep(600)
-
-
-def with_descendant(raw: bytes, path: str, number: int, own_session: bool) -> str:
-    """Starts a process that holds this one's pipes, writes its id to the file, and gets the signal."""
-    descendant = subprocess.Popen(["sleep", "600"], start_new_session=own_session)
-    Path(path).write_text(str(descendant.pid))
-    os.kill(os.getpid(), number)
-    return "answer"
+@pytest.fixture(autouse=True)
+def _a_start_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_call, "START_S", HUNG_S)
 
 
 def test_a_value_comes_back() -> None:
-    assert call(json.loads, raw=b'{"a": [1, null]}', time_s=60) == {"a": [1, None]}
+    assert call(json.loads, raw=b'{"a": [1, null]}', time_s=HUNG_S) == {"a": [1, None]}
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)), ids=lambda number: type(ERRORS[number]).__name__)
 def test_an_error_of_sparkd_s_comes_back_as_it_was_raised(number: int) -> None:
     with pytest.raises(SparkdError) as caught:
-        call(fail, number, time_s=60)
+        call(fail, number, time_s=HUNG_S)
 
     expected = ERRORS[number]
     assert (type(caught.value), str(caught.value), vars(caught.value)) == (type(expected), str(expected), vars(expected))
@@ -80,28 +66,24 @@ def runs(pid: int) -> bool:
         return False
 
 
-def ends(pid: int) -> bool:
-    """Whether it is gone, or goes soon: a signal takes a moment."""
-    for _ in range(500):
-        if not runs(pid):
-            return True
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    return False
-
-
 @pytest.mark.parametrize("number", [0, signal.SIGALRM, signal.SIGSTOP])
 def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_call, "START_S", 5)
     path = tmp_path / "pid"
+
+    def now_s() -> float:
+        """The time is up as soon as a process that will be stopped has done its work."""
+        done = number == signal.SIGSTOP and path.exists() and path.read_text() != ""
+        return time.monotonic() + (3 * HUNG_S if done else 0.0)
+
+    monkeypatch.setattr(bounded_call, "time", SimpleNamespace(monotonic=now_s))
     result: object
     try:
-        result = call(with_descendant, str(path), number, False, time_s=5)
+        result = call(with_descendant, str(path), number, False, time_s=HUNG_S)
     except NoAnswer as error:
         result = error.exceeded
 
-    assert ends(int(path.read_text()))
-    assert result == {0: "answer", signal.SIGALRM: "5 s", signal.SIGSTOP: None}[number]
+    until(lambda: not runs(int(path.read_text())), "the end of what the call started")
+    assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s", signal.SIGSTOP: None}[number]
 
 
 @pytest.mark.parametrize("number", [0, signal.SIGALRM])
@@ -109,13 +91,13 @@ def test_what_has_left_the_session_of_a_call_does_not_hide_its_end(number: int, 
     monkeypatch.setattr(bounded_call, "KILLED_S", 0.1)
     path = tmp_path / "pid"
     try:
-        result: object = call(with_descendant, str(path), number, True, time_s=60)
+        result: object = call(with_descendant, str(path), number, True, time_s=HUNG_S)
     except NoAnswer as error:
         result = error.exceeded
     finally:
         os.kill(int(path.read_text()), signal.SIGKILL)
 
-    assert result == {0: "answer", signal.SIGALRM: "60 s"}[number]
+    assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s"}[number]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from sparkd.errors import AgentLost
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
-from tests.sparkd.gateway.fakes import soon
 from tests.support.fakes import FakeClock
+from tests.support.waiting import eventually
 
 
 class Asked:
@@ -81,7 +81,7 @@ async def test_a_failure_of_which_every_caller_has_left_is_noted() -> None:
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     asked.may.set()
-    await soon(lambda: "answer (OSError)" in str(boundary.condition))
+    await eventually(lambda: "answer (OSError)" in str(boundary.condition))
 
     with pytest.raises(OSError, match="fails"):
         await recent.get("fails")

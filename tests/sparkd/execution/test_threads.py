@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.errors import Unavailable
 from sparkd.execution.threads import Threads
-from tests.sparkd.gateway.fakes import soon
+from tests.support.waiting import eventually
 
 
 class Work:
@@ -29,7 +29,7 @@ async def test_so_many_run_so_many_wait_and_the_others_are_refused() -> None:
     threads, work = Threads("work", 2, 3), Work()
     try:
         calls = [asyncio.create_task(threads.run(work, number)) for number in range(3)]
-        await soon(lambda: work.running == 2)
+        await eventually(lambda: work.running == 2)
 
         with pytest.raises(Unavailable) as caught:
             await threads.run(work, 3)
@@ -46,7 +46,7 @@ async def test_a_caller_who_leaves_frees_no_thread_but_its_place_in_the_queue() 
     threads, work = Threads("work", 1, 2), Work()
     try:
         calls = [asyncio.create_task(threads.run(work, number)) for number in range(2)]
-        await soon(lambda: work.running == 1)
+        await eventually(lambda: work.running == 1)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

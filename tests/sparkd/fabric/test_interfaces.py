@@ -23,6 +23,7 @@ from sparkd.fabric.report import report
 from tests.support.fabric_tree import expected_of, readings, scenarios, write_nodes
 from tests.support.facts import lacking
 from tests.support.namespaces import two_nodes
+from tests.support.waiting import HUNG_S
 from workers.host import network
 from workers.host.network import sample
 
@@ -155,7 +156,7 @@ def test_what_sysfs_says_of_another_network_namespace_is_not_believed(tmp_path: 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("exec sleep 20", "0.2 s"),
+        ("exec sleep 1000", "0.2 s"),
         ("echo 'Cannot open netlink socket' >&2; exit 1", "Cannot open netlink socket"),
         ("exit 2", "exit code 2"),
         ("echo nonsense", "JSON"),
@@ -168,7 +169,7 @@ def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
     ip.write_text(f"#!/bin/sh\n{script}\n")
     ip.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(network, "IP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(network, "IP_TIMEOUT_S", 0.2 if "sleep" in script else HUNG_S)
 
     raw = sample()
     assert raw["trouble"][0].startswith("`ip -details address show`: ") and raw["trouble"][0].endswith(told)
@@ -304,7 +305,7 @@ def test_two_real_nodes_with_a_virtual_cable() -> None:
     with two_nodes() as ends:
         for near, far in (ends, ends[::-1]):
             with near.entered(), socket.socket() as probe, suppress(OSError):
-                probe.settimeout(1.0)
+                probe.settimeout(HUNG_S)
                 probe.connect((far.address, 9))
         readings = {}
         for end in ends:

@@ -1,6 +1,6 @@
 """That sparkd's formulas for the architectures it calls known are vLLM's own numbers: the cache to the byte, the weights to half a percent.
 
-Real vLLM answers, on the meta device, as for a Spark.
+Real vLLM answers, on the meta device, as for a Spark: `make test` asks of one model for each kind of layers, `make test-all` of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from sparkd.capacity.kv_cache import Serving, kv_layout
 from sparkd.capacity.weights import inventory
-from sparkd.inquiry.model_answers import SPARK, ModelAnswer, ModelQuestion
+from sparkd.inquiry.model_answers import SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
 from sparkd.models.architectures import CHECKED
 from sparkd.models.shape import shape_of
 from tests.conftest import VllmAnswers
@@ -41,38 +41,61 @@ SPLIT = ("DeepseekV2ForCausalLM", "Gemma4ForConditionalGeneration", "GptOssForCa
 BLOCK = 128
 OWN_CODE = ("its own", 1)
 CASES = [(name, 1) for name in FIXTURES] + [(name, 2) for name in SPLIT]
+# Attention to all tokens, one vector for all heads, windows, and states with experts; two of them over two ranks.
+KINDS = [
+    ("MistralForCausalLM", 1), ("DeepseekV2ForCausalLM", 2), ("Gemma4ForConditionalGeneration", 1),
+    ("Qwen3_5MoeForConditionalGeneration", 2),
+]  # fmt: skip
+OTHERS = [case for case in CASES if case not in KINDS]
 
 
 def test_each_known_architecture_is_held_against_vllm() -> None:
     assert FIXTURES.keys() == CHECKED
 
 
-def questions(_folder: Path) -> dict[tuple[str, int], ModelQuestion]:
+def question(name: str, ranks: int = 1, *args: str) -> ModelQuestion:
     # The source of one of them left its type out.
-    config = {name: {"model_type": "mistral"} | config_of(fixture) | {"architectures": [name]} for name, fixture in FIXTURES.items()}
-    published = {
-        (name, ranks): ModelQuestion(files={"config.json": json.dumps(config[name]).encode()}, tensor_parallel=ranks, platform=SPARK)
-        for name, ranks in CASES
-    }
+    config = {"model_type": "mistral"} | config_of(FIXTURES[name]) | {"architectures": [name]}
+    return ModelQuestion(files={"config.json": json.dumps(config).encode()}, tensor_parallel=ranks, args=args, platform=SPARK)
+
+
+def questions(_folder: Path) -> dict[tuple[str, int], ModelQuestion]:
     own_code = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"], "auto_map": {"AutoConfig": "its.Config"}}
-    blocks = {
-        (f"{name} --block-size", 1): ModelQuestion(
-            files={"config.json": json.dumps(config[name]).encode()}, args=("--block-size", str(BLOCK)), platform=SPARK
-        )
-        for name in FIXTURES
+    return {
+        **{(name, ranks): question(name, ranks) for name, ranks in KINDS},
+        OWN_CODE: ModelQuestion(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK),
     }
-    return {**published, OWN_CODE: ModelQuestion(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK), **blocks}
+
+
+Answers = Mapping[tuple[str, int], ModelAnswer | None]
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_answers: VllmAnswers) -> Mapping[tuple[str, int], ModelAnswer | None]:
+def answers(vllm_answers: VllmAnswers) -> Answers:
     return vllm_answers.answers[__name__]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_cache_and_weights_are_vllms(answers: Mapping[tuple[str, int], ModelAnswer | None], name: str, ranks: int) -> None:
-    answer = answers[name, ranks]
+@pytest.fixture(scope="module")
+def other_answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """One more child, for what `make test` does not ask."""
+    asked = {(name, ranks): question(name, ranks) for name, ranks in OTHERS}
+    asked |= {(f"{name} --block-size", 1): question(name, 1, "--block-size", str(BLOCK)) for name in FIXTURES}
+    runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
+    return dict(zip(asked, ask(list(asked.values()), runtime), strict=True))
+
+
+@pytest.mark.parametrize(("name", "ranks"), KINDS)
+def test_cache_and_weights_are_vllms(answers: Answers, name: str, ranks: int) -> None:
+    check_cache_and_weights(answers[name, ranks], name, ranks)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("name", "ranks"), OTHERS)
+def test_cache_and_weights_of_the_others_are_vllms(other_answers: Answers, name: str, ranks: int) -> None:
+    check_cache_and_weights(other_answers[name, ranks], name, ranks)
+
+
+def check_cache_and_weights(answer: ModelAnswer | None, name: str, ranks: int) -> None:
     assert answer is not None and answer.refusal is None, answer
     (stage,) = answer.stages
     checkpoint = checkpoint_of(FIXTURES[name])
@@ -87,17 +110,17 @@ def test_cache_and_weights_are_vllms(answers: Mapping[tuple[str, int], ModelAnsw
     assert weights == pytest.approx(stage.parameter_bytes + stage.buffer_bytes, rel=0.005)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.rest
 @pytest.mark.parametrize("name", FIXTURES)
-def test_blocks_of_another_length_are_vllms(answers: Mapping[tuple[str, int], ModelAnswer | None], name: str) -> None:
-    answer = answers[f"{name} --block-size", 1]
+def test_blocks_of_another_length_are_vllms(other_answers: Answers, name: str) -> None:
+    answer = other_answers[f"{name} --block-size", 1]
     assert answer is not None and answer.refusal is None, answer
     layout = kv_layout(shape_of(checkpoint_of(FIXTURES[name]).config), Serving(1, block_tokens=BLOCK))
     assert layout.block_bytes == answer.stages[0].block_bytes
     assert all(layout.cost(length).per_request == size for length, size in answer.stages[0].requests)
 
 
-def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: Mapping[tuple[str, int], ModelAnswer | None]) -> None:
+def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: Answers) -> None:
     """No question runs that code, so nothing is known of the model."""
     answer = answers[OWN_CODE]
     assert answer is not None and answer.refusal is not None and not answer.refusal.certain, answer

@@ -15,9 +15,9 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.facts import lacking
 from tests.support.kept_answer import kept
-from tests.support.sketches import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
 from workers.host.runtime import cpu_abilities
 
@@ -69,7 +69,7 @@ class Engine(InquiryRuntime):
             "with open(root / 'asked', 'a') as log: log.write(json.dumps(request) + chr(10))\n"
             "print(json.dumps({'progress': 'importing'}), flush=True)\n"
             "for line in json.loads(lines).get(request['platform'], []):\n"
-            "    if line == 'wait': (root / 'pid').write_text(str(os.getpid())); time.sleep(60)\n"
+            "    if line == 'wait': (root / 'pid').write_text(str(os.getpid())); time.sleep(3600)\n"
             "    print(line if isinstance(line, str) else json.dumps(line), flush=True)\n"
         )
         python.chmod(0o755)

@@ -23,8 +23,8 @@ from sparkd.errors import RankError
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.daemon_process import ROOT
-from tests.support.sketches import dense, tensors_of, write
 from workers.host.runtime import probe
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
@@ -100,7 +100,7 @@ def nodes(config: Config) -> Iterator[Nodes]:
     made.end()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.rest
 async def test_the_vllm_of_another_node_answers_for_this_one(nodes: Nodes, config: Config) -> None:
     spec = config.models["m"]
     assert spec.runtime is not None and full_version_in(Path(spec.runtime)) is None

@@ -69,16 +69,11 @@ def test_it_is_asked_once_for_the_same_arguments_and_again_after_something_was_i
         "exit 1",
         "printf '\\377'",
         "echo",
-        "echo {}",
-        "echo '[]'",
-        "echo 'null'",
         """echo '{"refused": []}'""",
         """echo '{"refused": [[{"flag": "a"}]]}'""",
-        "sleep 60",
     ],
 )
-def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(parser_answers, "TIMEOUT_S", 0.5)
+def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, script: str) -> None:
     env = tmp_path / "env"
     runtime = python(env, script)
     for _ in range(2):
@@ -86,6 +81,14 @@ def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, monk
     assert asked(env) == 1
     assert not (tmp_path / "kept").exists()
     assert refused(["--wrong"], {}, runtime, tmp_path, ask=True) == ()
+
+
+def test_one_that_hangs_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = python(tmp_path / "env", "sleep 3600")
+    monkeypatch.setattr(parser_answers, "TIMEOUT_S", 0.1)
+    assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
+    monkeypatch.setattr(parser_answers, "_asked", lambda *_: pytest.fail("it is asked again"))
+    assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
 
 
 def test_a_kept_answer_that_is_damaged_is_asked_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.models.architectures import remark
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.facts import lacking
-from tests.support.sketches import mixture, tensors_of, write
 
 REGISTRY = """
 _TEXT_GENERATION_MODELS = {
@@ -47,11 +47,9 @@ def runtime(folder: Path, registry: str | None) -> Path:
         # As vLLM does: another head on the same model, or any of several.
         (REGISTRY, ["LlamaForSequenceClassification"], None),
         (REGISTRY, ["NobodysForCausalLM", "LlamaForCausalLM"], None),
-        (REGISTRY, ["BrandNewForCausalLM"], None),
         (REGISTRY, ["NobodysForCausalLM"], ["vLLM 0.99.0", "NobodysForCausalLM"]),
         (None, ["NobodysForCausalLM"], None),
         (REGISTRY, [], ["config.json", "no architecture"]),
-        (REGISTRY, None, ["config.json", "no architecture"]),
     ],
 )
 def test_what_is_not_known_is_said(tmp_path: Path, registry: str | None, names: list[str] | None, told: list[str] | None) -> None:

@@ -12,15 +12,7 @@ from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.folder import unusable
 from sparkd.models.remote_headers import checkpoint_of
 
-CAUSES = {
-    "file": "is a file",
-    "gone": "is not on this node",
-    "empty": "is empty",
-    "bare": "has neither config.json nor params.json",
-    "above": "name the model's own folder, such as ",
-    "models--a--b": "name the model by its id, a/b",
-    "adapter": "it is an adapter",
-}
+FAULTY = ("file", "gone", "empty", "bare", "above", "models--a--b", "adapter")
 
 
 @pytest.fixture
@@ -33,11 +25,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "cause"), CAUSES.items(), ids=CAUSES)
-def test_one_wording_for_each_cause(place: Path, name: str, cause: str) -> None:
+@pytest.mark.parametrize("name", FAULTY)
+def test_one_wording_for_each_cause(place: Path, name: str) -> None:
     folder = str(place / name)
     fault = unusable(folder, vllm=True)
-    assert fault is not None and cause in fault.message and folder in fault.message
+    assert fault is not None and folder in fault.message
     assert str(place) not in (fault.client_message or "")
     with pytest.raises(CheckpointError) as read:
         checkpoint_of(folder, None, {})
@@ -48,13 +40,17 @@ def test_one_wording_for_each_cause(place: Path, name: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "export"])
-@pytest.mark.parametrize("name", ["gone", "file"])
-def test_a_verb_has_the_same_wording(place: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(place / name)
+def test_a_verb_has_the_same_wording(place: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(place / "gone")
     fault = unusable(folder, vllm=True)
     argv = ["serve", "--state-dir", str(place), "--model", folder] if verb == "serve" else ["export", folder, str(place / "out")]
     assert exit_code(argv) == 2
     assert fault is not None and " ".join(capsys.readouterr().err.split()) == f"error: {fault.message}"
+
+
+def test_each_cause_has_words_of_its_own(place: Path) -> None:
+    faults = [unusable(str(place / name), vllm=True) for name in FAULTY]
+    assert len({fault.message.replace(str(place / name), "") for name, fault in zip(FAULTY, faults, strict=True) if fault}) == len(FAULTY)
 
 
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:

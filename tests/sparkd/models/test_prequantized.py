@@ -14,8 +14,8 @@ from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
+from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.facts import lacking
-from tests.support.sketches import dense, tensors_of, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
@@ -25,15 +25,11 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
     [
         ("Qwen3-8B-NVFP4", "Qwen3-8B", True),
         ("qwen3-8b_fp8-dynamic", "Qwen3-8B", True),
-        ("Qwen3-8B-quantized.w4a16", "Qwen3-8B", True),
         ("Qwen3-8B-GPTQ-Int4-g128", "Qwen3-8B", True),
         ("Qwen3-8B", "Qwen3-8B", False),
         ("Qwen3-8B-Instruct-FP8", "Qwen3-8B", False),
-        ("Qwen3-8B-abliterated-NVFP4", "Qwen3-8B", False),
         ("Qwen3-8B-dynamic", "Qwen3-8B", False),
         ("My-Qwen3-8B-FP8", "Qwen3-8B", False),
-        ("Qwen3-8BFP8", "Qwen3-8B", False),
-        ("Qwen3-8B-FP8-v2", "Qwen3-8B", False),
     ],
 )
 def test_which_names_are_the_models_own(name: str, of: str, same: bool) -> None:
@@ -86,9 +82,7 @@ def test_beside_a_folder(tmp_path: Path) -> None:
         ("", False),
         ("base_model: meta/m", True),
         ("base_model:\n- meta/m\nbase_model_relation: quantized", True),
-        ('base_model:\n  - "meta/m"', True),
         ("base_model: other/m", False),
-        ("base_models: meta/m", False),
     ],
 )
 def test_another_owners_card_has_to_name_the_model(tmp_path: Path, base: str, found: bool) -> None:

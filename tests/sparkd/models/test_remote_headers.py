@@ -26,12 +26,12 @@ from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
-from tests.sparkd.gateway.fakes import soon
 from tests.support import checkpoints
+from tests.support.checkpoints import header_of, layered, pack, write_folder, write_shard
 from tests.support.facts import lacking
 from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
-from tests.support.shards import header_of, layered, pack, write_folder, write_shard
+from tests.support.waiting import HUNG_S, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 ID = "owner/name"
@@ -176,6 +176,7 @@ def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Reposit
 def test_everything_is_of_the_commit_that_was_listed(repository: Repository) -> None:
     read(repository)
 
+    assert not (repository.folder.parent / "home").exists(), "nothing is written"
     first, *others = (asked.path for asked in repository.asked if asked.server == "hub")
     assert first == f"/api/models/{ID}/revision/main"
     assert all(path.startswith(f"/{ID}/resolve/{COMMIT}/") for path in others)
@@ -199,14 +200,10 @@ GATED = {"X-Error-Code": "GatedRepo"}
         (FIRST, 401, GATED, ["gated", "accepted", "HTTP 401"], f"127.0.0.1/{ID}"),
         ("config.json", 403, GATED, ["gated", "HTTP 403"], "HF_TOKEN"),
         ("main", 401, {"X-Error-Code": "RepoNotFound"}, ["127.0.0.1", "private", "HTTP 401"], "HF_TOKEN"),
-        ("main", 404, {"X-Error-Code": "RepoNotFound"}, ["127.0.0.1", "HTTP 404"], "spelling"),
         ("main", 404, {"X-Error-Code": "RevisionNotFound"}, ["revision 'main'"], "commit"),
         ("main", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, ["accept", "token"], "valid"),
-        (FIRST, 404, {"X-Error-Code": "EntryNotFound"}, ["listed", "served"], "revision"),
-        ("main", 403, {"X-Error-Message": "Access to this resource is disabled."}, ["127.0.0.1", "HTTP 403"], "HF_TOKEN"),
         (SECOND, 429, {}, ["limits requests"], "Wait"),
         ("main", 503, {}, ["HTTP 503"], "network"),
-        ("main", 418, {}, ["HTTP 418"], "HF_ENDPOINT"),
     ],
 )
 def test_what_the_hub_refuses(repository: Repository, path: str, status: int, headers: dict[str, str], told: list[str], cure: str) -> None:
@@ -216,16 +213,7 @@ def test_what_the_hub_refuses(repository: Repository, path: str, status: int, he
     assert (error.file, lacking(error.reason, *told), lacking(error.cure, cure)) == (ID, [], [])
 
 
-def test_gated_without_a_token(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    repository.refusals = {FIRST: [(401, GATED)]}
-
-    assert lacking(refused(repository, HF_TOKEN="").reason, "gated", "no token") == []
-
-
-@pytest.mark.parametrize(
-    "listing", [{}, [], "no", {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}]
-)
+@pytest.mark.parametrize("listing", [[], {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}])
 def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
     repository.listing = listing
 
@@ -248,23 +236,13 @@ def _cut_off(there: Repository) -> None:
     [
         (_cut_off, SECOND, None, ["header", "bytes"]),
         (lambda there: os.truncate(there.folder / SECOND, 65_000), SECOND, "lm_head.weight", ["cut off"]),
-        (lambda there: (there.folder / SECOND).write_bytes(b""), SECOND, None, ["0 bytes"]),
         (lambda there: (there.folder / SECOND).write_bytes(pack(b"[]", 0)), SECOND, None, ["JSON array"]),
         (lambda there: there.listed.update({SECOND: 10}), SECOND, None, ["hub", "10 bytes"]),
         (lambda there: there.total.update({SECOND: 1 << 50}), SECOND, None, ["hub", f"{1 << 50}"]),
-        (
-            lambda there: (there.total.update({SECOND: 1 << 50}), there.listed.update({SECOND: 1 << 50})),
-            *(SECOND, None, [f"{(1 << 50) - 65_536 - len(pack(header_of(SHARDS[SECOND]), 0))} bytes"]),
-        ),
         (lambda there: (there.folder / SECOND).unlink(), SECOND, None, [INDEX, "repository"]),
-        (lambda there: (there.folder / "config.json").unlink(), "", None, ["config.json"]),
         (lambda there: (there.folder / "config.json").write_text("{"), "config.json", None, ["JSON"]),
         (lambda there: [(there.folder / name).unlink() for name in (INDEX, FIRST, SECOND)], "", None, ["no weights"]),
         (lambda there: (there.folder / INDEX).write_text('{"weight_map": {"t": "../x"}}'), INDEX, "t", ["../x"]),
-        (
-            lambda there: (there.folder / INDEX).write_text(json.dumps({"weight_map": {"gone.weight": FIRST}})),
-            *(FIRST, "gone.weight", [INDEX]),
-        ),
     ],
 )
 def test_what_is_wrong_on_the_hub(
@@ -275,11 +253,6 @@ def test_what_is_wrong_on_the_hub(
     error = refused(repository)
     assert (error.file, error.tensor, lacking(error.reason, *facts)) == (f"{PLACE}/{file}".rstrip("/"), tensor, [])
     assert lacking(error.cure, "hub", "revision", "config.json", "*.safetensors") == []
-
-
-def test_a_size_that_nobody_tells_is_asked_of_nobody_else(repository: Repository) -> None:
-    repository.listed = {SECOND: None}
-    assert content(read(repository)) == content(read_checkpoint(repository.folder))
 
 
 def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
@@ -315,9 +288,8 @@ def test_nobody_answers(repository: Repository, monkeypatch: pytest.MonkeyPatch)
     assert (type(error), lacking(error.reason, "127.0.0.1", "answer within")) == (HubSilent, [])
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_nothing_is_asked(repository: Repository, variable: str) -> None:
-    error = refused(repository, **{variable: "1"})
+def test_offline_nothing_is_asked(repository: Repository) -> None:
+    error = refused(repository, TRANSFORMERS_OFFLINE="1")
     assert (lacking(error.reason, "HF_HUB_OFFLINE"), lacking(error.cure, "Unset")) == ([], [])
     assert not repository.asked
 
@@ -329,7 +301,7 @@ def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository, token:
     assert "HF_TOKEN" in message and token not in message and "hf_" not in message
 
 
-@pytest.mark.parametrize("text", ["a/b/c", "owner/na me", "-x", "owner/name..x"])
+@pytest.mark.parametrize("text", ["a/b/c", "-x"])
 def test_what_is_no_id(repository: Repository, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checkpoint_of(text, None, environ(repository))
@@ -337,7 +309,7 @@ def test_what_is_no_id(repository: Repository, text: str) -> None:
     assert not repository.asked
 
 
-@pytest.mark.parametrize("address", ["hub.example", "file:///etc", "http://"])
+@pytest.mark.parametrize("address", ["hub.example", "file:///etc"])
 def test_what_is_no_address(repository: Repository, address: str) -> None:
     with pytest.raises(ConfigError, match="HF_ENDPOINT"):
         read(repository, HF_ENDPOINT=address)
@@ -348,7 +320,7 @@ def test_what_is_no_address(repository: Repository, address: str) -> None:
 
 def test_work_is_shared_by_a_bounded_number_of_threads() -> None:
     running, most, lock = 0, 0, threading.Lock()
-    full = threading.Barrier(hub.THREADS, timeout=10)
+    full = threading.Barrier(hub.THREADS, timeout=HUNG_S)
 
     def job() -> int:
         nonlocal running, most
@@ -371,7 +343,7 @@ def test_the_first_error_ends_it() -> None:
         begun.append(at)
         if at == 0:
             raise CheckpointError("broken")
-        release.wait(10)
+        release.wait(HUNG_S)
 
     with pytest.raises(CheckpointError, match="broken"):
         list(hub.in_parallel([lambda at=at: job(at) for at in range(100)]))  # type: ignore[misc]
@@ -392,8 +364,8 @@ except KeyboardInterrupt:
     held = threading.Event()
     with serving(Repository(write_folder(tmp_path / "there", SHARDS, index=True), held={SECOND: held})) as there:
         # The hub would be waited for longer than this process is.
-        env = {**os.environ, "HF_ENDPOINT": there.hub, "HF_HUB_DOWNLOAD_TIMEOUT": "100", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        env = {**os.environ, "HF_ENDPOINT": there.hub, "HF_HUB_DOWNLOAD_TIMEOUT": "900", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=HUNG_S)
         held.set()
 
     assert done.stdout.split() == ["asking", "interrupted"] and done.returncode == 0, done.stderr
@@ -422,7 +394,7 @@ def test_a_folder_is_read_where_it_is(repository: Repository, monkeypatch: pytes
 
     for text in (str(repository.folder), "there", "./there"):
         assert checkpoint_of(text, None, environ(repository)) == read_checkpoint(repository.folder)
-    with pytest.raises(CheckpointError, match=r"elsewhere is not on this node"):
+    with pytest.raises(CheckpointError, match="elsewhere"):
         checkpoint_of("./elsewhere", None, environ(repository))
     assert not repository.asked
 
@@ -435,7 +407,7 @@ def test_what_is_in_the_cache_is_asked_of_nobody(repository: Repository, snapsho
     assert not repository.asked
 
 
-@pytest.mark.parametrize("gone", [(SECOND,), (FIRST, SECOND), (INDEX, FIRST), (INDEX, SECOND), ("config.json",), (INDEX, FIRST, SECOND)])
+@pytest.mark.parametrize("gone", [(SECOND,), (INDEX, FIRST), ("config.json",), (INDEX, FIRST, SECOND)])
 def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repository, snapshot: Path, gone: tuple[str, ...]) -> None:
     for name in gone:
         (snapshot / name).unlink()
@@ -446,31 +418,19 @@ def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repositor
         checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
 
 
-@pytest.mark.parametrize("beside", ["pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"])
-def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(beside: str, repository: Repository, snapshot: Path) -> None:
+def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(repository: Repository, snapshot: Path) -> None:
     (snapshot / INDEX).unlink()
-    (snapshot / beside).write_bytes(b"")
+    for beside in ("pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"):
+        (snapshot / beside).write_bytes(b"")
 
     assert checkpoint_of(ID, None, environ(repository)).folder == str(snapshot)
     assert not repository.asked
-
-
-def test_a_link_of_the_cache_that_leads_nowhere(repository: Repository, snapshot: Path) -> None:
-    (snapshot / FIRST).resolve().unlink()
-
-    assert checkpoint_of(ID, None, environ(repository)).folder == PLACE
 
 
 def test_another_revision_is_not_what_the_cache_has(repository: Repository, snapshot: Path) -> None:
     assert snapshot.is_dir()
     assert checkpoint_of(ID, "v2", environ(repository)).folder == PLACE
     assert repository.asked[0].path.endswith("/revision/v2")
-
-
-def test_nothing_is_written(repository: Repository) -> None:
-    checkpoint_of(ID, None, environ(repository))
-
-    assert not (repository.folder.parent / "home").exists()
 
 
 def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +457,10 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
         for number in range(20):
             question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
             asking.append(asyncio.create_task(plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)))
-            await soon(lambda number=number: len(running) == min(number + 1, 2))
-        await soon(lambda: sum(task.done() for task in asking) == 16)
+            await eventually(lambda number=number: len(running) == min(number + 1, 2))
+        await eventually(lambda: sum(task.done() for task in asking) == 16)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_S):
             assert await asyncio.to_thread(lambda: "free") == "free"
     finally:
         may_end.set()

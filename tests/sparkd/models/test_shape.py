@@ -12,38 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.models.shape import Attention, RecurrentState, Shape, shape_of, text_config, widest
-from tests.support.sketches import CONFIGS, dense, mixture, published, shape
+from tests.support.checkpoints import dense, mixture
+from tests.support.inventories import CONFIGS, published, shape
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
 # (layers that see all tokens, layers with a window, states, layers that keep nothing).
 MIXED = {
     "gemma-3-27b-it": (10, 52, 0, 0),
-    "gemma-4-12b-it": (8, 40, 0, 0),
     "gemma-4-12b-it-assistant": (0, 0, 0, 4),
     "gemma-4-26b-a4b": (5, 25, 0, 0),
-    "gemma-4-26b-a4b-it-nvfp4a16": (5, 25, 0, 0),
-    "gemma-4-26b-a4b-nvfp4": (5, 25, 0, 0),
-    "gemma-4-31b-it-nvfp4": (10, 50, 0, 0),
-    "gpt-oss-120b": (18, 18, 0, 0),
     "gpt-oss-20b": (12, 12, 0, 0),
     "nemotron-3-nano-30b-a3b-bf16": (6, 0, 23, 23),
-    "nemotron-3-nano-30b-a3b-nvfp4": (6, 0, 23, 23),
-    "nemotron-3-nano-omni-30b-a3b": (6, 0, 23, 23),
-    "nemotron-3-super-120b-a12b-bf16": (8, 0, 40, 40),
-    "nemotron-3-super-120b-a12b-nvfp4": (8, 0, 40, 40),
-    "qwen3-coder-next": (12, 0, 36, 0),
     "qwen3-next-80b-a3b-instruct": (12, 0, 36, 0),
-    "qwen3-next-80b-a3b-instruct-fp8": (12, 0, 36, 0),
-    "qwen3.5-122b-a10b": (12, 0, 36, 0),
-    "qwen3.5-122b-a10b-nvfp4": (12, 0, 36, 0),
     "qwen3.5-27b": (16, 0, 48, 0),
-    "qwen3.5-35b-a3b": (10, 0, 30, 0),
-    "qwen3.5-397b-a17b": (15, 0, 45, 0),
-    "qwen3.5-397b-a17b-nvfp4": (15, 0, 45, 0),
-    "qwen3.6-27b-nvfp4": (16, 0, 48, 0),
-    "qwen3.6-35b-a3b-nvfp4": (10, 0, 30, 0),
-    "qwen3.8-27b-fp8": (16, 0, 48, 0),
-    "qwen3.8-27b-nvfp4-mixed": (16, 0, 48, 0),
 }
 
 
@@ -60,13 +41,14 @@ def pattern(found: Shape) -> str:
     return "".join("w" if isinstance(one, Attention) and one.window else letters[type(one)] for one in found.mixers)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_published_configuration_is_understood(name: str) -> None:
-    found = shape(name)
-
-    assert kinds(found) == MIXED.get(name, (found.layers, 0, 0, 0))
-    assert (found.experts > 0) == (found.active_experts > 0)
-    assert found.heads % found.kv_heads == 0 and found.max_len >= 2048 and found.dtype == "bfloat16"
+def test_a_published_configuration_is_understood() -> None:
+    assert {name: kinds(shape(name)) for name in MIXED} == MIXED
+    assert len(NAMES) > 20
+    for name in NAMES:
+        found = shape(name)
+        assert sum(kinds(found)) == found.layers, name
+        assert (found.experts > 0) == (found.active_experts > 0), name
+        assert found.heads % found.kv_heads == 0 and found.max_len >= 2048 and found.dtype == "bfloat16", name
 
 
 def test_what_layers_keep_of_a_token() -> None:
@@ -88,12 +70,9 @@ def test_what_layers_keep_of_a_token() -> None:
     [
         ({}, "AAAAAAAA"),
         ({"sliding_window": 64}, "wwwwwwww"),
-        ({"sliding_window": 64, "use_sliding_window": False}, "AAAAAAAA"),
-        ({"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"] * 4}, "AAAAAAAA"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4}, "wAwAwAwA"),
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, "AAAAAAww"),
         ({"sliding_window": 64, "sliding_window_pattern": 4}, "wwwAwwwA"),
-        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "wwwwwwww"),
         ({"sliding_window": 64, "model_type": "gemma3_text"}, "wwwwwAww"),
         ({"sliding_window": 64, "model_type": "gpt_oss"}, "wAwAwAwA"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4, "num_kv_shared_layers": 3}, "wAwAw---"),
@@ -163,13 +142,9 @@ def test_what_gemma_3_leaves_to_its_class() -> None:
     ("more", "length"),
     [
         ({}, 8192),
-        ({"max_position_embeddings": None, "n_positions": 1024}, 1024),
         ({"max_position_embeddings": None}, 2048),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, 16384),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1024}}, 8192),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024}}, 8192),
-        ({"rope_scaling": {"type": "linear", "factor": None}}, 8192),
         ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 8192),
     ],
 )
@@ -182,9 +157,7 @@ def test_the_longest_request(more: dict[str, Any], length: int) -> None:
     [
         ("float32", "bfloat16", 2),
         ("torch.float16", "float16", 2),
-        ("bfloat16", "bfloat16", 2),
         (None, "bfloat16", 2),
-        ("fp8", "bfloat16", 2),
     ],
 )
 def test_what_vllm_computes_in(stated: str | None, dtype: str, size: int) -> None:
@@ -209,21 +182,12 @@ def test_experts_and_layers_ahead() -> None:
         (dense(), []),
         ({}, ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"]),
         (dense(hidden_size=None), ["hidden_size"]),
-        (dense(vocab_size=0), ["vocab_size"]),
-        (dense(num_hidden_layers=-1), ["num_hidden_layers"]),
-        (dense(num_hidden_layers=1e999), ["num_hidden_layers"]),
-        (dense(num_hidden_layers=True), ["num_hidden_layers"]),
         (dense(num_hidden_layers=10**9), ["num_hidden_layers"]),
         (dense(layer_types=["full_attention"] * 3), ["layer_types"]),
-        (dense(hybrid_override_pattern="MM"), ["hybrid_override_pattern"]),
         (dense(layer_types=["retention", "full_attention", "conv", "retention"]), ["retention", "conv"]),
         (dense(layer_types=["linear_attention"] * 4), ["linear_attention"]),
-        (dense(layer_types=["mamba2"] * 4), ["mamba2"]),
         (dense(layer_types=["chunked_attention"] * 4), ["chunked_attention"]),
         (dense(sliding_window=64), ["layer_types"]),
-        (dense(hybrid_layer_pattern=[0, 1, 1, 0]), ["hybrid_layer_pattern"]),
-        (dense(compress_ratios=[0, 4, 128, 4]), ["compress_ratios"]),
-        (dense(block_configs=[{}] * 4), ["block_configs"]),
         (dense(per_layer_config={"1": {"num_key_value_heads": 1}}), ["per_layer_config"]),
     ],
 )
@@ -239,7 +203,6 @@ def test_what_a_configuration_does_not_say_is_a_gap(config: dict[str, Any], gaps
         (dense(num_hidden_layers=None, decoder_layers=2, num_attention_heads=None, decoder_attention_heads=8), [Attention(4, 64, 64)] * 2),
         ({"dim": 512, "n_layers": 2, "head_dim": 32, "n_heads": 8, "n_kv_heads": 2}, [Attention(2, 32, 32)] * 2),
         (dense(num_hidden_layers=None), []),
-        (dense(hidden_size=None), []),
     ],
 )
 def test_there_is_a_formula_where_its_numbers_are(config: dict[str, Any], mixers: list[Attention | None]) -> None:
@@ -263,7 +226,7 @@ BASES = [
 KEYS = sorted({key for base in BASES for key in text_config(base)} | {"max_window_layers", "sliding_window_pattern", "rope_scaling"})
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.sampled_from(BASES), st.dictionaries(st.sampled_from(KEYS), ANY, max_size=4))
 def test_whatever_stands_in_it_there_is_a_shape(base: dict[str, Any], changes: dict[str, Any]) -> None:
     found = shape_of({**text_config(base), **changes})

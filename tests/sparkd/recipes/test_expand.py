@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,10 @@ from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.translate import values_of
 from tests.support.facts import lacking
-from workers.engine import parse_args
+from tests.support.parser_batch import refuse_nothing
 
 BOOK = RecipeLibrary(None, AsWritten())
 OURS = sorted(BOOK.names())
-# Every model of the sources, by its hub id.
-MODELS = {
-    "nvidia/Qwen3.6-35B-A3B-NVFP4", "unsloth/Qwen3.6-27B-NVFP4", "Qwen/Qwen3-Coder-Next-FP8", "RedHatAI/Qwen3.5-122B-A10B-NVFP4",
-    "nvidia/Gemma-4-31B-IT-NVFP4", "bg-digitalservices/Gemma-4-26B-A4B-it-NVFP4",
-    "sakamakismile/gemma-4-12B-coder-fable5-composer2.5-MTP-NVFP4", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
-    "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-NVFP4", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
-    "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", "openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-122B-A10B",
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "Qwen/Qwen3.5-397B-A17B-FP8",
-    "unsloth/Qwen3.8-27B-NVFP4", "local-inference-lab/Qwen3.8-Flash-Next-NVFP4", "local-inference-lab/GLM-5.3-Flash-NVFP4-Spark",
-    "deepseek-ai/DeepSeek-V4.1-Flash", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4", "XiaomiMiMo/MiMo-V2.6-Flash-RL",
-}  # fmt: skip
 RECIPE = """
 description: a recipe
 model: owner/model
@@ -85,41 +73,31 @@ def speculation(found: ModelConfig) -> dict[str, Any] | None:
 # What wins over what
 
 
-@pytest.mark.parametrize("text", ["model: [a\n", "model: 'a\n", "some words\n", "- a\n", "\x00"])
+@pytest.mark.parametrize("text", ["model: [a\n", "some words\n"])
 def test_of_what_cannot_be_read_no_key_is_missing(text: str) -> None:
     file, problems = parse_recipe("r", text.encode(), "r.yaml", {})
 
     assert file is None and len(problems) == 1
 
 
-def test_a_recipe_is_a_model_without_further_keys(folder: Path) -> None:
-    found = model(folder, recipe="r", speculative="off")
-
-    assert found == ModelConfig(
-        name="m", recipe="r", speculative="off", model="owner/model", max_model_len=8192, max_num_seqs=8, kv_cache_dtype="fp8",
-        reasoning_parser="qwen3", env={"A": "recipe", "B": "recipe"}, metadata={"a": 1}, extra_args=("--moe-backend", "marlin"),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, {"model": "owner/model", "max_model_len": 8192, "max_num_seqs": 8}),
-        ({"max_model_len": 4096}, {"max_model_len": 4096, "max_num_seqs": 8}),
+        (
+            {},
+            {"model": "owner/model", "max_model_len": 8192, "max_num_seqs": 8, "kv_cache_dtype": "fp8", "reasoning_parser": "qwen3",
+             "metadata": {"a": 1}, "extra_args": ("--moe-backend", "marlin")},
+        ),
         ({"max_model_len": None}, {"max_model_len": None, "max_num_seqs": 8}),
-        ({"model": "/folder"}, {"model": "/folder"}),
         ({"recipe": "r@long"}, {"model": "owner/long", "max_model_len": 1024**2, "max_num_seqs": 8}),
-        ({"profile": "balanced"}, {"max_num_seqs": 4, "kv_cache": "auto", "max_model_len": 8192}),
         ({"profile": "single-user"}, {"max_num_seqs": 2, "kv_cache": {"sequences": 2}, "max_model_len": 65536}),
-        ({"profile": "single-user", "recipe": "r@long"}, {"max_model_len": 65536, "model": "owner/long"}),
         ({"profile": "single-user", "max_num_seqs": 3, "kv_cache": {"tokens": 9}}, {"max_num_seqs": 3, "kv_cache": {"tokens": 9}}),
         ({"profile": "balanced", "gpu_memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5, "kv_cache": None}),
         ({"env": {"A": "own", "C": 1}}, {"env": {"A": "own", "B": "recipe", "C": "1"}}),
-        ({"env": ["A=own"]}, {"env": {"A": "own", "B": "recipe"}}),
         ({"recipe": "r@long", "env": {"A": "own"}}, {"env": {"A": "own", "B": "variant"}}),
         ({"metadata": {"b": 2}}, {"metadata": {"a": 1, "b": 2}}),
     ],
-)
+)  # fmt: skip
 def test_own_keys_then_the_profile_then_the_variant_then_the_recipe(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
     found = model(folder, **({"recipe": "r", "speculative": "off"} | keys))
     values = {key: getattr(found, key) for key in expected}
@@ -140,8 +118,6 @@ def test_arguments_come_in_the_order_in_which_the_last_one_wins(folder: Path) ->
     ("nodes", "keys", "size"),
     [
         ("{min: 2}", {}, "auto"),
-        ("{min: 2}", {"tensor_parallel": "auto"}, "auto"),
-        ("{min: 1, max: 1}", {}, 1),
         ("{min: 1, max: 1}", {"tensor_parallel": "auto"}, 1),
         ("{min: 1, max: 2}", {}, "auto"),
     ],
@@ -156,9 +132,6 @@ def test_profile_and_speculation_need_no_recipe(folder: Path) -> None:
 
     assert (found.max_num_seqs, found.kv_cache) == (16, "auto")
     assert speculation(found) == {"method": "mtp", "num_speculative_tokens": 1}
-    assert model(folder, model="o/m", profile="throughput") == ModelConfig(
-        name="m", model="o/m", profile="throughput", max_num_seqs=16, kv_cache="auto"
-    )
 
 
 def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
@@ -180,8 +153,6 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
     [
         ({}, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
         ({"speculative": "off"}, None),
-        ({"speculative": False}, None),
-        ({"speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
         ({"speculative": "mtp"}, {"method": "mtp", "num_speculative_tokens": 3, "moe_backend": "triton"}),
         ({"speculative": "dflash"}, {"method": "dflash", "num_speculative_tokens": 15, "model": "owner/draft"}),
         (
@@ -189,7 +160,6 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
             {"method": "dflash", "num_speculative_tokens": 15, "model": "owner/draft", "draft_load_config": {"load_format": "auto"}},
         ),
         ({"profile": "throughput"}, None),
-        ({"profile": "throughput", "speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
         ({"max_num_seqs": 31, "speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
         (
             {"max_num_seqs": 32, "speculative": "suffix"},
@@ -207,28 +177,14 @@ def test_a_choice_is_vllms_configuration_of_it(folder: Path, keys: dict[str, Any
     assert speculation(model(folder, recipe="r", **keys)) == expected
 
 
-def test_dflash_brings_the_rules_that_go_with_it(folder: Path) -> None:
-    found = model(folder, recipe="r", speculative="dflash")
-
-    assert found.kv_cache_dtype == "bfloat16"
-    assert found.env["VLLM_USE_DEEP_GEMM"].get_secret_value() == "0"
-    assert "TRITON_ATTN" in found.extra_args
-    assert model(folder, recipe="r", speculative="dflash", kv_cache_dtype="auto").kv_cache_dtype == "auto"
-    assert "a BF16 cache only" in refused(folder, recipe="r", speculative="dflash", kv_cache_dtype="fp8")
-    assert "needs fp8" in refused(folder, recipe="r", speculative="mtp", kv_cache_dtype="nvfp4")
-
-
 @pytest.mark.parametrize(
     ("recipe", "keys", "both"),
     [
         ("kv_cache_dtype: fp8", {}, ("kv_cache_dtype auto or bfloat16", "fp8")),
-        ("kv_cache_dtype: auto", {}, None),
         ("kv_cache_dtype: fp8", {"kv_cache_dtype": "auto"}, None),
         ("extra_args: [--attention-backend, FLASHINFER]", {}, ("--attention-backend TRITON_ATTN", "FLASHINFER")),
-        ("extra_args: [--attention-backend=triton_attn]", {}, None),
-        ("max_num_seqs: 4", {"extra_args": ["--attention-backend", "FLASH_ATTN"]}, ("TRITON_ATTN", "FLASH_ATTN")),
+        ("max_num_seqs: 4", {}, None),
         ("env: {VLLM_USE_DEEP_GEMM: '1'}", {}, ("VLLM_USE_DEEP_GEMM=0", "recipe")),
-        ("env: {VLLM_USE_DEEP_GEMM: '0'}", {}, None),
         ("max_num_seqs: 4", {"env": {"VLLM_USE_DEEP_GEMM": "1"}}, ("VLLM_USE_DEEP_GEMM=0", "env of models.m")),
     ],
 )
@@ -247,6 +203,7 @@ def test_what_dflash_needs_never_overwrites_what_a_recipe_says(
     else:
         assert found.kv_cache_dtype == "bfloat16"
     assert found.env["VLLM_USE_DEEP_GEMM"].get_secret_value() == "0"
+    assert found.extra_args[:2] == ("--attention-backend", "TRITON_ATTN")
 
 
 def test_a_profile_leaves_the_cache_to_the_flags_of_a_recipe(folder: Path) -> None:
@@ -302,17 +259,10 @@ def test_a_draft_inside_the_checkpoint_needs_its_folder(folder: Path) -> None:
     ("keys", "words"),
     [
         ({"recipe": "q"}, ["models.m.recipe", "'q'", "`sparkd recipes ls`"]),
-        ({"recipe": "gpt-oss-120"}, ["'gpt-oss-120'", "gpt-oss-120b?"]),
         ({"recipe": "r@short"}, ["'short'", "long"]),
         ({"recipe": "r", "tensor_parallel": 4}, ["r", "least 1", "most 2"]),
-        ({"recipe": "r", "profile": "nobody"}, ["models.m.profile is 'nobody'", "'balanced'"]),
-        ({"recipe": "r", "speculative": "eagle"}, ["models.m.speculative is 'eagle'", "'mtp'"]),
-        ({"recipe": 5, "model": "o/m"}, ["models.m.recipe is 5"]),
         ({"model": "o/m", "speculative": "dflash"}, ["no DFlash drafter"]),
         ({"recipe": "r", "speculative": "mtp", "extra_args": ["--speculative-config", "{}"]}, ["--speculative-config", "contradict"]),
-        ({"recipe": "r", "extra_args": "--x"}, ["models.m.extra_args", "a list"]),
-        ({"recipe": "r", "max_model_len": "x"}, ["models.m.max_model_len is 'x'"]),
-        ({"profile": "balanced"}, ["models.m.model", "missing"]),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[str]) -> None:
@@ -329,7 +279,6 @@ def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[
         ({"recipe": "r", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
         ({"recipe": "r", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
         ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
-        ({"recipe": "r", "env": ["LD_PRELOAD=x"]}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
         ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "revision": "evil"}, ["model", "another", "refused", "admin API"]),
     ],
@@ -345,7 +294,8 @@ def test_what_a_recipe_of_this_machine_brings_is_its_operators_word(folder: Path
     assert speculation(found) is not None
 
 
-def test_problems_have_file_and_line_of_the_recipe(folder: Path) -> None:
+def test_problems_have_file_and_line_of_the_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_nothing(monkeypatch)
     file = folder / "recipes" / "r.yaml"
     file.write_text(RECIPE.replace("{paper: a paper}", "{paper: a paper}\nneeds_vlm: '0.2'"))
     config = folder / "sparkd.yaml"
@@ -365,16 +315,11 @@ def test_problems_have_file_and_line_of_the_recipe(folder: Path) -> None:
     ("old", "new", "words"),
     [
         ("model: owner/model", "", ["model", "missing"]),
-        ("sources: {paper: a paper}", "sources: {}", ["sources"]),
         ("source: paper}", "source: book}", ["'book'", "cited"]),
-        ("default: ngram", "default: eagle", ["speculative.default is 'eagle'"]),
         ("{min: 1, max: 2}", "{min: 3, max: 2}", ["nodes", "max", "min"]),
         ("reasoning_parser: q", "reasoning_parsr: q", ["settings.reasoning_parsr", "reasoning_parser"]),
         ("reasoning_parser: qwen3", "ttl: 5", ["settings.ttl", "recipe"]),
-        ("reasoning_parser: qwen3", "port: 8000", ["settings.port", "no meaning"]),
-        ("{max_model_len: 65536}", "{maxlen: 65536}", ["profiles.single-user.maxlen"]),
         ("single-user:", "lonely-user:", ["profiles.lonely-user"]),
-        ("{description: longer,", "{describe: longer,", ["variants.long.describe"]),
         ("mtp: {num_speculative_tokens: 3,", "mtp: {num_speculative_tokens: 0,", ["num_speculative_tokens is 0", "least 1"]),
     ],
 )  # fmt: skip
@@ -420,17 +365,14 @@ def test_a_file_names_recipes_by_folder_path_and_variable(folder: Path) -> None:
 # Ours
 
 
-def test_there_is_a_recipe_for_every_model_of_the_sources() -> None:
-    assert {BOOK.find(name).recipe.model for name in OURS} == MODELS
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_an_image_of_ours_is_where_docker_looks_for_it(name: str) -> None:
+def test_an_image_of_ours_is_where_docker_looks_for_it() -> None:
     """A name without a registry is Docker Hub's, which has vLLM's images and none of NVIDIA's vLLM."""
-    recipe = BOOK.find(name).recipe
-    images = [each.container for each in (recipe, *recipe.variants.values()) if each.container is not None]
-    assert all(one.image.startswith("nvcr.io/") == (one.kind == "ngc") == ("nvidia" in one.image) for one in images)
-    assert all(one.image.startswith("vllm/vllm-openai:") == (one.kind == "vllm-openai") for one in images)
+    recipes = [BOOK.find(name).recipe for name in OURS]
+    images = [one.container for recipe in recipes for one in (recipe, *recipe.variants.values()) if one.container is not None]
+    assert images
+    for one in images:
+        assert one.image.startswith("nvcr.io/") == (one.kind == "ngc") == ("nvidia" in one.image), one
+        assert one.image.startswith("vllm/vllm-openai:") == (one.kind == "vllm-openai"), one
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -443,20 +385,3 @@ def test_a_recipe_of_ours_can_be_used_in_every_way_and_needs_no_translation(name
     assert len(found.resolved) == ways == len(list(choices(file)))
     assert file.recipe.expected, "what can be expected of it?"
     assert not any(figure.when and "estimat" in figure.when for figure in file.recipe.expected)
-
-
-def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
-    """One import of vLLM for all of them."""
-    resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
-    wrong = (
-        "--no-such-flag", "--moe-backend nobodys", "--max-num-seqs many", "--enable-auto-tool-choice --tool-call-parser nobodys",
-        "--reasoning-parser nobodys", "--attention-backend nobodys", '--speculative-config {"disable_by_batch_size":1}',
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        # vLLM's own warnings are not ours.
-        warnings.simplefilter("ignore")
-        said = parse_args.parse([*(each.line for each in resolved), *(["--model", "x", *line.split()] for line in wrong)], serve=True)
-
-    assert len(resolved) > 400
-    assert [(str(each.choice), message) for each, message in zip(resolved, said, strict=False) if message] == []
-    assert all(said[len(resolved) :])

@@ -160,32 +160,17 @@ def test_what_is_imported_is_a_recipe_of_ours_and_can_be_used(text: str, tmp_pat
 @pytest.mark.parametrize(
     ("text", "values", "becomes"),
     [
-        ("--port {port}", {"port": 1}, "--port 1"),
         ("{a}", {"a": "{b}", "b": "{c}", "c": 3}, "3"),
         ("{a}{nobody}", {"a": 1}, "1{nobody}"),
-        ("{max-num-seqs}", {"max-num-seqs": 16}, "16"),
         ('{"method":"mtp","n":{n}}', {"n": 3}, '{"method":"mtp","n":3}'),
-        ('{{"n": {n}}}', {"n": 3}, '{"n": 3}'),
         ('{{"a": {{"b": {n}}}}}', {"n": 3}, '{"a": {"b": 3}}'),
-        ('{"a": {"b": {"c": {n}}}}', {"n": 3}, '{"a": {"b": {"c": 3}}}'),
         ('{"a": {"b": {"c": 1}}} {n}', {"n": 3}, '{"a": {"b": {"c": 1}}} 3'),
-        ("{{port}}", {"port": 1}, "{port}"),
         ("${port}", {"port": 1}, "${port}"),
-        ("{a}", {"a": "{a}"}, "{a}"),
         ("{a}", {"a": {"x": [1]}}, '{"x": [1]}'),
-        ("{{}} {a}", {"a": '{"x": {"y": {"z": 1}}}'}, '{} {"x": {"y": {"z": 1}}}'),
     ],
 )
 def test_placeholders(text: str, values: dict[str, Any], becomes: str) -> None:
     assert substituted(text, values) == becomes
-
-
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_three_braces_at_the_end_of_plain_json_stay(version: str) -> None:
-    """A recipe of version 1 with plain JSON is one that eugr's launcher cannot read and sparkrun can."""
-    flag = '--hf-overrides \'{"text_config": {"rope": {"factor": {n}}}}\''
-    text = with_command(f"vllm serve owner/model {flag}", defaults="{n: 4}").replace('"2"', f'"{version}"')
-    assert settings(text)["extra_args"] == ["--hf-overrides", '{"text_config": {"rope": {"factor": 4}}}']
 
 
 def test_the_command_line_wins_over_the_defaults() -> None:
@@ -218,23 +203,19 @@ def test_what_only_a_shell_knows_is_left_out_or_named() -> None:
     assert lacking(note, "left out", "inherit") == []
 
 
-@pytest.mark.parametrize("hook", ["pre_exec", "post_exec", "post_commands", "mods", "build_args"])
-def test_hooks_are_refused_and_it_is_said_so(hook: str, tmp_path: Path) -> None:
+def test_hooks_are_refused_and_it_is_said_so(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
-    found = taken(ONE + f"{hook}: ['touch {touched}']\n")
+    hooks = ("pre_exec", "post_exec", "post_commands", "mods", "build_args")
+    found = taken(ONE + "".join(f"{hook}: ['touch {touched}']\n" for hook in hooks))
 
-    assert any(note.startswith(f"{hook} is refused") for note in found.notes)
-    assert f"# {hook} is refused" in found.text
+    assert {note.partition(" ")[0] for note in found.notes} >= {*hooks} and all(f"# {hook} " in found.text for hook in hooks)
     assert "touch" not in found.text and not touched.exists()
 
 
 @pytest.mark.parametrize(
     ("keys", "nodes"),
     [
-        ("", None),
         ("solo_only: true", {"max": 1}),
-        ("cluster_only: true", {"min": 2}),
-        ("mode: solo", {"max": 1}),
         ("mode: cluster\nmin_nodes: 3", {"min": 3}),
         ("min_nodes: 1\nmax_nodes: 2", {"min": 1, "max": 2}),
         ("solo_only: false\ncluster_only: false\nmode: auto", None),
@@ -252,22 +233,16 @@ def test_on_how_many_nodes(keys: str, nodes: dict[str, int] | None) -> None:
         ("max_nodes: 4", {"max": 4}),
     ],
 )
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_each_rank_needs_a_node_of_its_own(keys: str, nodes: dict[str, int], version: str) -> None:
-    command = "vllm serve owner/model -tp 4"
-    assert taken(f"{keys}\nrecipe_version: '{version}'\ncommand: {command}\n").recipe["nodes"] == nodes
+def test_each_rank_needs_a_node_of_its_own(keys: str, nodes: dict[str, int]) -> None:
+    assert taken(f"{keys}\nrecipe_version: '1'\ncommand: vllm serve owner/model -tp 4\n").recipe["nodes"] == nodes
 
 
 @pytest.mark.parametrize(
     ("keys", "overrides", "kept", "words"),
     [
         ("solo_only: true", {}, 1, ["tensor_parallel is 1", "2", "one node"]),
-        ("max_nodes: 1", {}, 1, ["tensor_parallel is 1", "2"]),
-        ("solo_only: true", {"tensor_parallel": 2}, 2, []),
         ("solo_only: false", {}, 1, ["one node", "2 nodes", "-o tensor_parallel=2"]),
         ("solo_only: false", {"tensor_parallel": 2}, 2, []),
-        ("min_nodes: 2", {}, 2, []),
-        ("cluster_only: true", {}, 2, []),
         ("cluster_only: true", {"tensor_parallel": 1}, None, ["tensor_parallel", "pipeline", "auto"]),
     ],
 )
@@ -281,10 +256,7 @@ def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | N
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("vllm serve owner/a", {}),
         ("python3 -m vllm.entrypoints.openai.api_server --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
-        ("exec vllm serve owner/a -tp 2 -q fp8", {"tensor_parallel": 2, "quantization": "fp8"}),
-        ("vllm serve --port 8000 owner/a --max-model-len 128K", {"max_model_len": "128K"}),
         ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE",
          {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "-cc.cudagraph_mode=PIECEWISE"]}),
         ("vllm serve owner/a --kv-cache-memory-bytes 1000 --served-model-name x y",
@@ -301,15 +273,9 @@ def test_a_command_line_becomes_keys(command: str, expected: dict[str, Any]) -> 
     assert found.recipe["settings"] == expected
 
 
-@pytest.mark.parametrize("version", ["2", "3", "4", "7", "2.1", "v2"])
-def test_every_version_but_the_first_is_sparkruns(version: str) -> None:
-    found = taken(with_command("vllm serve {model} -tp {tensor_parallel}", defaults="{tensor_parallel: 2}").replace('"2"', f'"{version}"'))
-    assert found.recipe["sources"] == {"file": "a recipe in the format of sparkrun"} and found.recipe["settings"]["tensor_parallel"] == 2
-
-
 @pytest.mark.parametrize(
     ("command", "ranks"),
-    [("vllm serve o/m", 1), ("vllm serve o/m -tp 2", 2), ("vllm serve o/m -pp 2", None), ("vllm serve o/m -pp 1", 1)],
+    [("vllm serve o/m", 1), ("vllm serve o/m -tp 2", 2), ("vllm serve o/m -pp 2", None)],
 )
 def test_eugrs_version_without_a_cluster_is_one_rank_unless_its_command_says_another_number(command: str, ranks: int | None) -> None:
     text = f"recipe_version: '1'\ndefaults: {{tensor_parallel: 2}}\ncommand: {command}\n"
@@ -320,11 +286,7 @@ def test_eugrs_version_without_a_cluster_is_one_rank_unless_its_command_says_ano
 @pytest.mark.parametrize(
     "config",
     [
-        '{"method": "mtp", "num_speculative_tokens": 2}',
         '{"method": "deepseek_mtp", "num_speculative_tokens": 2}',
-        '{"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "TRITON_ATTN"}',
-        '{"method": "dspark", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic"}',
-        '{"method": "eagle3", "model": "owner/draft", "num_speculative_tokens": 2}',
         '{"model": "owner/draft", "num_speculative_tokens": 1}',
     ],
 )
@@ -344,13 +306,6 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
     if method == "mtp":
         assert resolve(RecipeUse("their", speculative="mtp"), book).args == found.args
-
-
-def test_drafts_in_parts_become_one_flag() -> None:
-    command = "vllm serve o/m --speculative-config.method dspark --speculative_config.a.b 1 -sc.num_speculative_tokens=3 --seed 1"
-    args = settings(with_command(command))["extra_args"]
-    assert args[:3] == ["--seed", "1", "--speculative-config"]
-    assert json.loads(args[3]) == {"method": "dspark", "a": {"b": 1}, "num_speculative_tokens": 3}
 
 
 def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -> None:
@@ -384,24 +339,9 @@ def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:
 
 
 def test_a_number_of_nodes_that_a_launcher_fills_in_is_left_out_with_a_word() -> None:
-    command = "vllm serve o/m -tp {num_nodes} --nnodes {num_nodes} --node-rank {node_rank} --master-addr $HEAD --seed 1"
-    found = taken(with_command(command))
+    found = taken(with_command("vllm serve o/m -tp {num_nodes} --nnodes {num_nodes} --node-rank {node_rank} --master-addr $HEAD --seed 1"))
     assert found.recipe["settings"] == {"extra_args": ["--seed", "1"]}
     assert [note for note in found.notes if "{num_nodes}" in note]
-    found = taken("runtime: vllm\nmodel: o/m\ndefaults: {num_nodes: 2, nnodes: 2, seed: 1}\n")
-    assert found.recipe["settings"] == {"extra_args": ["--seed", "1"]}
-    assert len([note for note in found.notes if "number of nodes" in note]) == 2
-
-
-@pytest.mark.parametrize("mods", ["5", "x", "{a: b}", "[[x], 3]"])
-def test_mods_of_another_kind_are_no_crash(mods: str) -> None:
-    missing = taken(with_command("vllm serve o/m --chat-template a.jinja", mods=mods)).missing
-    assert len(missing) == 1 and "(a, b)" not in missing[0] and (" (x)" in missing[0]) is (mods == "x")
-
-
-def test_one_rank_in_quotes_is_one_rank() -> None:
-    text = 'recipe_version: "1"\nmodel: o/m\ndefaults: {tensor_parallel: "1"}\ncommand: vllm serve o/m -tp {tensor_parallel}\n'
-    assert taken(text).notes == ()
 
 
 def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> None:
@@ -417,8 +357,9 @@ def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> Non
     assert taken(with_command("vllm serve o/m --chat-template '{{ messages }}'")).missing == ()
 
 
-@pytest.mark.parametrize("container", [None, "vllm-node", "vllm/vllm-openai:v0.25.1", "ghcr.io/spark-arena/dgx-vllm-eugr-nightly:latest"])
-@pytest.mark.parametrize("words", ["--turbo-mode 3", "--kernel-config {a:1}", "--seed many"])
+@pytest.mark.parametrize(
+    ("words", "container"), [("--turbo-mode 3", None), ("--kernel-config {a:1}", "vllm-node"), ("--seed many", "vllm/vllm-openai:v0.25.1")]
+)
 def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, container: str | None) -> None:
     more = {} if container is None else {"container": container}
     with pytest.raises(ConfigError) as caught:
@@ -426,14 +367,12 @@ def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, cont
     assert words.split(maxsplit=1)[0] in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "near"), [("tool-call-parser", "qwen3_codr", "qwen3_coder"), ("reasoning-parser", "qwen33", "qwen3")]
-)
-def test_a_parser_that_this_vllm_does_not_have(key: str, name: str, near: str, tmp_path: Path) -> None:
+def test_a_parser_that_this_vllm_does_not_have(tmp_path: Path) -> None:
+    key, name, near = "tool-call-parser", "qwen3_codr", "qwen3_coder"
     command = f"vllm serve o/m --{key} {name}"
     with pytest.raises(ConfigError) as caught:
         imported(with_command(command).encode(), "their.yaml", parser=parser_of_the_fixture)
-    assert key.replace("-", "_") in caught.value.message and f"mean {near}?" in caught.value.message
+    assert "tool_call_parser" in caught.value.message and f" {near}?" in caught.value.message
 
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
         found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
@@ -442,7 +381,7 @@ def test_a_parser_that_this_vllm_does_not_have(key: str, name: str, near: str, t
 
     for image, severity in (("vllm/vllm-openai:v0.32.0", "error"), ("gb10-glm52:v18.1", "warning")):
         file = tmp_path / "r.yaml"
-        settings = f"settings:\n  {key.replace('-', '_')}: {name}\n"
+        settings = f"settings:\n  tool_call_parser: {name}\n"
         file.write_text(f"description: d\nmodel: o/m\nsources: {{a: b}}\ncontainer: {{image: '{image}'}}\n{settings}")
         read, (problem,) = load(file, {})
         assert read is not None and (problem.line, problem.severity) == (6, severity) and near in problem.message
@@ -461,20 +400,13 @@ def test_the_image_of_a_fork_may_know_more_flags() -> None:
     [
         ("model: o/m\nsettings: {}\n", ["neither", "formats"]),
         (with_command("vllm serve o/m --max-model-len {length}"), ["-o length=VALUE"]),
-        (with_command("vllm serve o/m --max-num 3"), ["--max-num", "--max-num-batched-tokens, --max-num-seqs"]),
         (with_command("vllm serve o/m --speculative-config.a 1 --speculative-config.a.b 2"), ["--speculative-config.a", "a map"]),
-        ("recipe_version: '1'\nmodel: o/m\n", ["command", "missing"]),
         ("runtime: sglang\nmodel: o/m\ndefaults: {}\n", ["sglang", "vLLM only"]),
-        (with_command("sglang serve o/m"), ["command", "`vllm serve`"]),
         (with_command("vllm serve o/m && rm -rf /"), ["'&&'", "shell"]),
-        (with_command("vllm serve o/m > /tmp/log"), ["'>'", "shell"]),
-        (with_command("vllm serve o/m; echo"), ["';'", "shell"]),
         (with_command("vllm serve 'o/m"), ["quotes"]),
         (with_command("vllm serve a/b\nvllm serve c/d"), ["two lines"]),
-        ("recipe_version: '2'\ndefaults: [1]\nmodel: o/m\n", ["defaults", "a map"]),
         ("recipe_version: '2'\nmodel: o/m\ninclude: x\n", ["include", "sparkrun"]),
         (with_command("vllm serve", ).replace("model: owner/model\n", ""), ["model", "missing"]),
-        (with_command("vllm serve o/m --speculative-config '{x'"), ["--speculative-config", "JSON"]),
         ("recipe_version: '2'\nmodel: [\n", ["YAML", "malformed"]),
     ],
 )  # fmt: skip
@@ -489,13 +421,10 @@ def test_what_cannot_be_imported_says_why(text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("image", "kind"),
     [
-        ("vllm/vllm-openai", "vllm-openai"),
         ("docker.io/vllm/vllm-openai:v0.27.1", "vllm-openai"),
         ("registry:5000/vllm/vllm-openai@sha256:00", "vllm-openai"),
-        ("me/vllm-openai:v1", "vllm-openai"),
         ("vllm/vllm-openai-rocm:v1", "other"),
         ("nvcr.io/nvidia/vllm:26.04-py3", "ngc"),
-        ("nvidia/vllm-of-mine:1", "other"),
     ],
 )
 def test_how_an_image_takes_its_command(image: str, kind: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.compat.launchers import RefusedThere, Serving, arguments, serving, theirs
-from tests.compat.recipes import Verdict, differences, main, verdict
+from tests.compat.launchers import serving
+from tests.compat.recipes import differences, verdict
 from tests.sparkd.recipes.test_importer import ONE, TWO
 
 DSPARK = '{"method": "dspark", "num_speculative_tokens": {tokens}, "attention_backend": "B12X_MLA_SPARSE"}'
@@ -27,18 +26,13 @@ SAME = {
     "sparkrun without a command": TWO.encode(),
     "one node or two": recipe("vllm serve owner/model -tp {tensor_parallel}", defaults={"tensor_parallel": 2}),
     "a cluster": recipe("vllm serve owner/model -tp {tensor_parallel} --nnodes 2", defaults={"tensor_parallel": 2}, cluster_only=True),
-    "no word of ranks": recipe("vllm serve owner/model --seed 1"),
     "stages": recipe("vllm serve owner/model -tp 1 -pp {stages}", defaults={"stages": 3}, cluster_only=True),
     "doubled braces": recipe(f"vllm serve owner/model --speculative-config '{DOUBLED}'", defaults={"tokens": 5}),
-    "plain braces in version 1": recipe(f"vllm serve owner/model --speculative-config '{DSPARK}'", defaults={"tokens": 5}),
     "plain braces": recipe(f"vllm serve {{model}} --speculative-config '{DSPARK}'", "2", runtime="vllm", defaults={"tokens": 5}),
-    "doubled braces in version 2": recipe(f"vllm serve {{model}} --speculative-config '{DOUBLED}'", "2", defaults={"tokens": 5}),
     "three braces": recipe('vllm serve {model} --hf-overrides \'{"a": {"b": {"c": 1}}}\'', None, runtime="vllm-ray"),
     "a default that is JSON": recipe(
         "vllm serve owner/model --speculative-config '{spec}'", "4", defaults={"spec": '{"method": "mtp", "num_speculative_tokens": 3}'}
     ),
-    "no method": recipe('vllm serve owner/model --speculative-config \'{{"model": "owner/draft", "num_speculative_tokens": 1}}\''),
-    "an old name of a method": recipe('vllm serve o/m --speculative-config \'{{"method": "deepseek_mtp", "num_speculative_tokens": 2}}\''),
     "parts": recipe("vllm serve {model} --speculative-config.method dspark --speculative-config.num_speculative_tokens 4", "7"),
     "DFlash with what it cannot live with": recipe(
         "vllm serve {model} --kv-cache-dtype fp8 --attention-backend flash_attn --max-num-seqs 64"
@@ -48,40 +42,20 @@ SAME = {
     ),
     "cut short": recipe("vllm serve {model} --gpu-mem 0.5 --max-model 8K --tensor-parallel 2 --served-model-name a", "3"),
     "a template of a mod": recipe("vllm serve owner/model --chat-template unsloth.jinja", mods=["mods/a"]),
-    "dashes in a default": recipe("vllm serve owner/model --max-num-seqs {max-num-seqs}", defaults={"max-num-seqs": 16}),
     "blanks behind a backslash": recipe("vllm serve owner/model \\  \n  --seed 1 \\\n"),
     "a script": recipe("# first\nexport A=b;\nC=d vllm serve {model} --trust-remote-code --no-enable-prefix-caching", "2"),
-    "a name beside the command": recipe("vllm serve {model}", "2", defaults={"served_model_name": "short"}),
     "Ray's variables": recipe("vllm serve {model}", "2", env={"RAY_memory_usage_threshold": 0.99, "A": True}),
     "GiB": recipe("vllm serve owner/model --gpu-memory-utilization-gb {gpu}", defaults={"gpu": 96}),
-    "bytes": recipe("vllm serve owner/model --kv-cache-memory-bytes 4G"),
 }
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("shape", SAME)
-def test_the_same_command_comes_out(shape: str, nodes: int) -> None:
-    found = verdict(SAME[shape], "their", nodes)
-    assert found is not None and found.kind == "same", found
-    # What differs here is translated for this release of vLLM, with a note.
-    assert not found.told or shape == "eugr"
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (recipe("vllm serve {model} -tp {tensor_parallel}", "2", max_nodes=1, defaults={"tensor_parallel": 2}), "same"),
-        (recipe("llama-server -m {model}", "2", runtime="llama-cpp"), "no vLLM"),
-        (recipe("curl x | sh && vllm serve {model}", "2"), "refused there too"),
-        (recipe("vllm serve owner/model --max-num-seqs many"), "refused wrongly"),
-        (recipe("vllm serve Model", model="Model"), "refused there too"),
-        (recipe("vllm serve owner/model --seed"), "same"),
-    ],
-)
-def test_verdicts(raw: bytes, expected: str) -> None:
-    found = verdict(raw, "their", 1)
-    assert found is not None and found.kind == expected
-    assert verdict(b"services: {a: {command: x}}", "their", 1) is verdict(b"[", "their", 1) is None
+def test_the_same_command_comes_out(shape: str) -> None:
+    for nodes in (1, 2):
+        found = verdict(SAME[shape], "their", nodes)
+        assert found is not None and found.kind == "same", found
+        # What differs here is translated for this release of vLLM, with a note.
+        assert not found.told or shape == "eugr"
 
 
 @pytest.mark.parametrize(
@@ -89,38 +63,11 @@ def test_verdicts(raw: bytes, expected: str) -> None:
     [
         ("vllm serve a --seed 1", "vllm serve a --seed=1", []),
         ("vllm serve a --seed 1", "vllm serve b --seed 2", ["model", "seed"]),
-        ("vllm serve a -tp 2", "vllm serve a", ["tensor-parallel-size"]),
         ("vllm serve a --max-model-len 8K --port 1", "vllm serve a --max-model-len 8192", []),
         ("vllm serve a --enable-prefix-caching", "vllm serve a --no-enable-prefix-caching", ["enable-prefix-caching"]),
         ("A=1 vllm serve a", "A=2 B=3 vllm serve a", ["A", "B"]),
-        ("A=True vllm serve a", "A=1 vllm serve a", []),
         ('vllm serve a -sc \'{"x": 1, "y": 2}\'', 'vllm serve a --speculative_config \'{"y": 2, "x": 1}\'', []),
-        ("vllm serve a -sc '{\"x\": 1}'", "vllm serve a", ["speculative-config"]),
     ],
 )
 def test_what_differs_is_seen(there: str, here: str, names: list[str]) -> None:
     assert [name for name, _ in differences(serving(there), serving(here), {})] == names
-
-
-def test_what_version_1_means_on_one_node_and_on_two() -> None:
-    table = {"recipe_version": 1, "command": "vllm serve o/a -tp {tensor_parallel}", "defaults": {"tensor_parallel": 2}}
-    ranks = [
-        [theirs({**table, **more}, nodes).flags["tensor-parallel-size"] for nodes in (1, 2)]
-        for more in ({}, {"solo_only": True}, {"cluster_only": True})
-    ]
-    assert ranks == [[1, 2], [1, 1], [2, 2]]
-    with pytest.raises(RefusedThere):
-        theirs({**table, "recipe_version": 2, "max_nodes": 1}, 1)
-    assert arguments(["--a.b", "1", "--a.c=x"]) == Serving(None, {"a": {"b": 1, "c": "x"}})
-
-
-def test_the_script_counts_and_ends_with_1_where_something_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("eugr", "parts", "GiB"):
-        (tmp_path / f"{name}.yaml").write_bytes(SAME[name])
-    assert main([str(tmp_path)]) == 0
-    assert "    3 same\n" in capsys.readouterr().out
-    (tmp_path / "wrong.yml").write_bytes(recipe("vllm serve owner/model --max-num-seqs many"))
-    assert main([str(tmp_path), "--nodes", "2", "--told"]) == 1
-    out = capsys.readouterr().out
-    assert f"{tmp_path}/wrong.yml: refused wrongly: " in out and f"{tmp_path}/eugr.yaml: same: " in out
-    assert Verdict("same") != Verdict("same", ("x",))

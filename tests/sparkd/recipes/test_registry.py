@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.cli import registry_fetch
+from sparkd.cli import recipes, registry_fetch
 from sparkd.cli.registry_fetch import fetched, source_of
 from sparkd.config.config import load_config, parse_model
-from sparkd.errors import ConfigError, SparkdError, StateError
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.recipes.registry import Registries, Registry
+from sparkd.recipes.registry import CommitSignature, Registries, Registry
 from tests.sparkd.recipes.test_expand import RECIPE
-from tests.sparkd.recipes.test_importer import ONE, TWO
+from tests.sparkd.recipes.test_importer import ONE, TWO, parser_of_the_fixture
 from tests.support.facts import lacking
+from tests.support.waiting import HUNG_S
 
 PLAIN = """
 recipe_version: "1"
@@ -38,20 +41,24 @@ registries:
   - {name: off, recipes: off, enabled: false}
   - {name: outside, recipes: ../outside}
 """
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _AUTHOR = {f"GIT_{who}_{what}": "a@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
 class Repository:
     """A git repository of this test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
         self.folder = folder
+        if template is not None:
+            shutil.copytree(template, folder)
+            return
         folder.mkdir(parents=True)
         self.git("init", "--quiet")
 
     def git(self, *arguments: str, stdin: bytes = b"") -> str:
         env = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null", **_AUTHOR}
-        done = subprocess.run(["git", *arguments], cwd=self.folder, env=env, input=stdin, capture_output=True, timeout=60, check=True)
+        done = subprocess.run(["git", *arguments], cwd=self.folder, env=env, input=stdin, capture_output=True, timeout=HUNG_S, check=True)
         return done.stdout.decode().strip()
 
     def write(self, files: dict[str, str | bytes]) -> None:
@@ -87,12 +94,14 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path / "state"))
+    # vLLM is not asked for its flags.
+    monkeypatch.setattr(recipes, "_parser", lambda *_: None)
     return tmp_path / "state"
 
 
-@pytest.fixture
-def eugr(tmp_path: Path) -> Repository:
-    repository = Repository(tmp_path / "spark-vllm-docker")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = Repository(tmp_path_factory.mktemp("template") / "r")
     repository.commit(
         {
             "recipes/plain.yaml": PLAIN,
@@ -103,7 +112,18 @@ def eugr(tmp_path: Path) -> Repository:
             "other/left.yaml": PLAIN,
         }
     )
-    return repository
+    return repository.folder
+
+
+@pytest.fixture
+def eugr(template: Path, tmp_path: Path) -> Repository:
+    return Repository(tmp_path / "spark-vllm-docker", template)
+
+
+def keep(state: Path, texts: Mapping[str, str]) -> None:
+    """A registry `eugr` of these recipes, as if it had been fetched."""
+    registry = Registry("eugr", "https://example.org/eugr", COMMIT, "2026-11-21T00:00:00+00:00", CommitSignature("none"), texts, {})
+    Registries(state).put(registry)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
@@ -211,7 +231,7 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
     rows = {row["name"]: row for row in as_json(capsys, "update", code=1)["registries"]}
     assert rows["eugr"]["error"] and rows["eugr"]["commit"] == new and rows["other"]["error"] is None
     out, err = run(capsys, "update", code=1)
-    assert "other: unchanged" in out and f"eugr stays at {new[:12]}" in err
+    assert "other: " in out and "eugr" in err and new[:12] in err
     assert "--max-model-len 8192" in run(capsys, "show", "plain@eugr")[0]
 
 
@@ -219,14 +239,9 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
     ("argv", "words"),
     [
         (("add-registry", "/nowhere"), "/nowhere"),
-        (("add-registry", "owner/name"), "https"),
         (("add-registry", ".", "--name", "../x"), "--name"),
         (("update", "x"), "registry; known: none"),
-        (("remove-registry", "../x"), "registry; known: none"),
         (("ls", "x"), "with --registry alone"),
-        (("ls", "--registry", "x"), "registry; known: none"),
-        (("show", "x@y"), "'x'"),
-        (("import", "x@y"), "registry; known: none"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,9 +251,9 @@ def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: 
 
 
 def test_a_name_that_is_taken_a_recipe_that_is_none_and_one_of_several_are_told(
-    eugr: Repository, capsys: pytest.CaptureFixture[str]
+    eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    keep(state, {"plain": PLAIN, "3x/big": ONE, "4x/big": ONE})
     assert "is there" in run(capsys, "add-registry", str(eugr.folder), "--name", "eugr", code=5)[1]
     assert "plain@eugr?" in run(capsys, "show", "plein@eugr", code=2)[1]
     assert lacking(run(capsys, "show", "big@eugr", code=2)[1], "big@eugr", "3x/big", "4x/big") == []
@@ -251,26 +266,6 @@ def test_a_file_that_is_no_yaml_is_named_with_its_reason(eugr: Repository, capsy
     assert made["recipes"] == 3 and "line 3" in made["unreadable"]["broken"]
     assert lacking(run(capsys, "add-registry", str(eugr.folder), "--name", "b")[0], "broken@b", "line 3") == []
     assert lacking(run(capsys, "show", "broken@eugr", code=2)[1], "broken@eugr", "line 3") == []
-
-    eugr.commit({"recipes/broken.yaml": PLAIN, "recipes/plain.yaml": "  x\n y: ]\n"})
-    row = as_json(capsys, "update", "eugr")["registries"][0]
-    assert (row["added"], row["changed"], row["removed"], list(row["unreadable"])) == (["broken"], [], [], ["plain"])
-    assert "plain@b" in run(capsys, "update", "b")[0]
-
-    (eugr.folder / "recipes/plain.yaml").unlink()
-    eugr.commit()
-    row = as_json(capsys, "update", "eugr")["registries"][0]
-    assert (row["removed"], row["unreadable"]) == (["plain"], {})
-
-
-def test_a_damaged_registry_is_told_with_its_file(eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
-    for text in ("{", "[]", '{"recipes": {"a": 1}}', "[" * 100_000):
-        (state / "registries" / "eugr.json").write_text(text)
-        assert "eugr.json is damaged" in run(capsys, "ls", "--registry", "eugr", code=3)[1]
-        with pytest.raises(ConfigError, match="is damaged"):
-            RecipeLibrary(None, {}, state).find("plain@eugr")
-    run(capsys, "remove-registry", "eugr")
 
 
 def test_a_damaged_registry_does_not_keep_the_others_from_their_update_and_the_list(
@@ -287,12 +282,11 @@ def test_a_damaged_registry_does_not_keep_the_others_from_their_update_and_the_l
     broken, listed = as_json(capsys, "ls", "--registry", code=1)["registries"]
     assert broken["name"] == "a" and "damaged" in broken["error"]
     assert (listed["name"], listed["commit"], listed["error"]) == ("b", new, None)
-    for argv in (("update",), ("ls", "--registry")):
-        out, err = run(capsys, *argv, code=1)
-        assert new[:12] in out and "a.json is damaged" in err and err.count("\n") == 1
+    out, err = run(capsys, "ls", "--registry", code=1)
+    assert new[:12] in out and "a.json" in err and err.count("\n") == 1
     run(capsys, "update", "a", code=3)
-    run(capsys, "remove-registry", "b")
-    assert run(capsys, "ls", "--registry", code=1)[0] == ""
+    with pytest.raises(ConfigError, match=r"a\.json"):
+        RecipeLibrary(None, {}, state).find("plain@a")
 
 
 def test_a_state_folder_that_cannot_be_looked_into_has_no_registry(tmp_path: Path) -> None:
@@ -306,11 +300,8 @@ def test_a_state_folder_that_cannot_be_looked_into_has_no_registry(tmp_path: Pat
 # Its recipes by name
 
 
-def test_an_entry_may_name_a_recipe_of_a_registry(
-    eugr: Repository, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    eugr.commit({"recipes/ours.yaml": RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")})
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+def test_an_entry_may_name_a_recipe_of_a_registry(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(state, {"plain": PLAIN, "4x/big": ONE, "ours": RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")})
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"state_dir: {state}\nmodels:\n  a: {{recipe: plain@eugr}}\n  b: {{recipe: plain@eugr, trust_remote_code: true}}\n")
     config = load_config(file, environ={})
@@ -329,18 +320,15 @@ def test_an_entry_may_name_a_recipe_of_a_registry(
     ("change", "param"),
     [
         ("--chat-template http://example.org/x", "--chat-template"),
-        ("--worker-cls evil.Worker", "--worker-cls"),
-        ("--load-format runai_streamer", "load_format"),
         ("env: {LD_PRELOAD: /x.so}", "LD_PRELOAD"),
         ("env: {OMP_NUM_THREADS: $SECRET}", "environment"),
     ],
 )
 def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
-    change: str, param: str, eugr: Repository, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+    change: str, param: str, tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{PLAIN.rstrip()} {change}\n" if change.startswith("--") else f"{PLAIN}{change}\n"
-    eugr.commit({"recipes/more.yaml": text})
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    keep(state, {"more": text})
     warned = run(capsys, "show", "more@eugr")[1]
     assert param in warned and "recipes import more@eugr" in warned, "it says beforehand that an entry cannot name it"
     run(capsys, "import", "more@eugr", "--to", str(tmp_path / "more.yaml"))
@@ -356,10 +344,8 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
 @pytest.mark.parametrize(
     "text",
     [
-        "ext::sh -c touch% /tmp/x", "ext::https://x", "fd::17", "file:///tmp", "http://example.org/x", "git://example.org/x",
-        "-uhttps://example.org/x", "--upload-pack=touch", "ssh://-oProxyCommand=x/y", "ssh://-x@h/y", "https://h", "https:///x",
-        "https://user:sk-canary@example.org/x", "https://sk-canary@example.org/x", "ssh://u:sk-canary@h/y", "https://h/x y", "https://h/\x1b[2J",
-        "https://h/x?y", "https://h:port/x", "", "owner/name", "sftp://h/x", "h:-x y",
+        "ext::sh -c touch% /tmp/x", "file:///tmp", "http://example.org/x", "--upload-pack=touch", "ssh://-oProxyCommand=x/y", "https://h",
+        "https://user:sk-canary@example.org/x", "ssh://u:sk-canary@h/y", "https://h/\x1b[2J", "https://h/x?y", "", "owner/name",
     ],
 )  # fmt: skip
 def test_an_address_is_https_ssh_or_a_folder(text: str) -> None:
@@ -546,17 +532,6 @@ def test_nothing_of_a_repository_and_no_setting_of_its_user_is_run(
     assert canary.exists(), "a hook that runs leaves the canary"
 
 
-def test_no_escape_of_a_recipe_reaches_the_terminal(eugr: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = PLAIN.replace("Plain", '"\\e]0;owned\\a"').replace("owner/plain", "owner/\x9bplain\x1b[2J")
-    eugr.commit({"recipes/hostile.yaml": f"description: \x1b[2J\x07loud\n{hostile}"})
-    written = [*run(capsys, "add-registry", str(eugr.folder), "--name", "eugr"), *run(capsys, "ls", "--registry", "eugr")]
-    written += [*capsys.readouterr(), *(run(capsys, "update"))]
-    ended = [exit_code(["recipes", verb, "hostile@eugr"]) for verb in ("show", "import")]
-
-    written += capsys.readouterr()
-    assert ended and not {"\x1b", "\x07", "\x9b"} & set("".join(written))
-
-
 QUOTED = r"""
 recipe_version: "1"
 "\e[2Jkey": 1
@@ -570,13 +545,21 @@ command: "vllm serve owner/plain '\e[2Jword' --\e[2Jflag '\e[2J' --tool-call-par
 """
 
 
-@pytest.mark.parametrize("left", ["", " && \\e[2J", " --tool-call-parser '\\e[2J'", " --\\e[2Jflag", " '\\e[2Jword'"])
-def test_no_escape_in_quotes_reaches_the_terminal(left: str, eugr: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    eugr.commit({"recipes/quoted.yaml": QUOTED.replace(left, "")})
-    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
-    for argv in (("ls", "--registry", "eugr"), ("show", "quoted@eugr"), ("import", "quoted@eugr"), ("import", "quoted@eugr", "--json")):
-        exit_code(["recipes", *argv])
-        assert not {"\x1b", "\x07", "\x9b"} & set("".join(capsys.readouterr())), argv
+def test_no_escape_of_a_recipe_reaches_the_terminal(
+    eugr: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the byte itself, which YAML refuses, and in quotes; with each word that the import refuses, and without one of them."""
+    monkeypatch.setattr(recipes, "_parser", parser_of_the_fixture)
+    hostile = PLAIN.replace("Plain", '"\\e]0;owned\\a"').replace("owner/plain", "owner/\x9bplain\x1b[2J")
+    words = ("", " && \\e[2J", " --tool-call-parser '\\e[2J'", " --\\e[2Jflag", " '\\e[2Jword'")
+    texts = [f"description: \x1b[2J\x07loud\n{hostile}", *(QUOTED.replace(word, "") for word in words)]
+    eugr.commit({f"recipes/quoted{number}.yaml": text for number, text in enumerate(texts)})
+    written = [*run(capsys, "add-registry", str(eugr.folder), "--name", "eugr"), *run(capsys, "ls", "--registry", "eugr")]
+    for number in range(len(texts)):
+        for verb in ("show", "import"):
+            exit_code(["recipes", verb, f"quoted{number}@eugr"])
+    written += capsys.readouterr()
+    assert written[-1] and not {"\x1b", "\x07", "\x9b"} & set("".join(written))
 
 
 def test_a_signature_that_git_can_verify_is_shown(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,11 +581,3 @@ def test_a_signature_that_git_can_verify_is_shown(eugr: Repository, tmp_path: Pa
     eugr.git("update-ref", "HEAD", eugr.git("hash-object", "-t", "commit", "-w", "--stdin", stdin=forged.encode()))
     with pytest.raises(SparkdError, match="is wrong"):
         taken(eugr, tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_told(eugr: Repository, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StateError):
-        fetched("x", source_of(str(eugr.folder)), tmp_path / "file" / "below")
-    with pytest.raises(StateError):
-        Registries(tmp_path / "file").put(taken(eugr, tmp_path))

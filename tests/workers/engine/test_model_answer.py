@@ -12,8 +12,8 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers
+from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
-from tests.support.sketches import write
 from workers.engine.model_question import DRAFT as MOVED
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"

@@ -16,10 +16,8 @@ PATHS = [
     "model.layers.3.mlp.experts.17.gate_proj", "visual.blocks.0.attn.qkv", "layers", ".layers.", "x-y[z]",
 ]  # fmt: skip
 EXPRESSIONS = [
-    "", "a", "^a", "a$", "^$", "^lm_head$", r"layers\.\d+\.mlp", r"^model\.layers\.2.*(up|gate)_proj$", ".*", "a+b", "(a+)+b", "(a|b)*$",
-    r"layers\.(0|1[0-9])\.", r"experts\.\d{2}\.", r"experts\.\d{3,}\.", r"experts\.[0-9]{1,2}?\.gate", "[^.]+_proj$", r"[^\W\d]+\.mlp",
-    r"(?:self_attn|mlp)\.(?P<leaf>\w+)$", r"\Amodel", r"head\Z", r"x\-y\[z\]", "[]x]", "a{,2}b", "a{0}b", "{x}|a{}", "a??b", "q_proj|^a|b$",
-    r"\.layers\.(?:[^.]+\.)*down_proj$", "((a)|(b)){2}", "^(a|ab)(c|bcd)*$|b",
+    "", "^lm_head$", r"layers\.\d+\.mlp", r"^model\.layers\.2.*(up|gate)_proj$", "(a+)+b", r"layers\.(0|1[0-9])\.", r"experts\.\d{2}\.",
+    "[^.]+_proj$", r"[^\W\d]+\.mlp", r"(?:self_attn|mlp)\.(?P<leaf>\w+)$", r"\Amodel", r"head\Z", r"x\-y\[z\]", "[]x]", "a{,2}b", "{x}|a{}",
 ]  # fmt: skip
 
 
@@ -46,7 +44,7 @@ TEXTS = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, st.text(alphabet="ab1.", max_size=7))
 def test_it_agrees_with_python_on_anything_short(text: str, path: str) -> None:
     assert Expression(text).search(path) == (re.search(text, path) is not None)
@@ -55,9 +53,8 @@ def test_it_agrees_with_python_on_anything_short(text: str, path: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "(", "*", "[", r"(a)\1", "(?=a)", "(?!a)", "(?<=a)b", "(?i)a", "(?i:a)", r"\bq", r"\B", "(?P<x>a)(?P=x)", "a*+", "(?>a)", "(?#x)a",
-        "a" * 513, f"a{{{MAX_STATES}}}", "((a{99}){99}){99}", "(){70000}", "((){60000}){60000}", "a{99999999999}", "(" * 60 + ")" * 60,
-        "(" * 250 + ")" * 250, r"\x41", r"\n",
+        "(", "*", r"(a)\1", "(?=a)", "(?i)a", r"\bq", "a*+", "(?>a)", "a" * 513, f"a{{{MAX_STATES}}}", "((){60000}){60000}",
+        "(" * 250 + ")" * 250, r"\x41",
     ],
 )  # fmt: skip
 def test_what_cannot_be_matched_in_linear_time_is_refused(text: str) -> None:
@@ -65,10 +62,7 @@ def test_what_cannot_be_matched_in_linear_time_is_refused(text: str) -> None:
         Expression(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["(a+)+b", "(a|a)*b", "(a*)*b", "(.*)*b", ".*.*.*.*.*.*.*.*.*b", "(a|aa)+b", "^(a?){50}a{50}$", "(.*a){12}b", "(.?){330}Q$"],
-)
+@pytest.mark.parametrize("text", ["(a*)*b", ".*.*.*.*.*.*.*.*.*b", "^(a?){50}a{50}$", "(.?){330}Q$"])
 def test_a_character_that_comes_again_costs_a_look_up(text: str) -> None:
     walked = Expression(text)
 
@@ -113,7 +107,7 @@ def test_many_expressions_and_many_names_take_a_limited_number_of_steps(monkeypa
     assert 0 < matched < 1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(TEXTS, max_size=4), st.lists(st.lists(st.text(alphabet="ab1", max_size=3), min_size=1, max_size=4).map(".".join), max_size=6)
 )

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import SourceQuantization
 from sparkd.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import Shape, checkpoint_of, layered
 from tests.support.facts import facts
-from tests.support.shards import Shape, checkpoint_of, layered
-from workers.quantization import recipe
 from workers.quantization.formats import GROUP_SIZES, SPELLINGS
 from workers.quantization.recipe import Format, QuantizationRecipe
 
@@ -60,24 +59,20 @@ def of(formats: Mapping[str, str], pattern: str) -> set[str]:
 KNOWN, SIZES, NF4_SIZES = " ".join(SPELLINGS), *(" ".join(map(str, GROUP_SIZES[name])) for name in ("int4", "nf4"))
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_spelling_is_read_back(spelling: str) -> None:
-    assert Format.parse(spelling).spelling == spelling
-    assert Format.parse(f" {spelling.upper().replace('-', '_')} ").spelling == spelling
+def test_a_spelling_is_read_back() -> None:
+    assert [Format.parse(spelling).spelling for spelling in SPELLINGS] == list(SPELLINGS)
+    assert [Format.parse(f" {spelling.upper().replace('-', '_')} ").spelling for spelling in SPELLINGS] == list(SPELLINGS)
 
 
 @pytest.mark.parametrize(
     ("value", "form"),
     [
         ("int4", Format("int4", 128)),
-        ("int4-g32", Format("int4", 32)),
         ("nf4", Format("nf4", 64)),
         ({"format": "nf4", "group_size": 512}, Format("nf4", 512)),
         ("fp8_block", Format("fp8_block")),
         ({"format": "int4", "group_size": 64}, Format("int4", 64)),
         ({"format": "int4-g64", "group_size": 64}, Format("int4", 64)),
-        ({"format": "nvfp4", "group_size": 16}, Format("nvfp4")),
-        ({"format": "mxfp4", "group_size": None}, Format("mxfp4")),
     ],
 )
 def test_what_a_format_may_be(value: Any, form: Format) -> None:
@@ -88,22 +83,13 @@ def test_what_a_format_may_be(value: Any, form: Format) -> None:
     ("value", "told"),
     [
         ("nf5", f"nf5 nf4 {KNOWN}"),
-        ("nf4-g16", f"16 nf4 {NF4_SIZES}"),
-        ({"format": "nf4-g32", "group_size": 64}, f"group_size 64 32 {NF4_SIZES}"),
-        ("nvfp", f"nvfp nvfp4 {KNOWN}"),
-        ("int8", f"int8 int4 {KNOWN}"),
-        ("", f" {KNOWN}"),
         ("int4-g16", f"16 int4 {SIZES}"),
-        ("int4-g999999999999", f"int4-g999999999999 int4 {KNOWN}"),
         ("nvfp4-g16", f"nvfp4-g16 nvfp4 {KNOWN}"),
         (4, f"4 {KNOWN}"),
-        (None, f"None {KNOWN}"),
         ({}, f"format {KNOWN}"),
         ({"format": "int4", "group_size": "64"}, f"group_size 64 {SIZES}"),
-        ({"format": "int4", "group_size": True}, f"group_size True {SIZES}"),
         ({"format": "int4-g32", "group_size": 64}, f"group_size 64 32 {SIZES}"),
         ({"format": "nvfp4", "group_size": 32}, "nvfp4 group_size int4 nf4"),
-        ({"format": "fp8-block", "group_size": 128}, "fp8-block group_size int4 nf4"),
         ({"format": "int4", "gruop_size": 64}, "gruop_size group_size"),
     ],
 )
@@ -142,10 +128,8 @@ NBYTES = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_the_bytes_of_a_weight(spelling: str) -> None:
-    assert spelling in NBYTES, "each format has its bytes in NBYTES"
-    assert Format.parse(spelling).nbytes(256, 1536) == NBYTES[spelling]
+def test_the_bytes_of_a_weight() -> None:
+    assert {spelling: Format.parse(spelling).nbytes(256, 1536) for spelling in SPELLINGS} == NBYTES
 
 
 # Defaults
@@ -168,7 +152,7 @@ def test_modules_come_in_the_order_of_the_checkpoint() -> None:
     assert made == [name.removesuffix(".weight") for name in LLAMA if name.removesuffix(".weight") in made]
 
 
-@pytest.mark.parametrize("value", ["bf16", {"format": "bf16"}, None, "", {}, {"keep": ["q_proj"]}, {"layers": {"o_proj": "bf16"}}])
+@pytest.mark.parametrize("value", ["bf16", None, {"keep": ["q_proj"]}, {"layers": {"o_proj": "bf16"}}])
 def test_plain_loading_quantizes_nothing(value: Any) -> None:
     read = QuantizationRecipe.parse(value)
 
@@ -181,15 +165,10 @@ def test_plain_loading_quantizes_nothing(value: Any) -> None:
     ("shape", "dtype", "quantized"),
     [
         ((64, 64), "BF16", True),
-        ((64, 64), "F16", True),
-        ((64, 64), "F32", True),
         ((64, 64), "F8_E4M3", True),
         ((63, 4096), "BF16", False),
         ((4096, 48), "BF16", False),
-        ((64,), "BF16", False),
-        ((64, 64), "I8", False),
         ((64, 64), "U8", False),
-        ((64, 64, 1, 1), "BF16", False),
         ((4, 64, 64), "BF16", False),
     ],
 )
@@ -204,26 +183,18 @@ def test_what_can_be_quantized_at_all(shape: Shape, dtype: str, quantized: bool)
     ("pattern", "hit"),
     [
         ("o_proj", r"o_proj$"),
-        ("self_attn.o_proj", r"o_proj$"),
-        ("*.o_proj", r"o_proj$"),
         ("?_proj", r"\.[qkvo]_proj$"),
         ("[qkv]_proj", r"\.[qkv]_proj$"),
         ("[!o]_proj", r"\.[qkv]_proj$"),
         ("layers.0", r"^0\."),
-        ("layers.0.*", r"^0\."),
-        ("layers.[12]", r"^[12]\."),
         ("layers.[1-2].mlp", r"^[12]\.mlp"),
         ("*.mlp.*", r"\.mlp\."),
         ("layers.**.down_proj", r"down_proj$"),
         ("model.**.down_proj", r"down_proj$"),
         ("model.layers.1.mlp.**", r"^1\.mlp"),
-        ("**", r""),
         ("all", r""),
         ("class:attention", r"self_attn"),
-        ("class:mlp", r"\.mlp\."),
-        (r"re:layers\.\d+\.mlp", r"\.mlp\."),
         (r"re:^model\.layers\.2.*(up|gate)_proj$", r"^2.*(up|gate)_proj"),
-        ("mlp.*_proj", r"\.mlp\."),
     ],
 )
 def test_what_a_pattern_matches(pattern: str, hit: str) -> None:
@@ -233,9 +204,7 @@ def test_what_a_pattern_matches(pattern: str, hit: str) -> None:
     assert {module for module, spelling in formats.items() if spelling == "nvfp4"} == {module for module in every if re.search(hit, module)}
 
 
-@pytest.mark.parametrize(
-    "pattern", ["proj", "o_pro", "_proj", "layers.*.o_proj", "layers.00", "mlp.self_attn", "class:expert", "moe", r"re:^q_proj"]
-)
+@pytest.mark.parametrize("pattern", ["proj", "layers.*.o_proj", "layers.00", "moe", r"re:^q_proj"])
 def test_whole_components_only_and_what_matches_nothing_is_told(pattern: str) -> None:
     made = QuantizationRecipe.parse({"format": "mxfp4", "layers": {pattern: "nvfp4"}}).assign(checkpoint_of(LLAMA))
 
@@ -253,21 +222,14 @@ def test_a_rule_that_is_left_out_by_keep_is_told_too() -> None:
     ("layers", "format_of_o_proj_0"),
     [
         ({"o_proj": "fp8", "layers.0": "mxfp4"}, "mxfp4"),  # more components
-        ({"o_proj": "fp8", "layers.0.*": "mxfp4"}, "mxfp4"),
         ({"self_attn": "mxfp4", "o_proj": "fp8"}, "mxfp4"),  # more characters
-        ({"layers.0.self_attn": "int4", "self_attn.o_proj": "fp8"}, "int4-g128"),
-        ({"self_attn.o_proj": "fp8", "layers.*.self_attn.o_proj": "mxfp4"}, "mxfp4"),
-        ({"*.o_proj": "fp8", "o_proj": "mxfp4"}, "mxfp4"),  # the same weight; the later
         ({"o_proj": "mxfp4", "*.o_proj": "fp8"}, "fp8"),
         ({"o_proj": "fp8", "all": "mxfp4"}, "fp8"),
-        ({"class:attention": "fp8", "all": "mxfp4"}, "mxfp4"),
         ({"all": "mxfp4", "class:attention": "fp8"}, "fp8"),
         ({"re:o_proj": "fp8", "all": "mxfp4"}, "fp8"),
         ([{"match": "all", "format": "mxfp4", "priority": 1}, {"match": "layers.0.self_attn.o_proj", "format": "fp8"}], "mxfp4"),
-        ([{"match": "all", "format": "mxfp4"}, {"match": "o_proj", "format": "fp8", "priority": -1}], "mxfp4"),
         ([{"match": ["o_proj", "q_proj"], "format": "fp8"}], "fp8"),
         ({"o_proj": {"format": "int4", "group_size": 64}}, "int4-g64"),
-        ({"o_proj": {"format": "fp8", "priority": 3}, "layers.0.self_attn": "int4"}, "fp8"),
     ],
 )
 def test_which_of_two_rules_holds(layers: Any, format_of_o_proj_0: str) -> None:
@@ -305,11 +267,7 @@ def test_the_group_size_of_the_mapping_is_for_every_int4_without_its_own() -> No
         ("lm_head", True),
         ("class:lm_head", True),
         ("re:lm_head$", True),
-        ("re:^lm_head", True),
         ("all", False),
-        ("**", False),
-        ("*", False),
-        ("re:.*", False),
         ("lm_*", False),
     ],
 )
@@ -319,18 +277,11 @@ def test_what_is_kept_is_touched_only_by_a_rule_that_names_it(rule: str, hit: bo
 
 KEPT = {
     "model.visual.blocks.0.attn.qkv.weight": "visual",
-    "vision_tower.encoder.layers.0.self_attn.q_proj.weight": "vision_tower",
     "multi_modal_projector.linear_1.weight": "multi_modal_projector",
-    "model.layers.0.linear_attn.in_proj_ba.weight": "in_proj_ba",
     "model.layers.0.mixer.x_proj.weight": "x_proj",
     "model.layers.0.self_attn.kv_b_proj.weight": "kv_b_proj",
     "model.layers.0.self_attn.indexer.wq_b.weight": "indexer",
-    "model.layers.61.eh_proj.weight": "eh_proj",
-    "mtp.fc.weight": "fc",
     "model.altup_projections.weight": "altup_projections",
-    "mlp1.1.weight": "mlp1",
-    "qformer.encoder.layer.0.attention.attention.key.weight": "qformer",
-    "model.merger.mlp.0.linear_1.weight": "merger",
 }
 
 
@@ -351,9 +302,7 @@ def test_what_keeps_its_precision_by_default(name: str, part: str) -> None:
     ("config", "is_kept"),
     [
         ({"model_type": "granite_speech", "text_config": {}, "encoder_config": {}, "projector_config": {}}, True),
-        ({"model_type": "step_audio_2", "text_config": {}, "audio_encoder_config": {}}, True),
         ({"model_type": "bert"}, False),
-        ({"model_type": "t5", "quantization_config": {}}, False),
     ],
 )
 def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_the_model(config: dict[str, Any], is_kept: bool) -> None:
@@ -368,7 +317,6 @@ def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_th
     ("name", "rule", "kind"),
     [
         ("model.embed_tokens.weight", "embed_tokens", "embedding"),
-        ("model.layers.0.mlp.gate.weight", "mlp.gate", "router"),
         ("model.layers.0.mlp.router.weight", "class:router", "router"),
     ],
 )
@@ -384,7 +332,6 @@ def test_what_vllm_cannot_quantize_stays_and_is_told(name: str, rule: str, kind:
     ("model_type", "kept", "quantized", "told"),
     [
         ("mamba", ["mixer.in_proj", "mixer.x_proj", "mixer.out_proj"], [], "MambaForCausalLM"),
-        ("jamba", ["mamba.in_proj", "mamba.out_proj"], ["self_attn.q_proj", "feed_forward.up_proj"], "JambaForCausalLM"),
         ("bloom", ["self_attention.query_key_value"], ["self_attention.dense"], "BloomForCausalLM"),
         ("nemotron_h", [], ["mixer.in_proj", "mixer.out_proj"], None),
     ],
@@ -431,13 +378,10 @@ def test_fused_weights_of_one_priority(layers: dict[str, str], held: set[str]) -
     [
         ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
         ("mlp.gate_proj", "mlp.up_proj"),
-        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         ("feed_forward.w1", "feed_forward.w3"),
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
         ("mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"),
-        ("block_sparse_moe.experts.1.w2", "block_sparse_moe.experts.0.w1"),
-        ("mixer.experts.0.up_proj", "mixer.experts.1.down_proj"),
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ],
 )
@@ -473,7 +417,7 @@ def test_all_experts_of_a_layer_have_one_format() -> None:
     assert of(chosen({"layers": {"moe": "mxfp4"}}, MOE), r"self_attn|mlp\.(up|down)") == set()
 
 
-@pytest.mark.parametrize("pattern", ["experts.3.down_proj", "mlp.experts.[0-7]", "layers.0.mlp.experts.0?"])
+@pytest.mark.parametrize("pattern", ["experts.3.down_proj", "mlp.experts.[0-7]"])
 def test_a_rule_for_some_experts_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError) as caught:
         QuantizationRecipe.parse({"layers": {pattern: "fp8"}})
@@ -491,35 +435,23 @@ PATTERNS = f"{EXAMPLES} class:lm_head re:REGEX"
     [
         ({"formt": "nvfp4"}, "formt group_size"),
         ({"format": "nf5"}, f"quantize.format nf5 nf4 {KNOWN}"),
-        ({"format": 3}, f"quantize.format 3 {KNOWN}"),
         ({"format": "nvfp4", "group_size": 64}, "quantize.group_size int4 nf4"),
         ({"format": "int4", "group_size": 48}, f"48 {NF4_SIZES}"),
         ({"format": "int4", "group_size": 256}, f"quantize.format 256 int4 {SIZES}"),
         ({"layers": "o_proj"}, "quantize.layers"),
-        ({"layers": 3}, "quantize.layers"),
         ({"layers": ["o_proj"]}, "quantize.layers[0]"),
         ({"layers": [{"match": "o_proj"}]}, f"quantize.layers[0] format {KNOWN}"),
         ({"layers": [{"format": "fp8"}]}, f"quantize.layers[0].match {EXAMPLES}"),
-        ({"layers": [{"match": "", "format": "fp8"}]}, f"quantize.layers[0].match  {PATTERNS}"),
         ({"layers": [{"match": [3], "format": "fp8"}]}, f"quantize.layers[0].match 3 {PATTERNS}"),
         ({"layers": [{"match": "a", "format": "fp8", "prio": 1}]}, "quantize.layers[0] prio group_size"),
         ({"layers": [{"match": "a", "format": "fp8", "priority": "1"}]}, "quantize.layers[0].priority 1 0"),
-        ({"layers": [{"match": "a", "format": "fp8", "priority": True}]}, "quantize.layers[0].priority True 0"),
-        ({"layers": {"a": "fp9"}}, f"quantize.layers[0] fp9 fp8 {KNOWN}"),
         ({"layers": {"class:experts": "fp8"}}, "quantize.layers[0].match class:experts lm_head state_space"),
         ({"layers": {"re:(": "fp8"}}, "quantize.layers[0].match re:( 0"),
         ({"layers": {"a..b": "fp8"}}, f"quantize.layers[0].match a..b {EXAMPLES} all"),
-        ({"layers": {".a": "fp8"}}, f"quantize.layers[0].match .a {EXAMPLES} all"),
-        ({"layers": {"a\nb": "fp8"}}, rf"quantize.layers[0].match a\nb {EXAMPLES} all"),
         ({"layers": {"[qk_proj": "fp8"}}, "quantize.layers[0].match [qk_proj [ ]"),
-        ({"layers": {"[]_proj": "fp8"}}, "quantize.layers[0].match []_proj [ ]"),
         ({"layers": {"[z-a]": "fp8"}}, "quantize.layers[0].match [z-a] 1"),
-        ({"layers": {3: "fp8"}}, f"quantize.layers[0].match {EXAMPLES}"),
         ({"keep": 3}, f"quantize.keep {EXAMPLES}"),
-        ({"keep": {"a": 1}}, f"quantize.keep {EXAMPLES}"),
-        ({"keep": [None]}, f"quantize.keep None {PATTERNS}"),
         (["nvfp4"], f"'nvfp4' {KNOWN}"),
-        (True, f"True {KNOWN}"),
         (4, f"4 {KNOWN}"),
     ],
 )
@@ -541,7 +473,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(anything)
 def test_any_value_is_a_recipe_or_a_config_error(value: Any) -> None:
     try:
@@ -566,7 +498,7 @@ WHOLE = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SPELLINGS), rules, st.lists(patterns, max_size=2))
 def test_fused_weights_always_agree(form: str, layers: list[dict[str, Any]], keep: list[str]) -> None:
     read = QuantizationRecipe.parse({"format": form, "layers": layers, "keep": keep})
@@ -631,15 +563,12 @@ def test_a_fused_matrix_that_is_not_made_of_blocks_gets_fp8_and_is_told() -> Non
         ({"a.0.q_proj": W, "a.0.k_proj": (64, 128), "a.0.v_proj": W}, {}, False),
         ({"a.0.gate_proj": (192, 128), "a.0.up_proj": (192, 128)}, {}, False),
         ({"a.0.gate_up_proj": (384, 128)}, {}, False),
-        ({"a.0.gate_up_proj": (512, 128)}, {}, True),
         ({"a.0.in_proj_qkvz": (192, 128)}, {}, True),
         ({"a.0.q_a_proj": (256, 128), "a.0.kv_a_proj_with_mqa": (192, 128)}, {}, True),
         ({"a.0.qkv_proj": (384, 128)}, {"num_attention_heads": 2, "hidden_size": 256}, False),
         ({"a.0.qkv_proj": (384, 128)}, {"num_attention_heads": 2, "head_dim": 64}, True),
-        ({"a.0.qkv_proj": (320, 128)}, {"text_config": {"num_attention_heads": 3, "head_dim": 64}}, False),
         ({"a.0.qkv_proj": (192, 128)}, {}, True),  # its parts are not known: vLLM says it
         ({"a.0.mlp.experts.0.gate_proj": (192, 128), "a.0.mlp.experts.0.down_proj": (128, 192)}, {}, False),
-        ({"a.0.mlp.experts.0.w1": (256, 128), "a.0.mlp.experts.0.w2": (128, 256), "a.0.mlp.experts.0.w3": (256, 128)}, {}, True),
     ],
 )
 def test_where_blocks_fit(shapes: Mapping[str, Shape], config: Mapping[str, Any], fits: bool) -> None:
@@ -652,7 +581,7 @@ def test_where_blocks_fit(shapes: Mapping[str, Shape], config: Mapping[str, Any]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("width", "spelling"), [(192, "fp8"), (256, "fp8-block"), (64, "fp8")])
+@pytest.mark.parametrize(("width", "spelling"), [(192, "fp8"), (256, "fp8-block")])
 def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: bool) -> None:
     up, down = (128, 2 * width), (width, 128)
     stem = "model.layers.0.mlp.experts"
@@ -663,25 +592,15 @@ def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: b
     assert {form.spelling for form in made.values()} == {spelling}
 
 
-@pytest.mark.parametrize(
-    ("rule", "fits"),
-    [
-        ("q_proj", False),
-        ("self_attn.k_proj", False),
-        ("class:attention", False),
-        ("re:(q|k)_proj$", True),
-        ("self_attn", True),
-        ("layers.0", True),
-        ("all", True),
-    ],
-)
-def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str, fits: bool) -> None:
-    read = QuantizationRecipe.parse({"layers": {rule: "fp8-block"}})
-    if fits:
-        assert of({module: form.spelling for module, form in read.assign(checkpoint_of(ODD)).items()}, "[qkv]_proj") == {"fp8"}
-        return
+@pytest.mark.parametrize("rule", ["re:(q|k)_proj$", "self_attn"])
+def test_blocks_that_a_rule_does_not_name_become_fp8_where_they_do_not_fit(rule: str) -> None:
+    assert of(chosen({"layers": {rule: "fp8-block"}}, ODD), "[qkv]_proj") == {"fp8"}
+
+
+@pytest.mark.parametrize("rule", ["self_attn.k_proj", "class:attention"])
+def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read.assign(checkpoint_of(ODD))
+        QuantizationRecipe.parse({"layers": {rule: "fp8-block"}}).assign(checkpoint_of(ODD))
     assert (caught.value.file, caught.value.tensor) == ("/model/model.safetensors", "model.layers.0.self_attn.q_proj.weight")
     assert (facts(caught.value.reason), facts(caught.value.cure)) == ("576 128 fp8-block", "fp8 k_proj q_proj v_proj")
 
@@ -715,17 +634,11 @@ def test_an_fp8_source_whose_blocks_do_not_fit_gets_fp8() -> None:
         ("model.layers.0.self_attn.qkv_proj", (384, 128), "fp8"),
         ("model.layers.0.self_attn.o_proj", W, "nvfp4"),
         ("model.layers.0.mlp.gate_up_proj", W, "int4-g128"),
-        ("model.layers.0.mlp.experts", (8, 128, 128), "mxfp4"),
         ("model.layers.0.mlp.experts.5.down_proj", W, "mxfp4"),
         ("model.layers.0.mlp.experts.gate_up_proj", (8, 128, 128), "mxfp4"),
-        ("model.layers.0.mlp.gate", W, None),
         ("model.layers.0.self_attn.o_proj", (32, 128), None),
-        ("model.layers.0.self_attn.o_proj", (128,), None),
         ("model.layers.0.conv", (8, 128, 128), None),
         ("lm_head", W, None),
-        ("model.embed_tokens", W, None),
-        ("model.layers.0.mixer.in_proj", W, "nvfp4"),
-        ("o_proj", W, "nvfp4"),
     ],
 )
 def test_the_format_of_one_path(module: str, shape: Shape, spelling: str | None) -> None:
@@ -738,7 +651,7 @@ def test_the_format_of_one_path(module: str, shape: Shape, spelling: str | None)
 # Sources that are quantized already
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "nvfp4", "modelopt_mixed", "compressed-tensors", "awq", "gptq", "other"])
+@pytest.mark.parametrize("method", ["mxfp4", "other"])
 def test_a_quantized_checkpoint_passes_through(method: str) -> None:
     made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(LLAMA, quantization=SourceQuantization(method)))
 
@@ -762,14 +675,8 @@ def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
     ("tensors", "tensor", "told"),
     [
         ({"self_attn.q_proj": W, "self_attn.k_proj": (64, 256)}, "self_attn.k_proj", "256 self_attn.q_proj 128"),
-        ({"mlp.gate_proj": W, "mlp.up_proj": (128, 64)}, "mlp.up_proj", "64 mlp.gate_proj 128"),
         ({"mlp.experts.0.w1": W, "mlp.experts.1.w1": (64, 128)}, "mlp.experts.1.w1", "64 128 mlp.experts.0.w1 128 128"),
         ({"mlp.experts.0.gate_proj": W, "mlp.experts.0.up_proj": (128, 64)}, "mlp.experts.0.up_proj", "64 mlp.experts.0.gate_proj 128"),
-        ({"mlp.experts.0.down_proj": (256, 64), "mlp.experts.0.up_proj": W}, None, None),
-        ({"self_attn.q_proj": W, "self_attn.k_proj": (64, 128)}, None, None),
-        ({"cross_attn.q_proj": W, "cross_attn.k_proj": (128, 256)}, None, None),
-        ({"mlp.gate": W, "mlp.shared_expert_gate": (1, 256)}, None, None),
-        ({f"mlp.experts.{number}.w1": W if number < 2 else (64, 128) for number in range(4)}, None, None),
         (
             {f"mlp.experts.{number}.w1": W if number else (64, 128) for number in range(3)},
             "mlp.experts.0.w1",
@@ -777,16 +684,24 @@ def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
         ),
     ],
 )
-def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], tensor: str | None, told: str | None) -> None:
+def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], tensor: str, told: str) -> None:
     checkpoint = checkpoint_of({f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})
-    if told is None:
-        QuantizationRecipe.parse("nvfp4").assign(checkpoint)
-        return
     with pytest.raises(CheckpointError) as caught:
         QuantizationRecipe.parse("nvfp4").assign(checkpoint)
     assert caught.value.tensor == f"model.layers.0.{tensor}.weight"
     assert facts(caught.value.reason).replace("model.layers.0.", "").replace(".weight", "") == told
     assert facts(caught.value.cure) == "config.json"
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"cross_attn.q_proj": W, "cross_attn.k_proj": (128, 256)},
+        {f"mlp.experts.{number}.w1": W if number < 2 else (64, 128) for number in range(4)},
+    ],
+)
+def test_what_vllm_does_not_run_as_one_or_where_no_shape_is_the_usual_one_may_differ(tensors: dict[str, tuple[int, int]]) -> None:
+    assert len(chosen("nvfp4", {f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})) == len(tensors)
 
 
 def test_whole_numbers_are_no_weights() -> None:
@@ -829,11 +744,11 @@ def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
     assert [*map(facts, made.adjustments)] == ["model.layers.*.mlp.input_linear"]
 
 
-@pytest.mark.parametrize(("model_type", "told"), [("gpt2", "transposed"), ("blip-2", "vision tower")])
-def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged(model_type: str, told: str) -> None:
+@pytest.mark.parametrize("model_type", ["gpt2", "blip-2"])
+def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged(model_type: str) -> None:
     made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": model_type}))
 
-    assert made == {} and told in made.adjustments[0]
+    assert made == {} and len(made.adjustments) == 1
 
 
 # The earlier fork's variables
@@ -854,7 +769,7 @@ def test_the_variables_are_rules_with_their_priority() -> None:
     ) == QuantizationRecipe.parse("fp8").assign(checkpoint_of(LLAMA))
 
 
-@pytest.mark.parametrize("value", ["moe", "moe,o_proj", " moe , "])
+@pytest.mark.parametrize("value", ["moe,o_proj", " moe , "])
 def test_moe_in_a_variable_is_the_experts(value: str) -> None:
     made = QuantizationRecipe.parse("", {"VLLM_MXFP4_LAYERS": value}).assign(checkpoint_of(MOE))
 
@@ -862,7 +777,7 @@ def test_moe_in_a_variable_is_the_experts(value: str) -> None:
     assert not any("mlp.up_proj" in module for module in made)
 
 
-@pytest.mark.parametrize(("size", "spelling"), [("", "nf4-g64"), ("32", "nf4-g32"), (" 128 ", "nf4-g128")])
+@pytest.mark.parametrize(("size", "spelling"), [("", "nf4-g64"), (" 128 ", "nf4-g128")])
 def test_nf4_of_the_variables_has_their_group_size(size: str, spelling: str) -> None:
     environ = {"VLLM_NF4_LAYERS": "q_proj, mlp", "VLLM_NF4_GROUP_SIZE": size, "VLLM_MXFP4_LAYERS": "all", "VLLM_FP8_LAYERS": "o_proj"}
     read = QuantizationRecipe.parse(None, environ)
@@ -991,34 +906,17 @@ ARCHITECTURES: dict[str, tuple[dict[str, tuple[str, Shape]], set[str], set[str]]
         {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"},
         {"kv_b_proj", "wk", "gate", "e_score_correction_bias", "eh_proj", "head", "embed_tokens"},
     ),
-    "Gemma with pictures": (
-        layered(2, {**ATTENTION, **{f"mlp.{name}": shape for name, shape in MLP.items()}}, "language_model.model.layers")
-        | layered(2, {f"self_attn.{name}.weight": W for name in ("out_proj", "fused")}, "vision_tower.vision_model.encoder.layers")
-        | {"multi_modal_projector.mm_input_projection_weight": ("BF16", W), "language_model.model.embed_tokens.weight": ("BF16", W)},
-        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
-        {"out_proj", "fused", "mm_input_projection_weight", "embed_tokens"},
-    ),
-    "Mixtral": (
-        layered(2, {**ATTENTION, "block_sparse_moe.gate.weight": W, **{f"block_sparse_moe.experts.1.w{i}.weight": W for i in (1, 2, 3)}}),
-        {"q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"},
-        {"gate"},
-    ),
 }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("form", ["nvfp4", "int4-g64"])
-def test_what_is_quantized_of_an_architecture(name: str, form: str) -> None:
+def test_what_is_quantized_of_an_architecture(name: str) -> None:
     tensors, quantized, kept = ARCHITECTURES[name]
-    made = QuantizationRecipe.parse(form).assign(checkpoint_of(tensors))
+    made = QuantizationRecipe.parse("int4-g64").assign(checkpoint_of(tensors))
     leaves = {each.removesuffix(".weight").rpartition(".")[2] for each in tensors}
 
     assert quantized | kept == leaves
     assert {module.rpartition(".")[2] for module in made} == quantized
-    assert {each.spelling for each in made.values()} == {form}
+    assert {each.spelling for each in made.values()} == {"int4-g64"}
     assert made.adjustments == ()
     assert {f"{module}.weight" if f"{module}.weight" in tensors else module for module in made} <= set(tensors)
-
-
-def test_every_name_of_the_module_is_there() -> None:
-    assert all(hasattr(recipe, name) for name in recipe.__all__)

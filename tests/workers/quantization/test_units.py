@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.checkpoint import SourceQuantization, read_checkpoint
-from tests.support.shards import checkpoint_of, layered, write_folder
+from tests.support.checkpoints import checkpoint_of, layered, write_folder
 from workers.quantization.mix import UNMEASURED, recipe_of, select
 from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import BF16, units_of

@@ -1,8 +1,10 @@
-"""A checkpoint on its way into vLLM's real model class through our loader, as an engine does it, without the engine. Importing it imports
-vLLM; needs `one_rank` of conftest.py and a registered plugin."""
+"""A checkpoint on its way into vLLM's real model class through our loader, as an engine does it, without the engine. Needs `one_rank` of
+conftest.py and a registered plugin."""
 
 from __future__ import annotations
 
+import importlib
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,18 @@ import torch
 
 from workers import plugin
 
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+class Late:
+    """A module that is imported when something of it is used: a run that only collects the tests imports no vLLM."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        with warnings.catch_warnings():
+            # vLLM's own warnings are not ours.
+            warnings.simplefilter("ignore")
+            return getattr(importlib.import_module(self._name), name)
 
 
 def load(
@@ -31,7 +38,13 @@ def load(
 ) -> Any:
     """settings: of the loader. change: is given vLLM's model before its weights are loaded. process: into the kernels' layout too."""
     with warnings.catch_warnings():
+        # vLLM's own warnings are not ours. Imported here: a run that only collects these tests needs no vLLM.
         warnings.simplefilter("ignore")
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
         arguments = EngineArgs(
             str(folder),
             load_format=load_format,
@@ -48,3 +61,10 @@ def load(
             if process:
                 process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model
+
+
+def wait_for_cache() -> None:
+    """Until the quantized cache that a load writes behind itself is whole."""
+    for thread in threading.enumerate():
+        if thread.name == "quantized-cache":
+            thread.join()

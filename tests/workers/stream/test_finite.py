@@ -13,8 +13,7 @@ from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.pipelines import pipeline_of
 from tests.workers.stream.formats.test_fp8_source_load import described, fp8_source
-from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
-from workers.quantization.recipe import QuantizationRecipe
+from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, virtual_in, written
 from workers.stream import finite, pipeline
 from workers.stream.finite import Finite
 from workers.stream.load_session import LoadSession
@@ -33,15 +32,14 @@ def refused(tensor: torch.Tensor, ref: TensorRef = REF) -> bool:
     try:
         seen.refuse()
     except CheckpointError as error:
-        assert str(error) == f"{ref.path}: {ref.name}: it holds NaN or Inf. The file is damaged: fetch it again."
+        assert (error.file, error.tensor) == (ref.path, ref.name)
         return True
     return False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("at", [0, 2047, 4095])
-def test_one_bad_element_of_many(dtype: torch.dtype, at: int) -> None:
-    for bad in (NAN, INF, -INF):
+def test_one_bad_element_of_many(dtype: torch.dtype) -> None:
+    for bad, at in ((NAN, 0), (INF, 2047), (-INF, 4095)):
         tensor = torch.randn(4096).to(dtype)
         assert not refused(tensor)
         tensor[at] = bad
@@ -81,17 +79,25 @@ EMBEDDING, NORM, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "mod
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-@pytest.mark.parametrize("quantize", ["nvfp4", "bf16"])
-@pytest.mark.parametrize("name", [EMBEDDING, NORM, ROUTER, EXPERT])
-@pytest.mark.parametrize("bad", [NAN, -INF])
-def test_it_is_named_whatever_it_is_in(tmp_path: Path, quantize: str, name: str, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "bad", "quantize", "batch_bytes"),
+    [
+        (EMBEDDING, NAN, "nvfp4", 0),
+        (NORM, -INF, "bf16", 2**30),
+        (ROUTER, NAN, "nvfp4", 2**30),
+        (EXPERT, NAN, "nvfp4", 0),
+        (EXPERT, -INF, "nvfp4", 200_000),
+        (EXPERT, NAN, "int4-g32", 2**30),
+        (EXPERT, NAN, "bf16", 2**30),
+    ],
+)
+def test_it_is_named_whatever_it_is_in(tmp_path: Path, name: str, bad: float, quantize: str, batch_bytes: int) -> None:
     weights = random_weights()
     weights[name].view(-1)[-1] = bad
     folder = written(tmp_path / "m", weights)
     with pytest.raises(CheckpointError) as caught:
-        loaded(folder, quantize)
-    path = read_checkpoint(str(folder)).tensors[name].path
-    assert str(caught.value) == f"{path}: {name}: it holds NaN or Inf. The file is damaged: fetch it again."
+        loaded(folder, quantize, batch_bytes=batch_bytes)
+    assert (caught.value.file, caught.value.tensor) == (read_checkpoint(str(folder)).tensors[name].path, name)
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as it is", "in another dtype"])
@@ -129,9 +135,7 @@ def test_of_a_run_of_neighbours_the_bad_ones_are_named(tmp_path: Path, monkeypat
     assert any({*names} <= {plan.unit.name for plan in run.plans} for run in runs)
     with pytest.raises(CheckpointError) as caught:
         model.load(stream)
-    assert str(caught.value) == (
-        f"{checkpoint.shards[0].path}: {names[0]}: it holds NaN or Inf, as does another tensor. The file is damaged: fetch it again."
-    )
+    assert (caught.value.file, caught.value.tensor) == (checkpoint.shards[0].path, names[0])
 
 
 MASK = "model.layers.0.self_attn.mask"
@@ -140,8 +144,7 @@ MASK = "model.layers.0.self_attn.mask"
 def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     """As an export has it, or a model that cannot be asked; one that takes the buffer is another matter."""
     weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", weights), "mxfp4")
     assert MASK in {name for name, _ in pipeline_of(virtual, CPU, READER).tensors()}
     regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
     with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
@@ -149,21 +152,18 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     assert list(pipeline_of(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
 
 
-@pytest.mark.parametrize("leaf", ["linear_attn.A_log", "linear_attn.dt_bias", "mixer.D", "gate.e_score_correction_bias", "self_attn.sinks"])
-def test_what_may_be_a_mask_is_never_nan(leaf: str) -> None:
-    ref = REF._replace(name=f"model.layers.0.{leaf}")
+def test_what_may_be_a_mask_is_never_nan() -> None:
+    ref = REF._replace(name="model.layers.0.linear_attn.A_log")
     seen = Finite(CPU, weights_only=True)
     for bounds in ([-INF, 1.0], [-INF, INF]):
         seen.look([ref], torch.tensor(bounds))
     seen.refuse()
     seen.look([ref], torch.tensor([-INF, NAN]))
-    with pytest.raises(CheckpointError, match=rf"{leaf}: it holds NaN"):
+    with pytest.raises(CheckpointError, match=r"A_log: it holds NaN"):
         seen.refuse()
 
 
-@pytest.mark.parametrize(
-    "leaf", ["weight", "bias", "weight_scale", "weight_scale_inv", "scale", "experts.gate_up_proj", "gate_up_proj_bias"]
-)
+@pytest.mark.parametrize("leaf", ["weight", "bias", "weight_scale_inv", "scale", "experts.gate_up_proj"])
 def test_a_weight_is_one_whoever_takes_it(leaf: str) -> None:
     for weights_only in (False, True):
         seen = Finite(CPU, weights_only=weights_only)
@@ -187,7 +187,7 @@ def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
-@pytest.mark.parametrize(("quantize", "batch_bytes"), [("nvfp4", 0), ("bf16", 0), ("fp8-block", 0), ("fp8-block", 2**30)])
+@pytest.mark.parametrize(("quantize", "batch_bytes"), [("nvfp4", 0), ("bf16", 0), ("fp8-block", 2**30)])
 def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, batch_bytes: int) -> None:
     stored, _, config = fp8_source(random_weights(), "fp8_block")
     name = f"{EXPERT.removesuffix('.weight')}.{part}"
@@ -196,8 +196,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
     else:
         stored[name][0, 0] = NAN
     folder = described(written(tmp_path / "m", stored), config)
-    checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(folder, quantize)
     with pytest.raises(CheckpointError, match=rf"/.*: {name}: .*NaN"):
         list(pipeline_of(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import threading
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.bench.dequantized import read
 from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.support.pipelines import pipeline_of
+from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
@@ -30,18 +31,6 @@ from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm import supported
 from workers.stream.vllm.config import quantization_config
-
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import gpt_oss as stock
-
-    from workers.stream.vllm.method import SparkConfig
 
 CPU = torch.device("cpu")
 MLP = "model.layers.1.mlp.experts"
@@ -54,32 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(folder: Path, one_rank: None) -> Any:
+def loaded(folder: Path, one_rank: None) -> Callable[..., Mapping[str, Tensor]]:
     """(quantize, more settings of the loader) -> the parameters of vLLM's model."""
     plugin.register()
-
-    def parameters(quantize: Any, **settings: Any) -> Mapping[str, Tensor]:
-        extra = {"quantize": quantize, **settings}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            arguments = EngineArgs(
-                str(folder),
-                load_format=plugin.LOAD_FORMAT,
-                model_loader_extra_config=extra,
-                enforce_eager=True,
-                max_model_len=256,
-                skip_tokenizer_init=True,
-            )
-            config = arguments.create_engine_config()
-            with set_current_vllm_config(config):
-                model = initialize_model(config)
-                get_model_loader(config.load_config).load_weights(model, config.model_config)
-        return dict(model.named_parameters())
-
-    return parameters
+    return lambda quantize, **more: dict(load(folder, {"quantize": quantize, **more}).named_parameters())
 
 
-@pytest.mark.parametrize("spelling", ["mxfp4", "int4-g32", "int4-g64", "fp8", "fp8-block"])
+@pytest.fixture
+def stock(one_rank: None) -> ModuleType:
+    """vLLM's own module of the model."""
+    return importlib.import_module("vllm.model_executor.models.gpt_oss")
+
+
+@pytest.mark.parametrize("spelling", ["mxfp4", "int4-g32", "fp8"])
 def test_every_expert_stands_where_vllm_reads_it(folder: Path, loaded: Any, spelling: str) -> None:
     got = loaded(spelling)
     checkpoint = read_checkpoint(folder)
@@ -94,26 +70,25 @@ def test_every_expert_stands_where_vllm_reads_it(folder: Path, loaded: Any, spel
         assert torch.equal(got[f"{MLP}.routed_experts.{half}_bias"], read(checkpoint.tensors[f"{MLP}.{name}_bias"]))
 
 
-@pytest.mark.parametrize("spelling", ["mxfp4", "int4-g32", "fp8-block"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("spelling", "rank"), [("mxfp4", 0), ("mxfp4", 1), ("fp8-block", 1)])
 def test_a_rank_takes_its_rows_of_both_halves_at_once(
-    folder: Path, one_rank: None, spelling: str, rank: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stock: ModuleType, spelling: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Format.parse(spelling)
-    layer = experts_of(rank, form, monkeypatch)
+    layer = experts_of(stock, rank, form, monkeypatch)
     parameters = {f"{MLP}.routed_experts.{name}": parameter for name, parameter in layer.named_parameters()}
     checkpoint = read_checkpoint(folder)
     formats = {module: form for module in QuantizationRecipe.parse(spelling).assign(checkpoint) if module.startswith(MLP)}
     virtual = VirtualCheckpoint(checkpoint, formats, keep=lambda name: name in formats)
 
-    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def take(tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             assert stock.GptOssModel._try_load_streamed_expert(name, tensor, parameters, set())
 
     trace = Trace()
-    load(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    take(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
     reader = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=2, pin=False)
-    load(pipeline_of(virtual, CPU, reader, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    take(pipeline_of(virtual, CPU, reader, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
 
     assert all(taken.once for taken in trace.taken.values())
     kind = quantizer(form)
@@ -125,8 +100,13 @@ def test_a_rank_takes_its_rows_of_both_halves_at_once(
                     assert torch.equal(mine.view(torch.uint8), part.chunk(2, dim)[rank].contiguous().view(torch.uint8)), (half, suffix)
 
 
-def experts_of(rank: int, form: Format, monkeypatch: pytest.MonkeyPatch) -> Any:
+def experts_of(stock: ModuleType, rank: int, form: Format, monkeypatch: pytest.MonkeyPatch) -> Any:
     """gpt-oss's experts as one rank of two has them."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+    from workers.stream.vllm.method import SparkConfig
+
     monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda: rank)
     config = SparkConfig.from_config({**quantization_config({f"{MLP}.gate_up_proj": form}, []), "quant_method": "spark"})
     with set_current_vllm_config(VllmConfig()):
@@ -146,27 +126,22 @@ def experts_of(rank: int, form: Format, monkeypatch: pytest.MonkeyPatch) -> Any:
     return runner.routed_experts
 
 
-def test_attention_may_keep_its_precision(folder: Path, loaded: Any) -> None:
-    got = loaded({"format": "mxfp4", "keep": ["self_attn"]})
+def test_attention_may_keep_its_precision_or_have_another_format(folder: Path, loaded: Any) -> None:
+    kept = loaded({"format": "mxfp4", "keep": ["self_attn"]})
     checkpoint = read_checkpoint(folder)
     stored = [read(checkpoint.tensors[f"model.layers.0.self_attn.{name}_proj.weight"]) for name in "qkv"]
-    assert torch.equal(got["model.layers.0.attn.qkv_proj.weight"], torch.cat(stored))
-    assert got[f"{MLP}.routed_experts.w2_weight_packed"].shape == (EXPERTS, HIDDEN, 128)
-
-
-def test_attention_may_have_another_format(loaded: Any) -> None:
-    got = loaded({"format": "nvfp4", "layers": {"experts": "mxfp4"}})
-    assert "model.layers.0.attn.o_proj.weight_global_scale" in got
-    assert got[f"{MLP}.routed_experts.w13_weight_scale"].dtype is torch.uint8
+    assert torch.equal(kept["model.layers.0.attn.qkv_proj.weight"], torch.cat(stored))
+    assert kept[f"{MLP}.routed_experts.w2_weight_packed"].shape == (EXPERTS, HIDDEN, 128)
+    other = loaded({"format": "nvfp4", "layers": {"experts": "mxfp4"}})
+    assert "model.layers.0.attn.o_proj.weight_global_scale" in other
+    assert other[f"{MLP}.routed_experts.w13_weight_scale"].dtype is torch.uint8
 
 
 def test_the_quantized_cache_is_loaded_in_the_same_way(loaded: Any, tmp_path: Path) -> None:
     first, second = {}, {}
     for got in (first, second):
         got |= loaded("int4-g32", cache_dir=str(tmp_path / "cache"), progress=str(tmp_path / "progress"))
-        for thread in threading.enumerate():
-            if thread.name == "quantized-cache":
-                thread.join()
+        wait_for_cache()
     assert json.loads((tmp_path / "progress").read_text())["source"] == "cache"
     assert first.keys() == second.keys()
     for name, parameter in first.items():
@@ -197,21 +172,25 @@ def described(folder: Path, quantize: Any, ranks: int = 1) -> None:
         ("fp8", 2, "fp8 experts .*fp8-block"),
     ],
 )
-def test_what_vllms_class_cannot_take_is_said_before_anything_is_loaded(folder: Path, quantize: str, ranks: int, sentence: str) -> None:
+def test_what_vllms_class_cannot_take_is_said_before_anything_is_loaded(
+    folder: Path, one_rank: None, quantize: str, ranks: int, sentence: str
+) -> None:
     with pytest.raises(CheckpointError, match=sentence) as caught:
         described(folder, quantize, ranks)
     assert "\n" not in caught.value.message
 
 
-def test_an_older_vllm_takes_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_vllm_takes_none(folder: Path, stock: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(stock, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD")
     with pytest.raises(CheckpointError, match=r"\(MXFP4\), .*int4-g32.*vLLM 0\.32"):
         described(folder, "int4-g32")
     described(folder, {"format": "int4-g32", "keep": ["experts"]})
 
 
-@pytest.mark.parametrize(("quantize", "served_there"), [("int4-g32", True), ("mxfp4", False), ("fp8", False), ("fp8-block", False)])
-def test_on_a_gpu_only_int4_has_biases(folder: Path, quantize: str, served_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quantize", "served_there"), [("int4-g32", True), ("mxfp4", False)])
+def test_on_a_gpu_only_int4_has_biases(
+    folder: Path, one_rank: None, quantize: str, served_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supported, "_is_cpu", lambda: False)
     if served_there:
         described(folder, quantize)
@@ -220,7 +199,7 @@ def test_on_a_gpu_only_int4_has_biases(folder: Path, quantize: str, served_there
         described(folder, quantize)
 
 
-def test_an_export_that_vllms_class_could_not_take_is_refused_too(folder: Path, tmp_path: Path) -> None:
+def test_an_export_that_vllms_class_could_not_take_is_refused_too(folder: Path, one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"experts\.\w+_proj: .*nvfp4 experts"):
         export(ExportRequest(str(folder), {"format": "nvfp4"}, str(tmp_path / "out"), device="cpu"), lambda *_: None)
     assert not list(tmp_path.glob("*out*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import MIB, PRESETS, qwen3_moe, write_checkpoint
 from tests.support.facts import facts
+from tests.workers.stream.loading import load, wait_for_cache
+from workers import plugin
 from workers.quantization.calibration_file import FOLDER
 from workers.quantization.calibration_text import MOST_BYTES, text_of
 from workers.quantization.formats import Format
@@ -51,16 +52,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return folders
 
 
-@pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 5.9, 3037.2, 1e6])
+@pytest.mark.parametrize("largest", [1e-6, 0.3, 1.0, 3037.2])
 def test_a_divisor_is_a_power_of_two_with_room_for_twice_the_largest(largest: float) -> None:
     divisor = divisor_of(largest)
     assert torch.frexp(torch.tensor(divisor)).mantissa == 0.5
     assert largest * 2 <= LARGEST / divisor < largest * 4
-
-
-@pytest.mark.parametrize("largest", [0.0, float("nan"), float("inf")])
-def test_what_nobody_measured_has_a_divisor_too(largest: float) -> None:
-    assert divisor_of(largest) == UNMEASURED
+    assert divisor_of(0.0) == divisor_of(float("nan")) == divisor_of(float("inf")) == UNMEASURED
 
 
 def test_the_program_sees_the_input_of_every_layer(folder: Path) -> None:
@@ -91,7 +88,7 @@ def test_the_program_as_a_child_gives_the_same(folder: Path, tmp_path: Path) -> 
     assert json.loads(kept.read_text()) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj", "w1", "w3", "down_proj", "w2"])
+@pytest.mark.parametrize("leaf", ["gate_proj", "w3", "down_proj", "w2"])
 def test_all_experts_of_a_layer_have_one_divisor_for_each_product(leaf: str, folder: Path, seen: list[str]) -> None:
     made = measured(read_checkpoint(folder), "a text", None).of
     largest = 300.0 if leaf in ("down_proj", "w2") else 5.0
@@ -114,22 +111,21 @@ def test_a_language_model_is_found_under_each_of_its_names(measured_name: str, n
     assert not scales.unmeasured(names)
 
 
-@pytest.mark.parametrize("part", ["mtp", "visual", "vision_tower"])
-def test_a_layer_of_another_part_gets_the_largest_of_its_kind(part: str) -> None:
+def test_a_layer_of_another_part_gets_the_largest_of_its_kind() -> None:
+    part = "visual"
     scales = InputScales({f"model.layers.{layer}.self_attn.q_proj": float(layer + 1) for layer in range(3)})
     assert scales.of(f"{part}.layers.0.self_attn.q_proj") == divisor_of(3.0)
     assert scales.of(f"{part}.layers.0.mixer.in_proj") == UNMEASURED
     assert scales.unmeasured([f"{part}.layers.0.self_attn.q_proj", f"{part}.layers.0.mixer.in_proj"]) == 1
-
-
-def test_all_experts_of_a_layer_are_unmeasured_as_one_module_for_each_product() -> None:
     leaves = ("gate_proj", "up_proj", "down_proj")
     experts = [f"model.layers.{layer}.mlp.experts.{number}.{leaf}" for layer in range(3) for number in range(8) for leaf in leaves]
-    assert InputScales({}).unmeasured(experts) == 3 * 2
-    assert InputScales({"model.layers.0.mlp.experts.gate_up_proj": 1.0}).unmeasured(experts) == 3
+    assert scales.unmeasured(experts) == 3 * 2, "all experts of a layer are one module for each product"
 
 
-@pytest.mark.parametrize("name", ["gemma3", "nemotron_h", "deepseek_v3", "granitemoehybrid", "qwen3_next-mtp"])
+REST = [pytest.param(name, marks=pytest.mark.rest) for name in ("gemma3", "deepseek_v3", "granitemoehybrid", "qwen3_next-mtp")]
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", *REST])
 def test_every_layer_of_an_architecture_is_measured(name: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[name]()
     checkpoint = read_checkpoint(write_checkpoint(tmp_path / "m", model.config, model.entries, shard_bytes=8 * MIB))
@@ -138,15 +134,6 @@ def test_every_layer_of_an_architecture_is_measured(name: str, tmp_path: Path) -
     modules = list(VirtualCheckpoint(checkpoint, formats).rounded_inputs)
     assert modules
     assert not scales.unmeasured(modules)
-
-
-def test_a_measurement_that_failed_is_tried_again_and_kept_nowhere(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[dict[str, float]] = [{}, {f"{LAYER}.self_attn.q_proj": 2.0}]
-    monkeypatch.setattr(input_scales, "_measured", lambda *_: answers.pop(0))
-    checkpoint = read_checkpoint(folder)
-    assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == UNMEASURED
-    for _ in range(2):
-        assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
 
 
 def test_a_program_that_dies_is_named_and_the_load_goes_on(
@@ -158,31 +145,28 @@ def test_a_program_that_dies_is_named_and_the_load_goes_on(
     assert "signal 9" in caplog.text
 
 
-def test_a_checkpoint_is_measured_once_for_each_text(folder: Path, tmp_path: Path, seen: list[str]) -> None:
-    checkpoint = read_checkpoint(folder)
-    for text in ("a text", "a text", "another"):
-        assert measured(checkpoint, text, str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
-    assert len(seen) == 2
-
-
-def test_a_checkpoint_that_changed_is_measured_again(tmp_path: Path, seen: list[str]) -> None:
+def test_a_checkpoint_is_measured_once_for_each_text_and_again_where_it_or_the_file_changed(tmp_path: Path, seen: list[str]) -> None:
     model = tmp_path / "m"
     qwen3_moe(model, **PRESETS["smallest"])
-    measured(read_checkpoint(model), "a text", str(tmp_path))
+
+    def measurements(text: str) -> int:
+        assert measured(read_checkpoint(model), text, str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
+        return len(seen)
+
+    assert [measurements(text) for text in ("a text", "a text", "another")] == [1, 1, 2]
+    for kept in (tmp_path / FOLDER).iterdir():
+        kept.write_text('{"a": null}')
+    assert [measurements("a text") for _ in range(2)] == [3, 3]
     for shard in model.glob("*.safetensors"):
         os.utime(shard, (1, 1))
-    measured(read_checkpoint(model), "a text", str(tmp_path))
-    assert len(seen) == 2
+    assert measurements("a text") == 4
 
 
-def test_a_damaged_file_is_measured_again(folder: Path, tmp_path: Path, seen: list[str]) -> None:
-    checkpoint = read_checkpoint(folder)
-    measured(checkpoint, "a text", str(tmp_path))
-    (kept,) = (tmp_path / FOLDER).iterdir()
-    for damage in ("", "[1, 2", "[]", '{"a": null}'):
-        kept.write_text(damage)
-        assert measured(checkpoint, "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)
-    assert len(seen) == 5
+def test_a_measurement_that_failed_is_tried_again_and_kept_nowhere(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, float]] = [{}, {f"{LAYER}.self_attn.q_proj": 2.0}]
+    monkeypatch.setattr(input_scales, "_measured", lambda *_: answers.pop(0))
+    divisors = [measured(read_checkpoint(folder), "a text", str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") for _ in range(3)]
+    assert divisors == [UNMEASURED, divisor_of(2.0), divisor_of(2.0)]
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, tmp_path: Path, seen: list[str]) -> None:
@@ -192,9 +176,6 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, tmp_path: P
 
 @pytest.fixture
 def loaded(one_rank: None) -> Callable[..., Any]:
-    from tests.workers.stream.loading import load
-    from workers import plugin
-
     plugin.register()
     return load
 
@@ -208,9 +189,7 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
     assert first[f"{LAYER}.self_attn.qkv_proj.input_global_scale"].tolist() == [divisor_of(2.0)]
     (up,) = (tensor for name, tensor in first.items() if name.endswith("w13_input_global_scale"))
     (down,) = (tensor for name, tensor in first.items() if name.endswith("w2_input_global_scale"))
-    for thread in threading.enumerate():
-        if thread.name == "quantized-cache":
-            thread.join()
+    wait_for_cache()
     (entry,) = entries(str(tmp_path))
     assert entry.manifest is not None
     assert (tmp_path / FOLDER / entry.manifest.notes[CALIBRATION]).exists()
@@ -233,18 +212,7 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
         assert torch.equal(exported[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
-def test_latent_attention_in_another_format_keeps_its_groups() -> None:
-    recipe = QuantizationRecipe.parse({"format": "fp8", "layers": {"kv_b_proj": "int4-g64"}})
-    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("int4", 64)
-
-
-def test_latent_attention_keeps_its_activations() -> None:
-    recipe = QuantizationRecipe.parse({"format": "nvfp4-a4", "layers": {"kv_b_proj": "nvfp4-a4"}})
-    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("nvfp4")
-    assert recipe.format_of(f"{LAYER}.self_attn.q_proj", (512, 256)) == Format("nvfp4_a4")
-
-
-UNUSABLE = {"none": None, "blank": b" " * 5000, "empty": b"", "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
+UNUSABLE = {"none": None, "blank": b" " * 5000, "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
 
 
 @pytest.mark.parametrize("data", UNUSABLE.values(), ids=UNUSABLE)
@@ -258,23 +226,19 @@ def test_a_text_that_cannot_be_used_is_refused_before_anything_is_read(data: byt
     assert str(path) in facts(refused.value.message)
 
 
-def test_a_pipe_is_no_text_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_pipe_is_no_text_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError):
         text_of(str(tmp_path / "pipe"))
 
 
-@pytest.mark.parametrize("value", ["/a\0b", "text.txt", 3, ["/a"], "/" + "x" * 5000])
-def test_a_calibration_is_a_path(value: object) -> None:
-    with pytest.raises(ConfigError, match="calibration"):
-        QuantizationRecipe.parse({"format": "nvfp4-a4", "calibration": value})
-
-
-def test_a_calibration_of_formats_that_have_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nvfp4-a4"):
-        QuantizationRecipe.parse({"format": "nvfp4", "calibration": "/a"})
-
-
-def test_a_recipe_with_a_text_reads_itself_back() -> None:
+def test_a_calibration_is_a_path_of_a_format_that_has_one() -> None:
+    for recipe in ({"format": "nvfp4-a4", "calibration": "text.txt"}, {"format": "nvfp4", "calibration": "/a"}):
+        with pytest.raises(ConfigError):
+            QuantizationRecipe.parse(recipe)
     recipe = QuantizationRecipe.parse({"layers": {"o_proj": "nvfp4-a4"}, "calibration": "/a"})
     assert QuantizationRecipe.parse(recipe.canonical()) == recipe
+    # Latent attention keeps its activations.
+    recipe = QuantizationRecipe.parse({"format": "nvfp4-a4", "layers": {"kv_b_proj": "nvfp4-a4"}})
+    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("nvfp4")
+    assert recipe.format_of(f"{LAYER}.self_attn.q_proj", (512, 256)) == Format("nvfp4_a4")

@@ -17,7 +17,7 @@ SMALLEST = {**PRESETS["smallest"], "layers": 2}
 PLENTY = 1 << 40
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8_block"])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("fp8_block", marks=pytest.mark.rest)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mix") / request.param
     qwen3_moe(made, **SMALLEST, source=request.param)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,10 +66,13 @@ def written(folder: Path, weights: dict[str, torch.Tensor], *, order: Callable[[
     return folder
 
 
-def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
+def virtual_in(folder: Path, quantize: str | dict) -> VirtualCheckpoint:
     checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    return {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER, **kwargs).tensors()}
+    return VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+
+
+def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipeline_of(virtual_in(folder, quantize), CPU, READER, **kwargs).tensors()}
 
 
 def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[str] = ()) -> dict[str, torch.Tensor]:
@@ -83,14 +86,21 @@ def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[
 BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200_000, 2**30], ids=["alone", "few together", "all together"])
 
 
-@BATCHES
-@pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4", "int4-g32", "int4-g128", "fp8", "fp8-block"])
 @pytest.mark.parametrize(
-    "order", [sorted, lambda names: sorted(names, key=lambda name: hash(name[::-1]) % 97)], ids=["ordered", "shuffled"]
+    ("quantize", "batch_bytes", "shuffled"),
+    [
+        ("nvfp4", 0, False),
+        ("nvfp4", 200_000, True),
+        ("nvfp4", 2**30, True),
+        ("mxfp4", 2**30, False),
+        ("int4-g32", 200_000, False),
+        ("fp8", 2**30, True),
+        ("fp8-block", 2**30, False),
+    ],
 )
-def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order, batch_bytes):
+def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, batch_bytes, shuffled):
     weights = random_weights()
-    folder = written(tmp_path / "m", weights, order=order)
+    folder = written(tmp_path / "m", weights, order=lambda names: sorted(names, key=lambda name: name[::-1] if shuffled else name))
     got = loaded(folder, quantize, batch_bytes=batch_bytes)
     form, formats = QuantizationRecipe.parse(quantize).default, QuantizationRecipe.parse(quantize).assign(read_checkpoint(str(folder)))
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"):
@@ -109,15 +119,11 @@ def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, qua
     assert len(got) == 2 + 2 * (1 + (4 + 3 * EXPERTS) * len(quantizer(form).parts(INTER, HIDDEN).keys() - {"weight_shape"}))
 
 
-@pytest.mark.parametrize("batch_bytes", [0, 10**9])
-def test_fused_weights_at_the_same_offset_of_two_shards_are_two_weights(tmp_path, batch_bytes):
+def test_fused_weights_at_the_same_offset_of_two_shards_are_two_weights(tmp_path):
     """With a shard for each tensor all of them begin behind headers of about the same length."""
     weights = random_weights()
-    together = loaded(written(tmp_path / "one", weights, shards=1), "nvfp4", batch_bytes=batch_bytes)
-    apart = loaded(written(tmp_path / "each", weights, shards=len(weights)), "nvfp4", batch_bytes=batch_bytes)
-
-    assert apart.keys() == together.keys()
-    assert [name for name, tensor in together.items() if not torch.equal(apart[name], tensor)] == []
+    together = loaded(written(tmp_path / "one", weights, shards=1), "nvfp4", batch_bytes=10**9)
+    same_tensors(loaded(written(tmp_path / "each", weights, shards=len(weights)), "nvfp4", batch_bytes=10**9), together)
 
 
 def test_plain_loading_is_the_checkpoint_itself(tmp_path):
@@ -127,33 +133,26 @@ def test_plain_loading_is_the_checkpoint_itself(tmp_path):
     assert all(torch.equal(got[name], weights[name]) for name in weights)
 
 
-@BATCHES
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g64"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_packed_experts_come_one_by_one(tmp_path, quantize, transposed, batch_bytes):
-    one_by_one = loaded(written(tmp_path / "a", random_weights()), quantize)
-    packed = random_weights(packed=True)
-    if transposed:
-        packed = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in packed.items()}
-    got = loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes)
-    assert got.keys() == one_by_one.keys()
-    assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
+def same_tensors(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert [name for name in got if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_square_block_stands_as_its_sibling_does(tmp_path, transposed):
-    one_by_one = loaded(written(tmp_path / "a", random_weights(inter=HIDDEN // 2)), "mxfp4")
-    packed = random_weights(packed=True, inter=HIDDEN // 2)
+@pytest.mark.parametrize(
+    ("quantize", "inter", "batch_bytes"),
+    [("nvfp4", INTER, 2**30), ("int4-g64", INTER, 0), ("mxfp4", HIDDEN // 2, 200_000)],
+    ids=["together", "alone", "a square block, which stands as its sibling does"],
+)
+def test_packed_experts_come_one_by_one(tmp_path, quantize, inter, transposed, batch_bytes):
+    one_by_one = loaded(written(tmp_path / "a", random_weights(inter=inter)), quantize)
+    packed = random_weights(packed=True, inter=inter)
     if transposed:
         packed = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in packed.items()}
-    assert packed["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, HIDDEN, HIDDEN)
-    got = loaded(written(tmp_path / "b", packed), "mxfp4")
-    assert got.keys() == one_by_one.keys()
-    assert all(torch.equal(got[name], one_by_one[name]) for name in got)
+    same_tensors(loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes), one_by_one)
 
 
-@BATCHES
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
+@pytest.mark.parametrize(("quantize", "batch_bytes"), [("nvfp4", 2**30), ("int4-g32", 0)])
 def test_granites_experts_come_under_the_names_that_vllm_takes(tmp_path, quantize, batch_bytes):
     """Square blocks too: these stand as torch's linear layers do."""
 
@@ -166,9 +165,7 @@ def test_granites_experts_come_under_the_names_that_vllm_takes(tmp_path, quantiz
     names = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))
     packed = renamed(random_weights(packed=True, inter=HIDDEN // 2), *names)
     assert packed["model.layers.0.block_sparse_moe.input_linear.weight"].shape == (EXPERTS, HIDDEN, HIDDEN)
-    got = loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes)
-    assert got.keys() == one_by_one.keys()
-    assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
+    same_tensors(loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes), one_by_one)
 
 
 class Rank:
@@ -191,37 +188,35 @@ class Rank:
             self.taken[name] = torch.zeros(part.shape, dtype=part.dtype)
             self.taken[name].copy_(part)
 
+    def regions(self, virtual: VirtualCheckpoint) -> dict:
+        """What it takes of each tensor, as the loader finds it."""
+        trace = Trace()
+        self.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+        return {name: taken.region for name, taken in trace.taken.items()}
 
-@BATCHES
-@pytest.mark.parametrize("quantize", ["mxfp4", "int4-g32", "fp8", "bf16"])
-@pytest.mark.parametrize("rank", [0, 1])
+
+@pytest.mark.parametrize(
+    ("quantize", "rank", "batch_bytes"), [("mxfp4", 0, 2**30), ("mxfp4", 1, 0), ("int4-g32", 1, 200_000), ("fp8", 1, 2**30), ("bf16", 1, 0)]
+)
 def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_bytes):
     weights = random_weights()
     folder = written(tmp_path / "m", weights)
-    checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    trace = Trace()
-    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-    regions = {name: taken.region for name, taken in trace.taken.items()}
+    virtual = virtual_in(folder, quantize)
+    regions = Rank(rank).regions(virtual)
     sliced = pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes)
     everything = pipeline_of(virtual, CPU, READER)
     one, whole = Rank(rank), Rank(rank)
     one.load_weights(sliced.tensors())
     whole.load_weights(everything.tensors())
-    assert one.taken.keys() == whole.taken.keys()
-    for name in one.taken:
-        assert torch.equal(one.taken[name].view(torch.uint8), whole.taken[name].view(torch.uint8)), name
+    same_tensors(one.taken, whole.taken)
     assert sliced.bytes_total < 0.5 * everything.bytes_total
 
 
 def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
     weights = random_weights()
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("nvfp4").assign(checkpoint))
-    trace = Trace()
-    Rank(1).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    virtual = virtual_in(written(tmp_path / "m", weights), "nvfp4")
     rank = Rank(1)
-    rank.load_weights(pipeline_of(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    rank.load_weights(pipeline_of(virtual, CPU, READER, regions=Rank(1).regions(virtual)).tensors())
     form = quantizer(QuantizationRecipe.parse("nvfp4").default)
     name = "model.layers.0.mlp.experts.2.up_proj"
     parts = {suffix: rank.taken[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_global_scale")}
@@ -233,36 +228,22 @@ def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
 def test_a_large_tensor_goes_straight_into_its_parameter(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.stream.pipeline.STREAMED_BYTES", 64 * 1024)
     weights = random_weights()
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, {})
-    whole: dict[str, torch.Tensor] = {}
-    cast: dict[str, torch.Tensor] = {}
-    pipeline = pipeline_of(virtual, CPU, READER, once={"model.embed_tokens.weight"})
-    for name, tensor in pipeline.tensors():
-        whole[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        whole[name].copy_(tensor)
-    assert torch.equal(whole["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
-    for name, tensor in pipeline_of(virtual, CPU, READER, once={"model.embed_tokens.weight"}).tensors():
-        cast[name] = torch.zeros(tensor.narrow(0, 3, 20).shape if tensor.shape[0] > 23 else tensor.shape)
-        cast[name].copy_(tensor.narrow(0, 3, 20) if tensor.shape[0] > 23 else tensor)
-    assert torch.equal(cast["model.embed_tokens.weight"], weights["model.embed_tokens.weight"][3:23].float())
+    name = "model.embed_tokens.weight"
+    virtual = VirtualCheckpoint(read_checkpoint(str(written(tmp_path / "m", weights))), {})
 
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return pipeline_of(virtual, CPU, READER, once={name}).tensors()
 
-def test_a_large_tensor_that_nobody_copies_is_read_past(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.stream.pipeline.STREAMED_BYTES", 64 * 1024)
-    weights = random_weights()
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    names = [name for name, _ in pipeline_of(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={"model.embed_tokens.weight"}).tensors()]
-    assert sorted(names) == sorted(weights)
-
-
-@BATCHES
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_named(tmp_path, bad, batch_bytes):
-    weights = random_weights()
-    weights["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = bad
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight.*NaN"):
-        loaded(written(tmp_path / "m", weights), "nvfp4", batch_bytes=batch_bytes)
+    whole, cast = torch.zeros(512, HIDDEN, dtype=torch.bfloat16), torch.zeros(20, HIDDEN)
+    for at, tensor in tensors():
+        if at == name:
+            whole.copy_(tensor)
+    for at, tensor in tensors():
+        if at == name:
+            cast.copy_(tensor.narrow(0, 3, 20))
+    assert torch.equal(whole, weights[name])
+    assert torch.equal(cast, weights[name][3:23].float())
+    assert sorted(at for at, _ in tensors()) == sorted(weights), "a tensor without a copy is read past"
 
 
 def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path):
@@ -279,14 +260,13 @@ def test_progress_is_told_unit_by_unit(tmp_path, batch_bytes):
         def advance(self, bytes_done: int, units_done: int) -> None:
             seen.append((bytes_done, units_done))
 
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights()), "mxfp4")
     pipeline = pipeline_of(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
     for _ in pipeline.tensors():
         pass
     assert seen == sorted(seen)
     assert seen[-1] == (pipeline.bytes_total, pipeline.units_total)
-    assert pipeline.bytes_total == checkpoint.total_bytes
+    assert pipeline.bytes_total == virtual.checkpoint.total_bytes
 
 
 class Fused:
@@ -340,18 +320,22 @@ class Fused:
 
 
 def same_memory(got: Fused, want: Fused) -> None:
-    assert got.memory.keys() == want.memory.keys()
-    for name, tensor in want.memory.items():
-        assert torch.equal(got.memory[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    same_tensors(got.memory, want.memory)
 
 
-@pytest.mark.parametrize("batch_bytes", [0, 2**30], ids=["alone", "together"])
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8", "bf16"])
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("quantize", "ranks", "rank", "batch_bytes"),
+    [
+        ("nvfp4", 1, 0, 2**30),
+        ("nvfp4", 2, 1, 2**30),
+        ("int4-g32", 2, 1, 0),
+        ("fp8", 1, 0, 2**30),
+        ("bf16", 2, 1, 2**30),
+    ],
+)
 def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkeypatch, quantize, ranks, rank, batch_bytes):
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights()), quantize)
     arguments = Fused(ranks, rank).asked(virtual)
     want = Fused(ranks, rank).load(pipeline_of(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
@@ -379,12 +363,11 @@ def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return cache
 
 
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+@pytest.mark.parametrize("quantize", ["nvfp4", "fp8"])
 def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monkeypatch, quantize):
     """A quantized cache read by the model for which its tensors stand in order: the second start."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     first = {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER).tensors()}
     cache = laid_out(tmp_path, first)
     stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
@@ -401,10 +384,9 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     assert sum(len(run.plans) for run in runs) == straight
 
 
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     whole = LoadSession.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
     planned = whole.handed()
     at_once = whole.handed_whole()
@@ -416,12 +398,11 @@ def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
     assert half.handed_whole() is None
 
 
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     trace = Fused(2, 1).trace(virtual)
     first = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
     handed = first.pipeline.handed()

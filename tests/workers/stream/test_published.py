@@ -6,7 +6,6 @@ vLLM's CPU build has a kernel's layout for dense AWQ and GPTQ, and ours for dens
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.stream.loading import load
 from workers import plugin
-from workers.stream.vllm import loader
 from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
-
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
-    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
-    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, modelopt
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w4a4_nvfp4 as ct_nvfp4,
-    )
 
 UNTOUCHED = 0xA5
 # The KV cache's own, and biases of experts that have none: no such checkpoint has them.
@@ -43,12 +31,23 @@ def registered(one_rank: None) -> None:
 
 
 @pytest.fixture
-def with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_experts(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters as for a GPU's kernels, which are never asked to compute."""
-    for module in (auto_awq, auto_gptq):
-        monkeypatch.setattr(module, "select_wna16_moe_backend", lambda *_args, **_more: (WNA16MoEBackend.MARLIN, object))
-    for module in (modelopt, ct_nvfp4):
-        monkeypatch.setattr(module, "select_nvfp4_moe_backend", lambda *_args, **_more: (NvFp4MoeBackend.MARLIN, object))
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+
+    quantization = "vllm.model_executor.layers.quantization"
+    nvfp4 = ("modelopt", "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4")
+    for module in ("auto_awq", "auto_gptq"):
+        monkeypatch.setattr(f"{quantization}.{module}.select_wna16_moe_backend", lambda *_args, **_more: (WNA16MoEBackend.MARLIN, object))
+    for module in nvfp4:
+        monkeypatch.setattr(f"{quantization}.{module}.select_nvfp4_moe_backend", lambda *_args, **_more: (NvFp4MoeBackend.MARLIN, object))
+
+
+@pytest.fixture
+def unprocessed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put into a kernel's layout before it is looked at."""
+    monkeypatch.setattr("workers.stream.vllm.loader.is_ours", lambda _method: False)
 
 
 def spoil(model: Any) -> None:
@@ -79,17 +78,17 @@ def different(folder: Path, *, process: bool) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_experts_arrive_as_they_do_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, with_experts: None) -> None:
-    monkeypatch.setattr(loader, "is_ours", lambda _method: False)  # nothing is put into a kernel's layout before it is looked at
+def test_experts_arrive_as_they_do_without_us(tmp_path: Path, source: str, with_experts: None, unprocessed: None) -> None:
     assert different(written(tmp_path / "model", f"qwen3_moe-{source}"), process=False) == ([], [])
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_dense_model_arrives_as_it_does_without_us(tmp_path: Path, source: str, unprocessed: None) -> None:
+    assert different(written(tmp_path / "model", f"llama-{source}"), process=False) == ([], [])
+
+
 # On a CPU sparkd's own scheme computes with ct_nvfp4, for which vLLM has no kernel there, and keeps another layout.
-@pytest.mark.parametrize(
-    ("source", "process"),
-    [(source, process) for source in SOURCES for process in (False, True) if (source, process) != ("ct_nvfp4", True)],
-)
-def test_a_dense_model_arrives_as_it_does_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, process: bool) -> None:
-    if not process:
-        monkeypatch.setattr(loader, "is_ours", lambda _method: False)
-    assert different(written(tmp_path / "model", f"llama-{source}"), process=process) == ([], [])
+@pytest.mark.parametrize("source", [source for source in SOURCES if source != "ct_nvfp4"])
+def test_a_dense_model_has_the_kernels_layout_that_it_has_without_us(tmp_path: Path, source: str) -> None:
+    assert different(written(tmp_path / "model", f"llama-{source}"), process=True) == ([], [])

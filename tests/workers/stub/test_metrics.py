@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.embedded_model import FOLDER_NAME, prepare
 from tests.support.boards import unanswered
 from tests.support.observability import ROOT
+from tests.support.waiting import HUNG_S
 from workers.stub.metrics import page
 
 
@@ -41,13 +42,14 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
+@pytest.mark.rest
 def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(vllms: str) -> None:
     real, stub = families_of(vllms), families_of(page("m", {}).decode())
 
@@ -58,6 +60,7 @@ def test_the_installed_vllm_has_every_family_of_the_stub_with_its_labels(vllms: 
     assert stub == {name: real.get(name) for name in stub}
 
 
+@pytest.mark.rest
 def test_no_panel_and_no_rule_asks_for_what_the_installed_vllm_has_not(vllms: str) -> None:
     assert unanswered(vllms) == {}
 

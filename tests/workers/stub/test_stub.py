@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -27,7 +28,7 @@ from workers.rank.load_report import read_load
 from workers.stub.__main__ import CommandLine, Life, StubEngine, start_stub
 from workers.stub.answers import STAMP, text
 from workers.stub.faults import FAULTS, broken_answer
-from workers.stub.load import UNITS
+from workers.stub.load import UNITS, StubLoad
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -118,63 +119,59 @@ def test_takes_vllm_command_line(argv: list[str], expected: CommandLine) -> None
     assert CommandLine.parse(argv) == expected
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"SPARKD_STUB_TOKEN": "3"},
-        {"SPARKD_STUB_TOKENS": "three"},
-        {"SPARKD_STUB_EXIT_AT": "noon"},
-        {"SPARKD_STUB_HANG_AT": "noon"},
-        {"SPARKD_STUB_MALFORMED": "noise"},
-    ],
-)
+@pytest.mark.parametrize("environ", [{"SPARKD_STUB_TOKEN": "3"}, {"SPARKD_STUB_TOKENS": "three"}, {"SPARKD_STUB_EXIT_AT": "noon"}])
 def test_refuses_a_behaviour_it_does_not_know(environ: dict[str, str]) -> None:
     with pytest.raises(SystemExit, match="stub: "):
         Life.read(environ)
 
 
-def test_starts_like_vllm_and_ends_on_sigterm(spawn: Any) -> None:
-    process = spawn("--enforce-eager", "--max-model-len", "2048", start_delay_s=1, tokens=3)
+def test_starts_like_vllm_with_its_load_held_half_way_and_ends_on_sigterm(spawn: Any, tmp_path: Path) -> None:
+    gate, path = tmp_path / "gate", tmp_path / "m.load"
+    (tmp_path / "key").write_text("secret\n")
+    process = spawn(
+        "--enforce-eager", "--model-loader-extra-config", json.dumps({"progress": str(path)}), load_bytes=10**9, load_gate=gate,
+        CANARY="$(reboot)", SPARKD_ENGINE_KEY_FILE=str(tmp_path / "key"),
+    )  # fmt: skip
     process.wait_log("1/2 [")
+    until(lambda: read_load(path, time.time()).get("bytes_done") == 10**9 // 2, "half of the weights are loaded")
     with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
         early.connect(str(process.uds))
+
+    gate.touch()
     process.wait_ready()
+    done = read_load(path, time.time())
+    assert (done["bytes_done"], done["units_done"], done["fraction"], done["failure"]) == (10**9, UNITS, 1.0, None)
+    process.wait_log("Application startup complete.")
     log = process.log.read_text()
     lines = ["Loading safetensors checkpoint shards:  50% Completed | 1/2 [", "Loading weights took ", "Model loading took "]
-    lines += ["GPU KV cache size: 524,288 tokens, Maximum concurrency for ", "init engine (profile, ", "Application startup complete."]
-    for line in lines:
-        assert line in log
+    lines += ["GPU KV cache size: 524,288 tokens, Maximum concurrency for ", "init engine (profile, "]
+    assert [line for line in lines if line not in log] == []
     with process.client() as client:
-        models = client.get("/v1/models").json()
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+        assert client.get("/version").status_code == 401
+        models = client.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
     assert [model["id"] for model in models["data"]] == ["a", "b"]
+    assert "secret" not in log
+
+    record = json.loads(process.record.read_text())
+    assert (record["argv"][-1], record["environ"]["CANARY"]) == (json.dumps({"progress": str(path)}), "$(reboot)")
+    assert (record["pid"], stat.S_IMODE(process.record.stat().st_mode)) == (process.child.pid, 0o600)
     process.child.terminate()
     assert process.wait_exit() == 0
 
 
-def test_tells_how_far_its_loader_is(spawn: Any, tmp_path: Path) -> None:
-    path = tmp_path / "m.load"
-    process = spawn("--model-loader-extra-config", json.dumps({"progress": str(path)}), start_delay_s=2, load_bytes=10**9)
-    until(lambda: 0 < read_load(path, time.time()).get("bytes_done", 0) < 10**9)
-    process.wait_ready()
-    done = read_load(path, time.time())
-
-    assert (done["bytes_done"], done["units_done"], done["fraction"], done["failure"]) == (10**9, UNITS, 1.0, None)
+def test_an_order_to_stop_ends_a_load_that_is_held(spawn: Any, tmp_path: Path) -> None:
+    process = spawn(load_gate=tmp_path / "never")
+    process.wait_log("1/2 [")
+    process.child.terminate()
+    assert process.wait_exit() == 0
 
 
-def test_says_why_its_load_failed(spawn: Any, tmp_path: Path) -> None:
-    path = tmp_path / "m.load"
-    process = spawn("--model-loader-extra-config", json.dumps({"progress": str(path)}), exit_at="load", load_bytes=1)
-
-    assert process.wait_exit() == 1
-    assert "cut off" in read_load(path, time.time())["failure"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "7"])
-def test_refuses_loader_settings_that_are_none(spawn: Any, text: str) -> None:
-    process = spawn("--model-loader-extra-config", text)
-
-    assert process.wait_exit() == 1
-    assert "no JSON object" in process.log.read_text()
+def test_loader_settings_that_are_none_are_refused() -> None:
+    for words in ("{", "[]", "7"):
+        with pytest.raises(SystemExit):
+            StubLoad({"model-loader-extra-config": [words]}, 1)
 
 
 def sized(spawn: Any, folder: Path, *flags: str, **asked: Any) -> Any:
@@ -204,36 +201,12 @@ def test_refuses_a_cache_that_does_not_fit(spawn: Any, tmp_path: Path) -> None:
     assert f"ValueError: {refused['why']}" in process.log.read_text()
 
 
-def test_refuses_what_its_worker_could_not_read(spawn: Any) -> None:
-    process = spawn("--worker-cls", "workers.kv.SparkWorker", SPARKD_KV="{")
-
-    assert process.wait_exit() == 1
-    assert "SPARKD_KV " in process.log.read_text()
-
-
-def test_a_rehearsal_can_be_cut_short(spawn: Any, tmp_path: Path) -> None:
-    told = json.dumps({"report": str(tmp_path / "m.kv")})
-    process = spawn("--worker-cls", "workers.kv.SparkWorker", SPARKD_KV=told, start_delay_s=4)
-    until(lambda: read_kv(tmp_path / "m.kv").get("phase") == "rehearsing")
-    process.child.terminate()
-
-    assert process.wait_exit() == 0
-
-
-def test_records_how_it_was_started(spawn: Any) -> None:
-    process = spawn("--seed", "7", CANARY="$(reboot)")
-    process.wait_ready()
-    record = json.loads(process.record.read_text())
-    assert record["argv"][-2:] == ["--seed", "7"]
-    assert record["environ"]["CANARY"] == "$(reboot)"
-    assert record["pid"] == process.child.pid
-    assert stat.S_IMODE(process.record.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("exit_code", [0, 3])
-@pytest.mark.parametrize("exit_at", ["start", "load", "ready"])
-def test_dies_where_it_is_told(spawn: Any, exit_at: str, exit_code: int) -> None:
-    assert spawn(exit_at=exit_at, exit_code=exit_code).wait_exit() == exit_code
+@pytest.mark.parametrize(("exit_at", "exit_code"), [("start", 0), ("load", 1), ("ready", 3)])
+def test_dies_where_it_is_told(spawn: Any, tmp_path: Path, exit_at: str, exit_code: int) -> None:
+    path = tmp_path / "m.load"
+    loader = ("--model-loader-extra-config", json.dumps({"progress": str(path)}))
+    assert spawn(*loader, exit_at=exit_at, exit_code=exit_code, load_bytes=1).wait_exit() == exit_code
+    assert bool(read_load(path, time.time()).get("failure")) == (exit_at == "load")
 
 
 def test_dies_after_requests(spawn: Any) -> None:
@@ -247,15 +220,6 @@ def test_dies_after_requests(spawn: Any) -> None:
     assert process.wait_exit() == 0
 
 
-def test_hangs_before_it_listens(spawn: Any) -> None:
-    process = spawn(hang_at="start")
-    process.wait_log("1/2 [")
-    with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
-        early.connect(str(process.uds))
-    process.child.terminate()
-    assert process.wait_exit() == 0
-
-
 def test_a_rank_other_than_zero_serves_nothing(spawn: Any) -> None:
     process = spawn("--headless", "--node-rank", "1")
     process.wait_log("init engine")
@@ -264,13 +228,15 @@ def test_a_rank_other_than_zero_serves_nothing(spawn: Any) -> None:
     assert process.wait_exit() == 0
 
 
-def test_leaves_a_stubborn_child_behind(spawn: Any) -> None:
-    process = spawn(children=3)
-    process.wait_ready()
+def test_hangs_before_it_listens_and_leaves_a_stubborn_child_behind(spawn: Any) -> None:
+    process = spawn(hang_at="start", children=3)
+    process.wait_log("1/2 [")
+    with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
+        early.connect(str(process.uds))
     children = json.loads(process.record.read_text())["children"]
     assert process.group() == {process.child.pid, *children}
     process.child.terminate()
-    process.wait_exit()
+    assert process.wait_exit() == 0
     until(lambda: len(process.group()) == 1)
     assert process.group() == {children[0]}
 
@@ -283,18 +249,6 @@ def test_ignores_sigterm(spawn: Any) -> None:
         assert client.get("/health").status_code == 200
     process.child.kill()
     assert process.wait_exit() == -signal.SIGKILL
-
-
-def test_wants_the_key_on_every_path(spawn: Any, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("secret\n")
-    process = spawn(SPARKD_ENGINE_KEY_FILE=str(tmp_path / "key"))
-    process.wait_ready()
-    with process.client() as client:
-        refused = client.get("/v1/models")
-        assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
-        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-        assert client.get("/version").status_code == 401
-    assert "secret" not in process.log.read_text()
 
 
 @contextlib.asynccontextmanager
@@ -331,17 +285,14 @@ async def test_serves_every_route(path: str, body: dict[str, Any], member: str) 
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-@pytest.mark.parametrize(("model", "status"), [("a", 200), ("z", 404)])
-async def test_serves_uploads(path: str, model: str, status: int) -> None:
+async def test_serves_uploads(path: str) -> None:
     async with stub() as (_, client):
-        answer = await client.post(path, data={"model": model}, files={"file": ("x.wav", b"\r\nRIFF" * 1000)})
-        assert answer.status_code == status
-        if status == 200:
-            assert answer.json()["text"] == text(7)
+        files = {"file": ("x.wav", b"\r\nRIFF" * 1000)}
+        assert (await client.post(path, data={"model": "a"}, files=files)).json()["text"] == text(7)
+        assert (await client.post(path, data={"model": "z"}, files=files)).status_code == 404
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 100])
-@pytest.mark.parametrize("interval_s", [0.0, 0.0001])
+@pytest.mark.parametrize(("tokens", "interval_s"), [(0, 0.0), (7, 0.0001), (100, 0.0)])
 async def test_streams_what_it_also_answers_whole(tokens: int, interval_s: float) -> None:
     async with stub(tokens=tokens, chunk_interval_s=interval_s) as (engine, client):
         whole = (await client.post("/v1/chat/completions", json=CHAT)).json()["choices"][0]["message"]["content"]
@@ -378,17 +329,43 @@ async def test_keeps_responses() -> None:
         assert (await client.get("/v1/responses/resp_other")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("stream", "behaviour"),
-    [
-        (True, {"tokens": 1000, "chunk_interval_s": 1.0}),
-        (True, {"first_delay_s": 60.0}),
-        (False, {"first_delay_s": 60.0}),
-        (False, {"hang_at": "request"}),
-    ],
-)
-async def test_counts_a_client_that_left(stream: bool, behaviour: dict[str, Any]) -> None:
-    async with stub(**behaviour) as (engine, client):
+def content(raw: bytes) -> list[str]:
+    """The pieces of a stream, as far as it has come."""
+    return [found[1].decode() for found in re.finditer(rb'"delta":\{"content":"([^"]*)"', raw)]
+
+
+async def test_a_stream_is_held_behind_its_first_pieces_until_its_gate_is_there(tmp_path: Path) -> None:
+    """By its own body: each request can have a gate of its own."""
+    gates = [tmp_path / "0", tmp_path / "1"]
+    async with stub() as (engine, client):
+        held = [await post(engine, CHAT | {"stream": True, "stub": {"gate": str(gate), "gate_after": 3}}) for gate in gates]
+        begun = [await reader.readuntil(b'"seq":2,') for reader, _ in held]
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200, "others are answered meanwhile"
+        assert [len(content(raw)) for raw in begun] == [3, 3]
+        assert (engine.running, engine.generation_tokens) == (2, 2 * 3 + 7)
+
+        for gate, (reader, _), raw in zip(gates, held, begun, strict=True):
+            gate.touch()
+            assert "".join(content(raw + await reader.readuntil(b"[DONE]"))) == text(7)
+        await eventually(lambda: engine.running == 0)
+        for _, writer in held:
+            writer.close()
+
+
+async def test_an_answer_in_one_piece_is_held_until_its_gate_is_there(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with stub(gate=str(gate), gate_after=2) as (engine, client):
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await eventually(lambda: engine.running == 1)
+        assert (await client.get("/health")).status_code == 200
+        assert not asked.done()
+        gate.touch()
+        assert (await asked).json()["choices"][0]["message"]["content"] == text(7)
+
+
+@pytest.mark.parametrize(("stream", "hang_at"), [(True, "none"), (False, "none"), (False, "request")])
+async def test_counts_a_client_that_left(stream: bool, hang_at: str, tmp_path: Path) -> None:
+    async with stub(gate=str(tmp_path / "never"), hang_at=hang_at) as (engine, client):
         _, writer = await post(engine, CHAT | {"stream": stream})
         await eventually(lambda: engine.running == 1)
         assert (await client.get("/health")).status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.support.daemon_process import free_port
+from tests.support.waiting import eventually
 from workers.stub.__main__ import CommandLine
 from workers.stub.team import StubTeam
 
@@ -20,16 +21,14 @@ async def test_nobody_goes_on_before_all_are_there_nor_once_one_has_gone() -> No
     port, stop = free_port(), asyncio.Event()
     first, second, third = (of(rank, 3, port) for rank in range(3))
     waiting = [asyncio.create_task(one.meet(stop)) for one in (second, first)]
-    await asyncio.sleep(0)
+    await eventually(lambda: len(first._heard_s) == 1, "two of the three have met")
     assert not any(task.done() for task in waiting)
 
     await third.meet(stop)
     await asyncio.gather(*waiting)
     assert not first.stalled()
     await third.close()
-    async with asyncio.timeout(10):
-        while not first.stalled():  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0.02)
+    await eventually(first.stalled, "the first misses the third")
     await asyncio.gather(first.close(), second.close())
 
 

@@ -14,7 +14,7 @@ from workers.stream.formats.sums import columns, least, squared_distance
 
 # Scales tried: amax divided by these; the winner is then refined once by least squares. There is one code more below zero than above, so
 # the sign of a scale is chosen to let the largest magnitude fall on the side of -8. On Gaussian weights in groups of 32 this leaves a
-# relative error of .0814; the best of 80 scales of either sign .0810, of positive sign .0861 (tests/bench/formats.py).
+# relative error of .0814; the best of 80 scales of either sign .0810, of positive sign .0861 (test_error.py).
 DIVISORS = (7.2, 7.6, 8.0, 8.5, 9.2)
 SMALLEST_SCALE = 2.0**-126
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def write(folder: Path, shards: list[ShardLayout]) -> None:
         (folder / shard.name).write_bytes(shard.header + bytes(shard.size_bytes - len(shard.header)))
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(TENSORS, st.integers(1, 400))
 def test_every_layout_is_a_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]], limit: int
@@ -87,16 +86,8 @@ def test_the_reference_library_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_dtype_of_less_than_a_byte_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"^x: a F4 tensor .*BF16"):
+    with pytest.raises(CheckpointError, match=r"^x: .* F4 .*BF16"):
         lay_out({"x": ("F4", (8,))})
-
-
-def test_sizes_are_those_of_the_elements() -> None:
-    (shard,) = lay_out({"x": ("F16", (5, 3))})
-
-    assert shard.slots[0].nbytes == 2 * math.prod((5, 3))
-    assert shard.size_bytes == len(shard.header) + 30
-    assert len(shard.header) % 8 == 0
 
 
 def _of_expert(layer: int, expert: int, *matrices: str) -> list[str]:
@@ -109,14 +100,15 @@ def test_experts_stand_as_their_parameter_holds_them(matrices: tuple[str, ...]) 
     names = [
         "embed",
         *(name for expert in (0, 1, 10, 2) for name in _of_expert(0, expert, *matrices)),
-        "norm",
+        "b.experts_norm",
+        "a.mlp.gate.weight",
         *_of_expert(1, 0, *matrices),
     ]
 
     found = list(neighbours(dict.fromkeys(names, ("U8", (8,)))))
 
     assert sorted(found) == sorted(names)
-    assert (found[0], found[25]) == ("embed", "norm")
+    assert (found[0], found[25:27]) == ("embed", ["b.experts_norm", "a.mlp.gate.weight"]), "what is no expert keeps its order"
     at = found.index(f"l0.mlp.experts.0.{gate}.weight_scale")
     assert found[at : at + 8] == [f"l0.mlp.experts.{expert}.{matrix}.weight_scale" for expert in (0, 1, 2, 10) for matrix in (gate, up)]
     at = found.index(f"l0.mlp.experts.0.{down}.weight_packed")
@@ -131,8 +123,3 @@ def test_experts_of_many_layers_at_once_are_not_waited_for() -> None:
 
     assert sorted(found) == sorted(names)
     assert max(abs(found.index(name) - at) for at, name in enumerate(names)) < 16
-
-
-def test_what_is_no_expert_keeps_its_order() -> None:
-    names = ["b.experts_norm", "a.mlp.gate.weight", "a.experts.weight", "z"]
-    assert list(neighbours(dict.fromkeys(names, ("U8", (1,))))) == names

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
-import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama, qwen3_next
 from tests.support.checkpoints import MIB, write_checkpoint
-from tests.workers.stream.loading import load
+from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.cache.omitted import can_be_completed, left_out
@@ -24,7 +24,6 @@ from workers.stream.cache.store import CacheEntry, entries, remove
 from workers.stream.export import ExportRequest, export
 from workers.stream.pipeline import Pipeline
 from workers.stream.virtual import Emitted
-from workers.stream.vllm import loader
 
 LAYER = "model.layers.1."
 AHEAD = "mtp."
@@ -37,8 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def registered(one_rank: None) -> None:
+def loader(one_rank: None) -> ModuleType:
+    """The loader's module, which imports vLLM."""
     plugin.register()
+    return importlib.import_module("workers.stream.vllm.loader")
+
+
+@pytest.fixture
+def of_two_ranks(loader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where ranks take parts of tensors; what is a part is not the point here."""
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
+    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
+    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
 
 
 def stage(model: Any) -> None:
@@ -69,9 +78,7 @@ def loaded(
     tmp_path.mkdir(exist_ok=True)
     progress = tmp_path / "progress"
     model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cache"), "progress": str(progress)}, part)
-    for thread in threading.enumerate():
-        if thread.name == "quantized-cache":
-            thread.join()
+    wait_for_cache()
     return json.loads(progress.read_text())["source"], {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -97,9 +104,8 @@ def same_files(one: Path, other: Path) -> bool:
     return first == second and checkpoints[0].config == checkpoints[1].config
 
 
-@pytest.mark.parametrize("quantize", ["int4-g32", "nvfp4"])
 def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
-    tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the second start asks about the quantized cache alone, and an export copies it."""
     made = qwen3_next(ahead=True)
@@ -110,15 +116,15 @@ def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
         loader, "ask", lambda virtual, *args, **more: asked.append(virtual.checkpoint.folder) or ask(virtual, *args, **more)
     )
 
-    where, first = loaded(source, tmp_path, quantize=quantize)
+    where, first = loaded(source, tmp_path)
     (entry,) = entries(str(tmp_path / "cache"))
-    again, second = loaded(source, tmp_path, quantize=quantize)
+    again, second = loaded(source, tmp_path)
 
     assert (where, again) == ("checkpoint", "cache")
     assert "without" not in entry.manifest.recipe
     assert asked == [str(source), entry.folder]
     assert same(first, second)
-    recipe = QuantizationRecipe.parse(quantize).canonical()
+    recipe = QuantizationRecipe.parse("int4-g32").canonical()
     cached = export(ExportRequest(str(source), recipe, str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"), lambda *_: None)
     straight = export(ExportRequest(str(source), recipe, str(tmp_path / "made"), None, "cpu"), lambda *_: None)
     assert (cached[0], straight[0]) == ("cache", "checkpoint")
@@ -126,7 +132,7 @@ def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
     assert same_files(tmp_path / "copied", tmp_path / "made")
 
 
-@pytest.mark.parametrize("part", [stage, headless])
+@pytest.mark.parametrize("part", [stage, pytest.param(headless, marks=pytest.mark.rest)])
 def test_what_leaves_out_less_than_it_takes_has_the_wholes_entry(folder: Path, tmp_path: Path, part: Any) -> None:
     assert loaded(folder, tmp_path, part)[0] == "checkpoint"
     (entry,) = entries(str(tmp_path / "cache"))
@@ -139,15 +145,21 @@ def test_what_leaves_out_less_than_it_takes_has_the_wholes_entry(folder: Path, t
     assert same(whole, loaded(folder, tmp_path / "apart")[1])
 
 
-@pytest.mark.parametrize("quantize", ["int4-g32", "nvfp4"])
-@pytest.mark.parametrize("part", ["input_layernorm", "mlp.down_proj", "self_attn.k_proj"])
-def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, tmp_path: Path, part: str, quantize: str) -> None:
-    """Nobody has looked at it, and what is read from a cache is not looked at again: so the entry says which it is."""
-    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
-    ref = read_checkpoint(damaged).tensors[f"{LAYER}{part}.weight"]
+def damaged_in(folder: Path, part: str) -> Path:
+    """A copy with a NaN in this part of the second layer."""
+    copy = Path(shutil.copytree(folder, folder.parent / f"damaged-{part}", dirs_exist_ok=True))
+    ref = read_checkpoint(copy).tensors[f"{LAYER}{part}.weight"]
     with open(ref.path, "r+b") as file:
         file.seek(ref.offset)
         file.write(b"\xc0\x7f")  # NaN of bfloat16
+    return copy
+
+
+# nvfp4 has one divisor for q, k and v together.
+@pytest.mark.parametrize(("part", "quantize"), [("input_layernorm", "int4-g32"), ("self_attn.k_proj", "nvfp4")])
+def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, tmp_path: Path, part: str, quantize: str) -> None:
+    """The load did not look at it, and what is read from a cache is not looked at again: so the entry says which it is."""
+    damaged = damaged_in(folder, part)
     source, first = loaded(damaged, tmp_path, stage, quantize)
     again, second = loaded(damaged, tmp_path, stage, quantize)
 
@@ -168,18 +180,14 @@ def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, 
     assert loaded(damaged, tmp_path, stage, quantize)[0] == "cache", "and it is still there for who does not take it"
 
 
-def test_a_cache_of_a_part_is_not_read_where_it_is_damaged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_a_part_is_not_read_where_it_is_damaged(
+    folder: Path, tmp_path: Path, loader: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the model is asked about the checkpoint first, as a rank that may have an entry of its own does."""
-    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
-    ref = read_checkpoint(damaged).tensors[f"{LAYER}mlp.down_proj.weight"]
-    with open(ref.path, "r+b") as file:
-        file.seek(ref.offset)
-        file.write(b"\xc0\x7f")
+    damaged = damaged_in(folder, "mlp.down_proj")
     loaded(damaged, tmp_path, stage)
     monkeypatch.setattr(loader.SparkStreamLoader, "_whole_entry", lambda *_: None)
-    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
-    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
-    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
+    request.getfixturevalue("of_two_ranks")
 
     assert loaded(damaged, tmp_path, stage)[0] == "cache"
     with pytest.raises(CheckpointError, match=r"down_proj.weight: it holds NaN"):
@@ -197,10 +205,9 @@ def test_a_unit_that_is_taken_in_part_is_not_completed() -> None:
     assert not can_be_completed(virtual, left_out(virtual, {one.name, two.name}))
 
 
-@pytest.mark.parametrize("part", [last])
-def test_a_part_neither_takes_the_wholes_name_nor_stands_in_its_way(folder: Path, tmp_path: Path, part: Any) -> None:
+def test_a_part_neither_takes_the_wholes_name_nor_stands_in_its_way(folder: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    source, first = loaded(folder, tmp_path, part)
+    source, first = loaded(folder, tmp_path, last)
     (partial,) = entries(cache)
     assert source == "checkpoint"
     assert "without" in partial.manifest.recipe
@@ -214,7 +221,7 @@ def test_a_part_neither_takes_the_wholes_name_nor_stands_in_its_way(folder: Path
     assert names(full)
     assert len(read_checkpoint(partial.folder).tensors) < len(read_checkpoint(full.folder).tensors)
 
-    for wanted, which in ((first, part), (whole, lambda _model: None)):
+    for wanted, which in ((first, last), (whole, lambda _model: None)):
         source, again = loaded(folder, tmp_path, which)
         assert source == "cache"
         assert same(again, wanted)
@@ -230,7 +237,7 @@ def test_a_part_is_read_from_the_wholes_entry_where_it_has_none(folder: Path, tm
     assert same(part, loaded(folder, tmp_path / "apart", stage)[1])
 
 
-def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))  # where no stage makes what the others take
     for part in (stage, headless):
         assert loaded(folder, tmp_path, part)[0] == "checkpoint"
@@ -238,20 +245,15 @@ def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path, monkeypat
     assert len(set(recipes)) == 2
 
 
-def test_a_rank_that_leaves_something_out_does_not_stand_in_the_way_either(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where ranks take parts of tensors; what is a part is not the point here."""
-    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
-    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
-    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
-
+def test_a_rank_that_leaves_something_out_does_not_stand_in_the_way_either(folder: Path, tmp_path: Path, of_two_ranks: None) -> None:
     assert loaded(folder, tmp_path, stage)[0] == "checkpoint"
     assert [loaded(folder, tmp_path)[0] for _ in range(2)] == ["checkpoint", "cache"]
     assert loaded(folder, tmp_path, stage)[0] == "cache"
 
 
-def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(
+    folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, first = loaded(folder, tmp_path)
     ask, asked = loader.ask, []
 

@@ -39,15 +39,8 @@ def test_a_tie_goes_to_the_even_code_and_its_neighbours_to_the_nearest_value(tie
     assert rounded(-tie, -np.nextafter(single, np.float32(0)), -np.nextafter(single, np.float32(9))) == [-TIES[tie], -below, -above]
 
 
-@pytest.mark.parametrize("value", [5.0000005, 6.0, 6.5, 7.0, 8.0, 1e30, float("inf")])
-def test_above_five_is_six(value: float) -> None:
-    assert rounded(value, -value) == [6.0, -6.0]
-
-
-def test_every_value_and_its_neighbours_stay_where_they_are() -> None:
-    for value in GRID[1:]:
-        single = np.float32(value)
-        assert rounded(value, np.nextafter(single, np.float32(0)), np.nextafter(single, np.float32(9))) == [value] * 3
+def test_above_five_is_six() -> None:
+    assert rounded(5.0000005, 7.0, 1e30, float("inf"), float("-inf")) == [6.0, 6.0, 6.0, 6.0, -6.0]
 
 
 def test_a_zero_keeps_its_sign() -> None:
@@ -57,13 +50,6 @@ def test_a_zero_keeps_its_sign() -> None:
 def test_every_bfloat16_is_rounded_as_the_reference_rounds_it() -> None:
     value = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     value = value[~value.isnan()]
-    assert np.array_equal(encode(value).numpy(), reference.encode_e2m1(value.double().numpy()))
-
-
-@pytest.mark.parametrize("exponent", range(-6, 4))
-def test_every_float32_near_a_bfloat16_is_rounded_as_the_reference_rounds_it(exponent: int) -> None:
-    coarse = torch.arange(128, dtype=torch.float32) / 128 * 2.0**exponent + 2.0**exponent
-    value = (coarse.view(torch.int32).unsqueeze(1) + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32).flatten()
     assert np.array_equal(encode(value).numpy(), reference.encode_e2m1(value.double().numpy()))
 
 

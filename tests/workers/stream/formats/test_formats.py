@@ -13,6 +13,7 @@ import torch
 
 from sparkd.errors import CheckpointError
 from tests.support.facts import facts
+from tests.support.waiting import HUNG_S
 from tests.workers.stream import weights
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.formats import amax, global_scale, nonfinite, quantizer
@@ -61,15 +62,11 @@ def test_bf16_leaves_a_weight_as_it_is() -> None:
     ("spelling", "k", "cure"),
     [
         ("int4-g128", 576, "int4-g64 int4-g32"),
-        ("int4-g128", 96, "int4-g32"),
         ("int4-g128", 48, "nvfp4"),
-        ("int4-g64", 96, "int4-g32"),
         ("int4-g32", 40, "fp8"),
         ("nf4-g512", 640, "nf4-g128 nf4-g64 nf4-g32"),
-        ("nf4-g64", 96, "nf4-g32"),
         ("nf4-g32", 48, "nvfp4"),
         ("mxfp4", 48, "nvfp4"),
-        ("mxfp4", 40, "fp8"),
         ("nvfp4", 24, "fp8"),
     ],
 )
@@ -81,17 +78,12 @@ def test_columns_that_do_not_divide_are_refused_with_what_would_fit(spelling: st
     assert (facts(caught.value.reason), facts(caught.value.cure)) == (f"K={k} {form.group_size}", cure)
 
 
-@pytest.mark.parametrize("spelling", QUANTIZED)
-def test_columns_that_divide_are_taken(spelling: str) -> None:
-    quantizer(Format.parse(spelling)).check("w", 7, 1536)
+@pytest.mark.parametrize(("spelling", "k"), [*((spelling, 1536) for spelling in QUANTIZED), ("fp8", 13), ("fp8-block", 13)])
+def test_columns_that_divide_are_taken(spelling: str, k: int) -> None:
+    quantizer(Format.parse(spelling)).check("w", 7, k)
 
 
-def test_fp8_takes_any_shape() -> None:
-    for spelling in ("fp8", "fp8-block"):
-        quantizer(Format.parse(spelling)).check("w", 7, 13)
-
-
-@pytest.mark.parametrize("largest", [1e-25, 1e-6, 0.02, 0.875, 1.0, 1.75, 1.7500001, 6.0, 448.0, 60000.0, 1e30])
+@pytest.mark.parametrize("largest", [1e-25, 0.02, 1.75, 1.7500001, 448.0, 1e30])
 def test_the_divisor_is_the_largest_power_of_two_that_leaves_room_for_a_quarter(largest: float) -> None:
     divisor = float(global_scale(torch.tensor(largest)))
     assert divisor == 2.0 ** round(torch.tensor(divisor).log2().item())
@@ -124,19 +116,15 @@ def test_every_scale_of_nvfp4_is_a_normal_number_for_every_kernel() -> None:
             assert bool(((scale >= 2.0**-6) & (scale <= 448)).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.bfloat16), (float("inf"), torch.float16), (float("-inf"), torch.float32)], ids=str
+)
 def test_a_value_that_is_not_finite_is_seen(value: float, dtype: torch.dtype) -> None:
     weight = torch.randn(33, 65).to(dtype)
     assert not bool(nonfinite(weight))
     weight[17, 40] = value
     assert bool(nonfinite(weight))
     assert bool(nonfinite(amax(weight)))
-
-
-def test_amax_is_the_largest_magnitude() -> None:
-    weight = torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=torch.bfloat16)
-    assert (amax(weight).item(), amax(weight).dtype) == (3.0, torch.float32)
 
 
 _MEMORY = """
@@ -177,8 +165,8 @@ def test_temporaries_are_small_whatever_the_shape() -> None:
     """An 8 MiB weight: a copy of it in float32 would be 16 MiB. Half a MiB is for what else the process takes meanwhile, with a thread for
     each core, as an engine has. A thread that waits leaves its core to the other tests."""
     environment = {"PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", _MEMORY, *QUANTIZED]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-c", _MEMORY, "nvfp4", "mxfp4", "int4-g32", "nf4-g64", "fp8-block"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert ran.returncode == 0, ran.stderr
     taken = json.loads(ran.stdout)
     assert {name: taken_bytes for name, taken_bytes in taken.items() if taken_bytes > 8.5 * 2**20} == {}
@@ -192,8 +180,8 @@ from workers.stream.formats import quantizer, triton_kernels
 from workers.quantization.recipe import Format
 
 random = torch.Generator().manual_seed(0)
-batch = (torch.randn(2, 5, 384, generator=random) * 0.02).bfloat16()
-turned = (torch.randn(1, 256, 9, generator=random) * 0.02).half().transpose(1, 2)
+batch = (torch.randn(2, 3, 256, generator=random) * 0.02).bfloat16()
+turned = (torch.randn(1, 128, 5, generator=random) * 0.02).half().transpose(1, 2)
 hard = torch.cat([weight[:2, :128] for weight in weights.adversarial(torch.float32).values()]).unsqueeze(0)
 found = {"amax": int((triton_kernels.amax(batch) != batch.float().abs().amax((1, 2))).sum())}
 for spelling in sys.argv[1:]:
@@ -208,13 +196,11 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: it comes with vLLM for a GPU")
 def test_the_gpu_kernels_make_what_torch_makes() -> None:
     """In Triton's interpreter, which needs no GPU; on one, tests/bench/formats.py compares them. Triton comes with vLLM where it exists."""
-    if importlib.util.find_spec("triton") is None:
-        assert not torch.cuda.is_available()
-        return
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "int4-g128", "nf4-g32", "nf4-g128", "fp8", "fp8-block"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "nf4-g32", "fp8", "fp8-block"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert ran.returncode == 0, ran.stderr
     assert {name: count for name, count in json.loads(ran.stdout).items() if count} == {}

@@ -42,15 +42,11 @@ def written(folder: Path, architecture: str, without: str = "$^") -> Path:
 
 # vLLM's classes
 
+# A part of a fused matrix, a matrix alone, a norm, an expert's part, an expert, all experts' part; in vLLM's classes and in ours.
 LACKING = [
     ("llama", r"layers\.1\.mlp\.up_proj", "nvfp4", "model.layers.1.mlp.gate_up_proj.weight (rows 512 to 1023)"),
-    ("llama", r"layers\.0\.self_attn\.k_proj", "int4-g32", "model.layers.0.self_attn.qkv_proj.weight (rows 256 to 383)"),
     ("llama", r"layers\.0\.self_attn\.[kv]_proj", "bf16", "model.layers.0.self_attn.qkv_proj.weight (rows 256 to 383, rows 384 to 511)"),
-    ("llama", r"layers\.1\.self_attn\.o_proj", "fp8-block", "model.layers.1.self_attn.o_proj.weight"),
     ("llama", r"lm_head", "mxfp4", "lm_head.weight"),
-    ("qwen3", r"embed_tokens", "nvfp4", "model.embed_tokens.weight"),
-    ("qwen3", r"layers\.1\.self_attn\.q_norm", "fp8", "model.layers.1.self_attn.q_norm.weight"),
-    ("qwen3_moe", r"1\.mlp\.experts\.5\.up_proj", "nvfp4", "model.layers.1.mlp.experts.5.up_proj.weight"),
     ("qwen3_moe", r"1\.mlp\.experts\.1\.up_proj", "bf16", "model.layers.1.mlp.experts.1.up_proj.weight"),
     (
         "qwen3_moe",
@@ -58,18 +54,16 @@ LACKING = [
         "int4-g32",
         "model.layers.1.mlp.experts.routed_experts.w13_weight (expert 7), model.layers.1.mlp.experts.routed_experts.w2_weight (expert 7)",
     ),
-    ("qwen3_moe-packed", r"1\.mlp\.experts\.down_proj", "mxfp4", "model.layers.1.mlp.experts.routed_experts.w2_weight"),
-    ("gpt_oss-bf16", r"0\.self_attn\.q_proj\.bias", "mxfp4", "model.layers.0.attn.qkv_proj.bias (rows 0 to 255)"),
-    ("gpt_oss-bf16", r"1\.self_attn\.sinks", "int4-g32", "model.layers.1.attn.sinks"),
-    ("deepseek_v3", r"1\.self_attn\.kv_a_proj", "fp8", "model.layers.1.self_attn.fused_qkv_a_proj.weight (rows 256 to 831)"),
-    ("deepseek_v3", r"1\.mlp\.gate\.e_score", "fp8", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ("qwen3_moe", r"1\.mlp\.experts\.\d\.up_proj", "nvfp4", "model.layers.1.mlp.experts.*.up_proj.weight"),
-    ("qwen3_next", r"2\.linear_attn\.A_log", "nvfp4", "model.layers.2.linear_attn.A_log"),
-    (
-        "granitemoehybrid",
-        r"1\.block_sparse_moe\.output_linear",
-        "int4-g32",
-        "model.layers.1.block_sparse_moe.experts.routed_experts.w2_weight",
+    *(
+        pytest.param(*row, marks=pytest.mark.rest)
+        for row in (
+            ("qwen3", r"layers\.1\.self_attn\.q_norm", "fp8", "model.layers.1.self_attn.q_norm.weight"),
+            ("gpt_oss-bf16", r"1\.self_attn\.sinks", "int4-g32", "model.layers.1.attn.sinks"),
+            ("gpt_oss-bf16", r"0\.self_attn\.q_proj\.bias", "mxfp4", "model.layers.0.attn.qkv_proj.bias (rows 0 to 255)"),
+            ("deepseek_v3", r"1\.self_attn\.kv_a_proj", "fp8", "model.layers.1.self_attn.fused_qkv_a_proj.weight (rows 256 to 831)"),
+            ("qwen3_next", r"2\.linear_attn\.A_log", "nvfp4", "model.layers.2.linear_attn.A_log"),
+        )
     ),
 ]
 
@@ -92,59 +86,42 @@ def test_what_is_missing_is_named_before_anything_is_read(
     assert not cache.exists()
 
 
-def test_much_that_is_missing_is_counted(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r" model\.layers\.1\.self_attn\.qkv_proj\.weight, \S+, \S+ and 3 more "):
-        load(written(tmp_path / "model", "llama", r"layers\.1\."), {"quantize": "nvfp4"})
+WHOLE = ("qwen3", "qwen3_next", "gpt_oss-bf16", "deepseek_v3", "granitemoehybrid")
 
 
-WHOLE = ("qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "deepseek_v3", "granitemoehybrid")
-
-
-@pytest.mark.parametrize("quantize", ["mxfp4", "bf16"])
-@pytest.mark.parametrize("architecture", WHOLE)
-def test_a_whole_checkpoint_lacks_nothing(tmp_path: Path, architecture: str, quantize: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "quantize"),
+    [
+        ("qwen3_moe-packed", "mxfp4"),
+        ("gemma3", "bf16"),
+        *(pytest.param(name, quantize, marks=pytest.mark.rest) for name in WHOLE for quantize in ("int4-g32", "bf16")),
+        pytest.param("granitemoehybrid", {"format": "int4-g32", "keep": ["moe"]}, marks=pytest.mark.rest),
+    ],
+    ids=str,
+)
+def test_a_whole_checkpoint_lacks_nothing(tmp_path: Path, architecture: str, quantize: Any) -> None:
     load(written(tmp_path / "model", architecture), {"quantize": quantize})
-
-
-@pytest.mark.parametrize("kept", ["moe", "shared_mlp"])
-def test_granites_experts_may_keep_their_precision(tmp_path: Path, kept: str) -> None:
-    load(written(tmp_path / "model", "granitemoehybrid"), {"quantize": {"format": "int4-g32", "keep": [kept]}})
 
 
 def test_it_can_be_loaded_all_the_same(tmp_path: Path) -> None:
     load(written(tmp_path / "model", "llama", "lm_head"), {"quantize": "nvfp4", "enable_weights_track": False})
 
 
-@pytest.mark.parametrize(
-    ("architecture", "quantize", "without", "named"),
-    [
-        ("llama", "nvfp4", r"layers\.1\.self_attn\.k_proj", "model.layers.1.self_attn.qkv_proj.weight (rows 256 to 383)"),
-        ("qwen3_moe", "int4-g32", r"1\.mlp\.experts\.5\.up_proj", "model.layers.1.mlp.experts.5.up_proj.weight"),
-        ("llama", "fp8", r"layers\.0\.input_layernorm", "model.layers.0.input_layernorm.weight"),
-    ],
-)
-def test_what_others_have_quantized_lacks_nothing_or_is_refused(
-    tmp_path: Path, architecture: str, quantize: str, without: str, named: str
-) -> None:
+def test_what_others_have_quantized_lacks_nothing_or_is_refused(tmp_path: Path) -> None:
     whole, half = tmp_path / "whole", tmp_path / "half"
-    export(
-        ExportRequest(
-            str(written(tmp_path / "model", architecture)), QuantizationRecipe.parse(quantize).canonical(), str(whole), device="cpu"
-        ),
-        unheard,
+    request = ExportRequest(
+        str(written(tmp_path / "model", "qwen3_moe")), QuantizationRecipe.parse("int4-g32").canonical(), str(whole), device="cpu"
     )
+    export(request, lambda *_: None)
     load(whole, {"quantize": "bf16"})
 
-    tensors = {name: one for name, one in load_file(whole / "model-00001-of-00001.safetensors").items() if not re.search(without, name)}
+    expert = "model.layers.1.mlp.experts.5.up_proj"
+    tensors = {name: one for name, one in load_file(whole / "model-00001-of-00001.safetensors").items() if not name.startswith(expert)}
     half.mkdir()
     shutil.copy(whole / "config.json", half)
     save_file(tensors, half / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"/half: .* {re.escape(named)} "):
+    with pytest.raises(CheckpointError, match=rf"/half: .* {re.escape(expert)}\.weight "):
         load(half, {"quantize": "bf16"})
-
-
-def unheard(_source: str, _done: int, _total: int) -> None:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -209,10 +186,8 @@ def test_what_neither_was_written_nor_is_said_to_be_loaded() -> None:
     "write",
     [
         lambda weight: weight.data[1:3].fill_(1),
-        lambda weight: weight.data.narrow(0, 2, 1).zero_(),
         lambda weight: weight.data.t()[0].copy_(torch.ones(4)),
         lambda weight: weight.data.index_put_((torch.tensor([1]),), torch.ones(4)),
-        lambda weight: weight.data.__setitem__(2, torch.ones(4)),
         lambda weight: torch._foreach_copy_([weight.data[0]], [torch.ones(4)]),
         lambda weight: torch.add(torch.ones(4, 4), 1, out=weight.data),
         lambda weight: setattr(weight, "data", torch.ones(4, 4)),
@@ -306,7 +281,6 @@ class Experts(nn.Module):
         ([True], ["gate_up_proj", "down_proj"], []),
         ([False], ["up_proj", "down_proj"], []),
         ([True, False], ["up_proj", "down_proj"], []),
-        ([], ["up_proj", "down_proj"], []),
     ],
 )
 def test_what_all_experts_lack_is_missed_where_they_have_to_have_it(experts: list[bool], names: list[str], named: list[str]) -> None:
@@ -316,11 +290,10 @@ def test_what_all_experts_lack_is_missed_where_they_have_to_have_it(experts: lis
 
 
 @pytest.mark.parametrize(("defined_in", "named"), [("deepseek_v2", ["e_score_correction_bias"]), ("longcat_flash", [])])
-@pytest.mark.parametrize("method", [False, True])
-def test_what_is_added_to_a_routers_scores_is_missed_unless_it_is_made_of_zeros(method: bool, defined_in: str, named: list[str]) -> None:
+def test_what_is_added_to_a_routers_scores_is_missed_unless_it_is_made_of_zeros(defined_in: str, named: list[str]) -> None:
     router = type("Router", (Layer,), {"__module__": f"vllm.model_executor.models.{defined_in}"})
 
-    assert found(router(method, e_score_correction_bias=torch.zeros(4))) == named
+    assert found(router(True, e_score_correction_bias=torch.zeros(4))) == named
 
 
 def test_a_model_that_lacks_nothing_is_not_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.errors import CheckpointError
-from tests.support.checkpoints import Entry, write_checkpoint
+from tests.support.checkpoints import Tensor, write_checkpoint
+from tests.workers.stream.loading import Late
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
-with warnings.catch_warnings():
-    # What vLLM and torch deprecate among themselves is not ours.
-    warnings.simplefilter("ignore")
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-
-
+compressed = Late("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
 NVFP4 = Format("nvfp4")
 FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
 ATTENTION = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"]
@@ -42,7 +36,7 @@ class Linear(torch.nn.Module):
 
 def read_by_vllm(config: dict[str, Any], modules: list[str]) -> dict[str, dict[str, Any] | None]:
     """What vLLM makes of each module; through JSON, as config.json is read."""
-    read = CompressedTensorsConfig.from_config(json.loads(json.dumps(config)))
+    read = compressed.CompressedTensorsConfig.from_config(json.loads(json.dumps(config)))
     read.packed_modules_mapping = FUSED
     layer = Linear()
     return {module: read.get_scheme_dict(layer, module) for module in modules}
@@ -67,7 +61,7 @@ def test_what_vllm_recognises_each_format_as() -> None:
         assert found is not None
         return found
 
-    of = CompressedTensorsConfig
+    of = compressed.CompressedTensorsConfig
     nvfp4, mxfp4, int4 = args(NVFP4), args(Format("mxfp4")), args(Format("int4", 128))
     assert of._is_nvfp4_format(nvfp4["weights"])
     assert nvfp4["format"] == "nvfp4-pack-quantized"
@@ -128,7 +122,7 @@ def test_packed_experts_match_the_names_that_vllm_asks_for() -> None:
     assert {scheme and scheme["format"] for scheme in meant.values()} == {"mxfp4-pack-quantized"}
 
 
-@pytest.mark.parametrize("tower", ["vision_tower", "visual", "vision_encoder", "vpm"])
+@pytest.mark.parametrize("tower", ["vision_tower", "vpm"])
 def test_a_vision_tower_keeps_its_precision_whatever_vllm_calls_it(tower: str) -> None:
     vision = [f"model.vision_tower.encoder.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
     text = [f"model.language_model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
@@ -152,6 +146,16 @@ def test_a_layer_of_a_tower_that_is_quantized_is_not_left_out_under_another_name
     assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
 
 
+def test_layers_that_vllm_calls_otherwise_are_matched_all_the_same() -> None:
+    dense, mamba = [[f"model.layers.{layer}.{name}" for layer in range(3)] for name in ("mlp.up_proj", "mamba.in_proj")]
+    config = quantization_config(dict.fromkeys(dense, NVFP4), [*dense, *mamba, *ATTENTION, "model.projector"])
+
+    schemes = read_by_vllm(config, ["layers.1.attn.o_proj", "layers.1.mixer.in_proj", *dense])
+
+    assert [bool(scheme) for scheme in schemes.values()] == [False, False, True, True, True]
+    assert "model.projector" in config["ignore"], "a plain name is translated by vLLM"
+
+
 def test_a_part_that_vllm_puts_elsewhere_is_matched_there() -> None:
     quantized = ["model.language_model.layers.0.mlp.up_proj", "model.language_model.altup_projections.0"]
     config = quantization_config(
@@ -162,30 +166,14 @@ def test_a_part_that_vllm_puts_elsewhere_is_matched_there() -> None:
     assert [scheme and scheme["format"] for scheme in read_by_vllm(config, in_vllm).values()] == [None, "mxfp4-pack-quantized"]
 
 
-def test_a_plain_name_is_translated_by_vllm() -> None:
-    config = quantization_config({"model.layers.0.mlp.up_proj": NVFP4}, ["model.layers.0.mlp.up_proj", "model.projector"])
-
-    assert config["ignore"] == ["model.projector", r"re:(.*\.)?lm_head$"]
-
-
-def test_nothing_quantized_is_no_description() -> None:
-    assert quantization_config({}, MOE) == {}
-    assert quantization_config({"lm_head": Format("bf16")}, MOE) == {}
-
-
-def test_a_format_without_a_description_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="int3 has no"):
-        quantization_config({"lm_head": Format("int3")}, MOE)
-
-
 def test_which_modules_may_be_linear(tmp_path: Path) -> None:
     entries = [
-        Entry("model.embed_tokens.weight", (8, 4)),
-        Entry("model.norm.weight", (4,)),
-        Entry("model.layers.0.mlp.up_proj.weight", (4, 4)),
+        Tensor("model.embed_tokens.weight", (8, 4)),
+        Tensor("model.norm.weight", (4,)),
+        Tensor("model.layers.0.mlp.up_proj.weight", (4, 4)),
     ]
-    entries += [Entry("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Entry("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
-    entries += [Entry("model.layers.1.mlp.input_linear.weight", (2, 4, 4)), Entry("model.layers.1.mamba.conv1d.weight", (2, 1, 4))]
+    entries += [Tensor("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Tensor("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
+    entries += [Tensor("model.layers.1.mlp.input_linear.weight", (2, 4, 4)), Tensor("model.layers.1.mamba.conv1d.weight", (2, 1, 4))]
 
     found = linear_modules(read_checkpoint(write_checkpoint(tmp_path / "model", {"vocab_size": 8}, entries)))
 
@@ -196,14 +184,6 @@ def test_which_modules_may_be_linear(tmp_path: Path) -> None:
         "model.layers.1.mlp.experts.input_linear",
         "model.layers.1.mamba.conv1d",
     }
-
-
-def test_equal_assignments_in_another_order_give_equal_groups() -> None:
-    chosen = {**dict.fromkeys(ATTENTION, Format("fp8")), **dict.fromkeys(EXPERTS, NVFP4)}
-
-    one, other = quantization_config(chosen, MOE), quantization_config(dict(reversed(chosen.items())), MOE)
-
-    assert [group["format"] for group in one["config_groups"].values()] == [group["format"] for group in other["config_groups"].values()]
 
 
 NAMES = sorted(
@@ -219,7 +199,7 @@ NAMES = sorted(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sets(st.sampled_from(NAMES)), st.booleans())
 def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers: bool) -> None:
     found = patterns(sorted(wanted), NAMES, towers=towers)
@@ -227,33 +207,24 @@ def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers:
     assert {name for name in NAMES if any(matches(name, pattern) for pattern in found)} == wanted
 
 
-@pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.spelling)
-def test_its_own_description_is_recognised(chosen: Format) -> None:
-    assert in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))
-
-
-def test_a_mixed_description_is_recognised() -> None:
-    assert in_our_formats(quantization_config({**dict.fromkeys(EXPERTS, Format("mxfp4")), **dict.fromkeys(ATTENTION, Format("fp8"))}, MOE))
-    assert not in_our_formats({})
+def test_its_own_description_is_recognised() -> None:
+    assert [chosen for chosen in FORMATS if not in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))] == []
+    mixed = quantization_config({**dict.fromkeys(EXPERTS, Format("mxfp4")), **dict.fromkeys(ATTENTION, Format("fp8"))}, MOE)
+    assert in_our_formats(mixed)
+    assert not in_our_formats({**mixed, "kv_cache_scheme": {"num_bits": 8}})
     assert not in_our_formats({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert in_our_formats(quantization_config({}, MOE)) is False
 
 
 @pytest.mark.parametrize(
     ("chosen", "where", "value", "ours"),
     [
         (Format("int4", 128), ("weights", "observer"), "minmax", True),
-        (Format("int4", 128), ("weights", "actorder"), None, True),
         (Format("int4", 128), ("weights", "actorder"), "group", False),
         (Format("int4", 128), ("weights", "symmetric"), False, False),
         (Format("int4", 128), ("weights", "group_size"), 256, False),
-        (Format("int4", 128), ("weights", "num_bits"), 8, False),
-        (Format("int4", 128), ("input_activations",), {"num_bits": 8, "type": "int", "dynamic": True}, False),
-        (NVFP4, ("weights", "scale_dtype"), None, True),
         (NVFP4, ("input_activations",), {"num_bits": 4, "type": "float", "dynamic": "local"}, False),
-        (Format("nvfp4_a4"), ("input_activations", "scale_dtype"), None, True),
         (Format("nvfp4_a4"), ("input_activations", "dynamic"), True, False),
-        (Format("fp8"), ("input_activations", "dynamic"), False, False),
-        (Format("fp8"), ("weights", "strategy"), "tensor", False),
         (Format("fp8"), ("input_activations",), None, False),
         (Format("mxfp4"), ("output_activations",), {"num_bits": 8}, False),
         (Format("mxfp4"), ("format",), "pack-quantized", False),
@@ -270,20 +241,6 @@ def test_what_is_described_otherwise_is_not(chosen: Format, where: tuple[str, ..
     assert in_our_formats(described) == ours
 
 
-@pytest.mark.parametrize("key", ["kv_cache_scheme", "sparsity_config", "transform_config"])
-def test_what_is_described_besides_is_not(key: str) -> None:
-    described = quantization_config(dict.fromkeys(EXPERTS, NVFP4), MOE)
-    assert not in_our_formats({**described, key: {"num_bits": 8}})
-
-
-def test_attention_that_vllm_calls_otherwise_is_matched_all_the_same() -> None:
-    dense = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
-
-    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, NVFP4), [*dense, *ATTENTION]), ["layers.1.attn.o_proj", *dense])
-
-    assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_granites_experts_are_matched_where_vllm_has_them(kept: bool) -> None:
     moe, asked = "model.layers.{}.block_sparse_moe", "model.layers.1.block_sparse_moe.experts.0.gate_proj"
@@ -295,12 +252,3 @@ def test_granites_experts_are_matched_where_vllm_has_them(kept: bool) -> None:
 
     sizes = [scheme and scheme["weights"].group_size for scheme in schemes.values()]
     assert sizes == [None if kept else 16, 32, 32, 32, 32]
-
-
-@pytest.mark.parametrize("called", ["mamba", "mixer"])
-def test_a_mamba_layer_that_vllm_calls_otherwise_is_matched_all_the_same(called: str) -> None:
-    dense, mamba = [[f"model.layers.{layer}.{name}" for layer in range(3)] for name in ("mlp.up_proj", "mamba.in_proj")]
-
-    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, NVFP4), [*dense, *mamba]), [f"layers.1.{called}.in_proj", *dense])
-
-    assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
+from tests.support.waiting import HUNG_S, until
 from workers.stream.trace import Trace, phantoms
 from workers.stream.vllm.early_repack import Early
 
@@ -117,33 +118,21 @@ def test_memory_that_the_new_layout_replaces_is_let_go_while_the_loader_still_ho
     assert before["shape_note"].numel() == 2
 
 
-@pytest.mark.parametrize("harm", ["a method of two", "a part that never comes", "a whole parameter that may come some other way"])
+@pytest.mark.parametrize("harm", ["a shared method", "a part that never comes", "sums", "weights elsewhere", "collects first"])
 def test_what_is_doubtful_is_left_to_vllm(harm):
-    if harm == "a method of two":
-        model = Model(shared_method=True)
-        done: list[torch.nn.Module] = []
-    elif harm == "a part that never comes":
-        model = Model(forgets="0.1.weight")
-        done = [model.layers[1]]
-    else:
-        model = Model(sums=True)
+    model = Model(shared_method=harm == "a shared method", sums=harm == "sums", forgets="0.1.weight" if "never" in harm else "")
+    if harm == "sums":  # so a whole parameter may come some other way
         model.layers[0].more = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-        done = [model.layers[1]]
-    watch, _ = early(model)
+    if harm == "weights elsewhere":
+        model.layers[0].weight._vllm_is_uva_offloaded = True
+    if harm == "collects first":
+        real = model.load_weights
+        model.load_weights = lambda tensors: real(list(tensors))
+    done = [] if harm in ("a shared method", "collects first") else [model.layers[1]]
+    watch, trace = early(model)
+    assert trace.late is (harm == "collects first")
     load(model, watch, tensors())
     assert watch.done == done
-
-
-def test_a_model_that_collects_first_is_left_to_vllm():
-    class Collects(Model):
-        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            super().load_weights(list(tensors))
-
-    model = Collects()
-    watch, trace = early(model)
-    assert trace.late
-    load(model, watch, tensors())
-    assert watch.done == []
 
 
 def test_a_kernel_that_refuses_its_module_names_it():
@@ -185,13 +174,13 @@ def test_a_refusal_in_that_thread_is_raised_by_who_waits_and_nothing_begins_afte
     class Refuses(Method):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             began.set()
-            assert go.wait(10)
+            assert go.wait(HUNG_S)
             raise AssertionError("unsupported by Marlin tiles")
 
     model.layers[0].quant_method = Refuses()
     watch, _ = early(model, CPU)
     load(model, watch, tensors())
-    assert began.wait(10)
+    assert began.wait(HUNG_S)
     go.set()
     with pytest.raises(CheckpointError, match=r"layers\.0.*unsupported by Marlin tiles"):
         watch.wait()
@@ -205,25 +194,20 @@ def test_an_abandoned_load_leaves_what_has_not_begun():
     class Slow(Method):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             began.set()
-            assert go.wait(10)
+            assert go.wait(HUNG_S)
             super().process_weights_after_loading(layer)
 
     model.layers[0].quant_method = Slow()
     watch, _ = early(model, CPU)
     load(model, watch, tensors())
-    assert began.wait(10)
-    threading.Timer(0.05, go.set).start()
-    watch.abandon()
+    assert began.wait(HUNG_S)
+    abandoning = threading.Thread(target=watch.abandon)
+    abandoning.start()
+    until(lambda: watch._aside is not None and watch._aside._abandoned, "the load was abandoned while a layout is made")
+    go.set()
+    abandoning.join()
     assert watch.done == [model.layers[0]]
     assert model.layers[1].quant_method.calls == 0
-
-
-def test_weights_that_live_elsewhere_are_left_to_vllm():
-    model = Model()
-    model.layers[0].weight._vllm_is_uva_offloaded = True
-    watch, _ = early(model)
-    load(model, watch, tensors())
-    assert watch.done == [model.layers[1]]
 
 
 def test_no_place_is_held_after_it_was_looked_at():

@@ -19,7 +19,6 @@ import torch
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, write_checkpoint
-from tests.support.facts import lacking
 from tests.workers.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
@@ -30,7 +29,6 @@ INDEX = "model.safetensors.index.json"
 DAMAGED = "model.layers.1.mlp.up_proj"
 W = f"{DAMAGED}.weight"
 ALONE = "model.layers.1.self_attn.o_proj.weight"
-NORM = "model.layers.1.post_attention_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +68,6 @@ def truncated(folder: Path) -> None:
     os.truncate(shards(folder)[-1], shards(folder)[-1].stat().st_size - 4096)
 
 
-def longer_header(folder: Path) -> None:
-    path = shards(folder)[0]
-    path.write_bytes(struct.pack("<Q", 10**9) + path.read_bytes()[8:])
-
-
 def reshaped(folder: Path) -> None:
     header(folder, lambda entries, _: entries[W].update(shape=[1024, 128]))
 
@@ -88,16 +81,8 @@ def narrow(folder: Path) -> None:
     header(folder, lambda entries, _: entries[ALONE].update(shape=[1024, 64]), ALONE)
 
 
-def longer(folder: Path) -> None:
-    header(folder, lambda entries, _: entries[W].update(shape=[1024, 256]))
-
-
 def of_integers(folder: Path) -> None:
     header(folder, lambda entries, _: entries[W].update(dtype="I16"))
-
-
-def of_unknown_dtype(folder: Path) -> None:
-    header(folder, lambda entries, _: entries[W].update(dtype="BF17"))
 
 
 def not_finite(folder: Path) -> None:
@@ -108,65 +93,26 @@ def not_finite(folder: Path) -> None:
     header(folder, spoil)
 
 
-def not_finite_norm(folder: Path) -> None:
-    path = next(one for one in shards(folder) if NORM.encode() in one.read_bytes()[:65536])
-    raw = bytearray(path.read_bytes())
-    begin = 8 + struct.unpack("<Q", raw[:8])[0]
-    at = begin + json.loads(raw[8:begin])[NORM]["data_offsets"][1] - 2
-    raw[at : at + 2] = b"\xc0\x7f"
-    path.write_bytes(raw)
-
-
 def renamed(folder: Path) -> None:
     header(folder, lambda entries, _: entries.update({f"{DAMAGED}s.weight": entries.pop(W)}))
     weight_map(folder, lambda where: where.update({f"{DAMAGED}s.weight": where.pop(W)}))
 
 
+# One for each place that finds it: the headers, the index, the recipe, the model's shapes, the model's names, the values. The reader of
+# headers has its own tests (tests/sparkd/checkpoint).
 CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
-    ("truncated shard", truncated, "nvfp4", r"model-\d+-of-\d+\.safetensors: .*the file is cut off.*Download"),
-    ("missing shard", lambda folder: shards(folder)[1].unlink(), "nvfp4", r"model-00002-of-\d+\.safetensors: the file is not there"),
-    (
-        "header longer than the file",
-        longer_header,
-        "nvfp4",
-        r"model-00001-of-\d+\.safetensors: .*give the header 10\d+ bytes",
-    ),
-    (
-        "index with a missing tensor",
-        lambda folder: weight_map(folder, lambda where: where.update({"model.extra.weight": shards(folder)[0].name})),
-        "nvfp4",
-        r"model\.extra\.weight: model\.safetensors\.index\.json says.*and it is not",
-    ),
-    ("unknown dtype", of_unknown_dtype, "nvfp4", rf"{W}: its dtype BF17 is not known"),
-    ("integers", of_integers, "nvfp4", rf"{W}: it holds I16, and a weight of fractions is expected there\."),
-    ("integers, plain", of_integers, "bf16", rf"{W}: it holds I16, and the model has"),
-    ("more than its bytes", longer, "nvfp4", rf"{W}: its offsets hold 262144 bytes"),
-    ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: vLLM's LlamaForCausalLM does not take it as BF16 of shape \[128, 512\]"),
-    ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: it has 128 columns and \S+gate_proj\.weight has 256, though vLLM"),
-    ("another shape, int4", reshaped, "int4-g32", rf"{DAMAGED}.*"),
-    ("another shape, fp8", reshaped, "fp8", rf"{DAMAGED}.*"),
+    ("truncated shard", truncated, "nvfp4", r"model-\d+-of-\d+\.safetensors: "),
+    ("missing shard", lambda folder: shards(folder)[1].unlink(), "nvfp4", r"model-00002-of-\d+\.safetensors: "),
+    ("integers", of_integers, "nvfp4", rf"{W}: .* I16\b"),
+    ("integers, plain", of_integers, "bf16", rf"{W}: .* I16\b"),
+    ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: .*LlamaForCausalLM .* BF16 .*\[128, 512\]"),
+    ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: .* 128 .*gate_proj\.weight .* 256\b"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
-    ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .*There is no module or parameter named '[\w.]+' in LlamaModel\)\."),
-    ("a form that the class has not", renamed, "nvfp4", r".*one model, and download them again; if they are, .*its name in `keep`"),
-    ("another name, plain", renamed, "bf16", rf"{DAMAGED}.*"),
-    ("NaN", not_finite, "nvfp4", rf"{W}.*NaN or Inf.*fetch it again"),
-    ("NaN, int4", not_finite, "int4-g32", rf"{W}.*NaN or Inf.*fetch it again"),
-    ("NaN, plain", not_finite, "bf16", rf"{W}.*NaN or Inf.*fetch it again"),
-    ("NaN in a norm", not_finite_norm, "nvfp4", rf"model-\d+-of-\d+\.safetensors: {NORM}: it holds NaN or Inf\. The file is damaged"),
-    ("NaN, fp8", not_finite, "fp8", rf"{W}.*NaN or Inf.*fetch it again"),
-    (
-        "a group that does not divide",
-        narrow,
-        {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}},
-        rf"model-\d+-of-\d+\.safetensors: {ALONE}: K=64 is not divisible by the group size 128.*Use int4-g64",
-    ),
-    (
-        "a group that is not built",
-        lambda folder: None,
-        {"format": "nvfp4", "layers": {"o_proj": {"format": "int4", "group_size": 96}}},
-        "group size 96 is not built",
-    ),
-    ("nf4-g16", lambda folder: None, "nf4-g16", "group size 16"),
+    ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .* in LlamaModel\)\. .*`keep`"),
+    ("NaN", not_finite, "nvfp4", rf"{W}.*NaN"),
+    ("NaN, plain", not_finite, "bf16", rf"{W}.*NaN"),
+    ("a group that does not divide", narrow, {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}}, rf"{ALONE}: K=64 .*128.* int4-g64"),
+    ("a group that is not built", lambda folder: None, "nf4-g16", r" 16\b"),
 ]
 
 
@@ -201,8 +147,6 @@ HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."
 )
 TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
-CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-MAPPED = RuntimeError("unable to mmap 4294967296 bytes from file </m/model.safetensors>: Cannot allocate memory (12)")
 
 
 class Exhausted:
@@ -234,11 +178,10 @@ def placing(model: Any, error: BaseException) -> None:
     model.load_weights = lambda tensors: real(some(tensors))
 
 
-@pytest.mark.parametrize("where", ["quantizing", "placing"])
 @pytest.mark.parametrize(
-    "error",
-    [CUDA, HOST, TRITON, CUBLAS, MAPPED, MemoryError()],
-    ids=["device", "torch's allocator", "Triton", "cuBLAS", "a file", "Python"],
+    ("where", "error"),
+    [("quantizing", CUDA), ("placing", HOST), ("quantizing", TRITON), ("placing", MemoryError())],
+    ids=["device", "torch's allocator", "Triton", "Python"],
 )
 def test_memory_that_is_used_up_in_the_middle(
     sound: Path, tmp_path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -266,8 +209,9 @@ def test_memory_that_is_used_up_in_the_middle(
 # Ended from outside
 
 
-@pytest.mark.parametrize("when", ["placing", "before the first tensor"])
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("when", "error"), [("placing", SystemExit(0)), ("before the first tensor", KeyboardInterrupt())], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_load_that_is_ended_from_outside_leaves_nothing(
     sound: Path, tmp_path: Path, when: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +232,6 @@ def test_a_load_that_is_ended_from_outside_leaves_nothing(
     assert caught.value is error
     said = json.loads(progress.read_text())
     assert (said["phase"], type(error).__name__ in said["error"]["message"]) == ("failed", False)
-    assert lacking(said["error"]["message"], "load", "outside") == []
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
     assert shared_memory() <= before

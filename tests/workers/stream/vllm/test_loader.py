@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.workers.stream.loading import Late
 from workers import plugin
 from workers.quantization.formats import Format
 from workers.stream.vllm.config import quantization_config
 
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config.load import LoadConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from workers.stream.vllm import loader
-    from workers.stream.vllm.method import SparkConfig, formats_of
+loader = Late("workers.stream.vllm.loader")
+method = Late("workers.stream.vllm.method")
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
@@ -52,12 +47,15 @@ def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNames
 
 
 def test_the_models_configuration_says_what_the_loader_makes(folder):
+    plain = arguments(folder, "bf16")
+    loader.describe(plain, {})
+    assert plain.hf_overrides == {}
     args = arguments(folder, hf_overrides={"rope_theta": 1.0})
     loader.describe(args, {})
     described = args.hf_overrides["quantization_config"]
     assert args.hf_overrides["rope_theta"] == 1.0
     assert described["quant_method"] == "spark"
-    assert formats_of(described) == [Format("nvfp4")]
+    assert method.formats_of(described) == [Format("nvfp4")]
 
 
 def test_overrides_that_are_a_function_are_kept(folder):
@@ -68,15 +66,9 @@ def test_overrides_that_are_a_function_are_kept(folder):
     assert made.quantization_config["quant_method"] == "spark"
 
 
-def test_plain_loading_describes_nothing(folder):
-    args = arguments(folder, "bf16")
-    loader.describe(args, {})
-    assert args.hf_overrides == {}
-
-
 @pytest.mark.parametrize(("cpu", "quantization", "ours"), [(True, None, True), (False, None, False), (True, "compressed-tensors", False)])
 def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(folder, monkeypatch, cpu, quantization, ours):
-    monkeypatch.setattr(loader, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setattr("workers.stream.vllm.loader.current_platform", SimpleNamespace(is_cpu=lambda: cpu))
     said = quantization_config({"model.layers.0.mlp.up_proj": Format("int4", 128)}, [])
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128, "quantization_config": said}))
     args = arguments(folder, None, quantization=quantization)
@@ -87,18 +79,16 @@ def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_
 def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
     args = arguments(folder, None)
     loader.describe(args, {"VLLM_FP8_LAYERS": "all"})
-    assert formats_of(args.hf_overrides["quantization_config"]) == [Format("fp8")]
+    assert method.formats_of(args.hf_overrides["quantization_config"]) == [Format("fp8")]
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"quantize": "nf4-g16"}, "16.*nf4"),
         ({"quantize": "int3"}, "int3"),
         ({"quantization": "fp8"}, "--quantization fp8 .*`quantize`"),
         ({"model": "/no/such/folder/at/all"}, "/no/such/folder/at/all"),
         ({"model_loader_extra_config": {"quantise": "nvfp4"}}, "'quantise'"),
-        ({"model_loader_extra_config": {"ring_bytes": True}}, "ring_bytes"),
         ({"model_loader_extra_config": {"block_bytes": 5000}}, "multiple of 4096"),
     ],
 )
@@ -120,40 +110,34 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     assert "model.safetensors" in said["error"]["message"]
     assert said["error"]["lasting"] is False, "the file may be whole the next time"
 
-
-def test_what_was_read_and_cannot_be_loaded_fails_every_time(folder, tmp_path):
-    path = tmp_path / "progress"
     scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .*scale"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: "):
         loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
-    assert json.loads(path.read_text())["error"]["lasting"] is True
+    assert json.loads(path.read_text())["error"]["lasting"] is True, "what was read will not change"
 
 
 def test_registering_twice_is_registering_once():
     plugin.register()
-    described = EngineArgs.create_model_config
+    described = Late("vllm.engine.arg_utils").EngineArgs.create_model_config
     plugin.register()
-    assert EngineArgs.create_model_config is described
+    assert Late("vllm.engine.arg_utils").EngineArgs.create_model_config is described
 
 
 def test_the_loader_does_not_give_its_settings_to_vllms_own():
-    made = loader.SparkStreamLoader(LoadConfig(load_format="spark_stream", model_loader_extra_config={"quantize": "int4-g64"}))
+    made = loader.SparkStreamLoader(
+        Late("vllm.config.load").LoadConfig(load_format="spark_stream", model_loader_extra_config={"quantize": "int4-g64"})
+    )
     assert made.load_config.load_format == "safetensors"
     assert made.load_config.model_loader_extra_config == {}
 
 
-@pytest.mark.parametrize(
-    "form",
-    [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("nf4", 64), Format("fp8"), Format("fp8_block")],
-)
-def test_a_description_is_read_back_as_the_format_it_was_made_from(form):
-    described = quantization_config({"model.layers.0.mlp.up_proj": form}, ["model.layers.0.mlp.up_proj", "lm_head"])
-    assert formats_of(described) == [form]
-    config = SparkConfig.from_config({**described, "quant_method": "spark"})
-    assert config.get_name() == "spark"
-    assert SparkConfig.override_quantization_method({"quant_method": "spark"}, None) == "spark"
-    assert SparkConfig.override_quantization_method({"quant_method": "fp8"}, None) is None
+def test_a_description_is_read_back_as_the_formats_it_was_made_from():
+    forms = [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("nf4", 64), Format("fp8"), Format("fp8_block")]
+    described = [quantization_config({"model.layers.0.mlp.up_proj": form}, ["lm_head"]) for form in forms]
+    assert [method.formats_of(one) for one in described] == [[form] for form in forms]
+    assert method.SparkConfig.from_config({**described[0], "quant_method": "spark"}).get_name() == "spark"
+    assert [method.SparkConfig.override_quantization_method({"quant_method": name}, None) for name in ("spark", "fp8")] == ["spark", None]
 
 
 def test_settings_are_frozen(folder):

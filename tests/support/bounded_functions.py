@@ -1,0 +1,31 @@
+"""Functions for a process of its own (sparkd.execution.bounded_call), which imports this module: no more than the errors of sparkd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from sparkd.errors import ConfigError, ModelFailed
+
+ERRORS = (
+    ConfigError("no such key", file="/etc/sparkd.yaml", line=3, param="model"),
+    ModelFailed("failed", retry_after_s=9, held_by=("m",)),
+)
+
+
+def fail(_: bytes, number: int) -> None:
+    raise ERRORS[number]
+
+
+def sleep(_: bytes) -> None:
+    time.sleep(3600)
+
+
+def with_descendant(_: bytes, path: str, number: int, own_session: bool) -> str:
+    """Start a process that holds this one's pipes, write its id to the file, and send this process the signal."""
+    descendant = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
+    Path(path).write_text(str(descendant.pid))
+    os.kill(os.getpid(), number)
+    return "answer"
