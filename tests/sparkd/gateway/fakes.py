@@ -278,6 +278,7 @@ class Running:
     supervisor: FakeSupervisor
     engine: RawEngine
     timers: TurnedLoop
+    serves: asyncio.Task[None]
     admin_calls: list[Scope] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
 
@@ -421,10 +422,10 @@ async def serving(
     if own_time:
         server.config.http = _with_timers(server.config.http, timers)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    running = Running(listener.getsockname()[1], edge, server, supervisor, engine, timers, calls)
     with mock.patch.object(uvicorn.server, "asyncio", ShortLooks()):
         async with asyncio.TaskGroup() as tasks:
             serves = tasks.create_task(server.run_until_told([listener]))
+            running = Running(listener.getsockname()[1], edge, server, supervisor, engine, timers, serves, calls)
             await soon(lambda: server.started)
             try:
                 yield running
