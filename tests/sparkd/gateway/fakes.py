@@ -223,6 +223,11 @@ class TurnedLoop:
         self._timers.append(timer)
         return timer
 
+    @property
+    def pending(self) -> int:
+        """How many timers may still fall due."""
+        return sum(not timer.cancelled() for timer in self._timers)
+
     def turn(self, seconds: float) -> None:
         """Let `seconds` pass: what falls due is called at its time, the earliest first."""
         until_s = self._now_s + seconds
