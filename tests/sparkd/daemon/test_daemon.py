@@ -31,7 +31,8 @@ WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 @pytest.fixture(scope="module")
 def _models(stage: Stage) -> Iterator[None]:
     half_gib = offered_gib(Config()) // 2 + 1
-    gates = {name: {"SPARKD_STUB_LOAD_GATE": str(stage.gate(name))} for name in ("held", "impatient", "abandoned", "curled", "turns", "weights")}
+    gated = ("held", "impatient", "abandoned", "curled", "turns", "weights")
+    gates = {name: {"SPARKD_STUB_LOAD_GATE": str(stage.gate(name))} for name in gated}
     # The first question is answered as a whole: it waits, and so the model is not READY.
     asked = {name: {"SPARKD_STUB_GATE": str(stage.gate(name))} for name in ("rehearsed", "lazy")}
     models: dict[str, dict[str, Any]] = {
@@ -303,9 +304,9 @@ def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage:
 
 def test_engine_metrics_pass_through_with_labels_and_are_there_while_the_engine_hangs(stage: Stage) -> None:
     stage.ready("quick")
-    until(lambda: "vllm:num_requests_running" in stage.client.get("/metrics").text, "a scrape", 0.3)
+    mine = 'vllm:num_requests_running{model="quick",node="127.0.0.1"'
+    until(lambda: mine in stage.client.get("/metrics").text, "a scrape", 0.3)
     text = stage.client.get("/metrics").text
-    assert 'model="quick",node="127.0.0.1"' in text
     assert text.count("# TYPE vllm:num_requests_running") == 1
     assert 'sparkd_model_state{model="quick",state="READY"} 1.0' in text
 
