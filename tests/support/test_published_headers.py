@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,11 +13,10 @@ TOTALS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "totals.yaml")
 QUICK = ("Qwen3.5", "gpt-oss", "Gemma", "DeepSeek-V2", "Mistral", "GLM", "Nemotron-3-Nano")
 
 
-@pytest.mark.parametrize(
-    "total", [one for one in TOTALS if one["model"].startswith(QUICK)], ids=lambda one: f"{one['model']} {one['what']}"
-)
-def test_the_tensors_of_a_published_model_add_up(total: dict[str, Any]) -> None:
-    assert count_of(total) == total["value"]
+def test_the_tensors_of_published_models_add_up() -> None:
+    totals = [total for total in TOTALS if total["model"].startswith(QUICK)]
+    assert len(totals) > 10
+    assert [total["model"] for total in totals if count_of(total) != total["value"]] == []
 
 
 def test_a_way_to_store_a_model_that_is_not_known_is_refused() -> None:
