@@ -165,7 +165,7 @@ def _scene(
         made.program = program
         made.start()
         try:
-            made.settled(120)
+            made.settled()
             scene = Scene(made, 1.0 if stub else REAL_PATIENCE)
             if scene.well() is None:
                 raise RuntimeError(f"the model never answered: {made.tail()}")
@@ -178,7 +178,7 @@ def _scene(
                 small.drain()
             if made.process is None or made.process.poll() is not None:
                 made.start()
-                made.settled(60)
+                made.settled()
             made.gone()
             if small:
                 small.close()

@@ -122,7 +122,7 @@ def _ready_again(pair: Pair, at_s: float) -> float | None:
         return seen.get("state") == "READY" and seen["want"] == "RUNNING" and pair.answers_quickly()
 
     try:
-        pair.both(READY_S)
+        pair.both()
         until(look, "READY again", 0.2, limit_s=READY_S)
     except AssertionError:
         return None

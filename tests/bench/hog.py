@@ -12,9 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.bench.arguments import Parser, amount, model
 from tests.support.daemon_process import ROOT, DaemonProcess
@@ -55,7 +59,6 @@ class BoxedDaemon(DaemonProcess):
 
 
 def main() -> int:
-    # Where a hog is slow the model, which is idle, is unloaded before the guard kills anything: beside other tests it must be faster.
     parser = Parser("tests.bench.hog", __doc__, stub=True, model=None, limit_gib=4.0, rate_gib_s=1.0)
     parser.add_argument("--model", type=model, help="a folder with a small model")
     parser.add_argument("--stub", action="store_true")
@@ -94,7 +97,7 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
     made.start()
     hog = None
     try:
-        made.settled(120)
+        made.settled()
         made.wait_for("m", "READY", 400)
         assert made.chat("m", "Hello").status_code == 200
         before, box.least_available_bytes = made.pid_of("m"), box.available_bytes()
@@ -102,6 +105,10 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
             f"cgroup v{box.version} of {asked.limit_gib:g} GiB, the model answers, {box.available_bytes() / GIB:.2f} GiB available",
             flush=True,
         )
+        # An idle model would be unloaded before the guard has to kill anything.
+        busy = threading.Thread(target=_stay_busy, args=(made, folder / "never"), daemon=True)
+        busy.start()
+        until(lambda: made.metric("sparkd_in_flight", '"m"'), "the model is at work")
         words = box.command([sys.executable, "-c", _HOG, str(asked.rate_gib_s * GIB), str(0.7 * GIB)])
         hog = subprocess.Popen(words)
         failed = until(lambda: _failed(made), f"the guard acts; {made.tail()}")
@@ -138,6 +145,12 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
             hog.kill()
             hog.wait()
         made.gone()
+
+
+def _stay_busy(made: DaemonProcess, gate: Path) -> None:
+    """A request that ends with its engine."""
+    with suppress(httpx.HTTPError):
+        made.chat("m", "Count.", stream=True, max_tokens=900, ignore_eos=True, stub={"gate": str(gate), "gate_after": 1})
 
 
 def _failed(made: DaemonProcess) -> str | None:

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,8 @@ from tests.support.waiting import HUNG_S
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 LIVEZ = request("GET", "/livez")
+# No client of these tests is slow, however slow the machine is.
+PATIENT = ClientLimits(header_s=HUNG_S, body_grace_s=HUNG_S, keep_alive_s=HUNG_S, linger_s=HUNG_S)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_some_connections_stay_for_what_is_answered_at_once(connections: int) ->
 
 async def test_probes_are_answered_while_requests_have_all_their_places(engine: RawEngine) -> None:
     engine.script = until_gone
-    async with serving(engine, limits=ClientLimits(connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
+    async with serving(engine, limits=replace(PATIENT, connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
         clients = [await running.open() for _ in range(3)]
         for client in clients[:2]:
             await busy(running, client)
@@ -67,7 +70,7 @@ async def test_probes_are_answered_while_requests_have_all_their_places(engine: 
 @contextlib.asynccontextmanager
 async def with_five(engine: RawEngine) -> AsyncIterator[tuple[Running, list[Client]]]:
     """A gateway that takes five connections, and the five."""
-    async with serving(engine, limits=ClientLimits(connections=5, linger_s=HUNG_S, header_s=HUNG_S)) as running:
+    async with serving(engine, limits=replace(PATIENT, connections=5)) as running:
         clients = [await running.open() for _ in range(5)]
         await soon(lambda: len(running.server.server_state.connections) == 5)
         yield running, clients
@@ -145,10 +148,9 @@ async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEng
 async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     held = await gateway.open()
     assert await alive(held)
-    limits = ClientLimits()
     with monkeypatch.context() as patch:
         patch.setattr(acceptor, "descriptor_limit", lambda: 16)  # the next client's number lies in the reserve
-        gateway.server.set_limits(limits)
+        gateway.server.set_limits(PATIENT)
         before = metrics.ACCEPT_RESTS._value.get()
         last = await gateway.open()
         assert await held.ended() == b""  # idle: it gives way, so that there are descriptors again
@@ -156,7 +158,7 @@ async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkey
         assert "DescriptorsShort" in str(gateway.server.condition)
         waiting = await gateway.open()  # in the kernel's queue
         waiting.send(LIVEZ)
-    gateway.server.set_limits(limits)
+    gateway.server.set_limits(PATIENT)
     assert (await waiting.answer()).status == 200
     for client in (held, last, waiting):
         await client.close()

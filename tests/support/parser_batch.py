@@ -1,10 +1,12 @@
-"""Owns how tests ask vLLM's parser many questions in one child, because each child imports vLLM."""
+"""Owns how tests ask vLLM's parser many questions in one child, because each child imports vLLM, or none at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
+
+import pytest
 
 from sparkd.inquiry import parser_answers
 
@@ -21,3 +23,8 @@ def ask_at_once(checks: Callable[[], object]) -> None:
         checks()
     for runtime, asked in lines.items():
         parser_answers.answers(asked, runtime, [], ask=True)
+
+
+def refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer every question at once, as a parser that takes all arguments."""
+    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))

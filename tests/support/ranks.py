@@ -17,7 +17,6 @@ from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec
 
-DEADLINE_S = 30.0
 SECRET = "swordfish-0123456789"
 
 # Engines in miniature. Each takes vLLM's command line, ignores it and prints "up" when its children are there.
@@ -98,6 +97,17 @@ def a_place() -> Iterator[Place]:
     left = processes.marks(processes.table(), here.run_dir)
     shutil.rmtree(root)
     assert not left
+
+
+def venv(folder: Path) -> Path:
+    """A virtual environment without anything, as `python -m venv` makes it in a second; its site-packages."""
+    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    site.mkdir(parents=True)
+    (folder / "bin").mkdir()
+    base = Path(sys._base_executable)  # type: ignore[attr-defined]
+    (folder / "bin" / "python").symlink_to(base)
+    (folder / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
+    return site
 
 
 def stop(place: Place, handle: dict[str, Any], grace_s: float = 10.0) -> dict[str, Any]:

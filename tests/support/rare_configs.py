@@ -91,32 +91,10 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 64, "state_size": 128, "n_groups": 1, "conv_kernel": 4, "expand": 2, "chunk_size": 256, "vocab_size": 32_000,
         "torch_dtype": "bfloat16", "use_conv_bias": True, "rms_norm": True, "tie_word_embeddings": False,
     },
-    "falcon-mamba": {
-        "architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba", "hidden_size": 1024, "num_hidden_layers": 4,
-        "state_size": 16, "conv_kernel": 4, "expand": 2, "intermediate_size": 2048, "time_step_rank": 64, "vocab_size": 32_000,
-        "torch_dtype": "bfloat16", "use_conv_bias": True, "tie_word_embeddings": False,
-    },
-    "step3-text": _config(
-        "Step3TextForCausalLM", "step3_text", num_attention_groups=1, head_dim=256, share_q_dim=512, share_expert_dim=512,
-        moe_intermediate_size=512, moe_num_experts=8, moe_top_k=2, moe_layers_enum="1,2,3", norm_expert_weight=False,
-        max_position_embedding=32_768, num_key_value_heads=None, max_position_embeddings=None,
-    ),
-    "ling-linear": _config(
-        "BailingMoeV2_5ForCausalLM", "bailing_hybrid", **_LATENT, **_OWN_CODE, num_hidden_layers=5, layer_group_size=5, group_norm_size=4,
-        num_experts=8, num_experts_per_tok=2, num_shared_experts=1, moe_intermediate_size=512, first_k_dense_replace=1, n_group=1,
-        topk_group=1, score_function="sigmoid", moe_router_enable_expert_bias=True, norm_topk_prob=True, routed_scaling_factor=2.5,
-        use_qk_norm=True, head_dim=64, rope_theta=10_000,
-    ),
     "bert": {
         "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 12,
         "intermediate_size": 1536, "max_position_embeddings": 512, "vocab_size": 30_522, "type_vocab_size": 2, "hidden_act": "gelu",
         "torch_dtype": "float32", "layer_norm_eps": 1e-12, "position_embedding_type": "absolute",
-    },
-    "xlm-roberta-reranker": {
-        "architectures": ["XLMRobertaForSequenceClassification"], "model_type": "xlm-roberta", "hidden_size": 384, "num_hidden_layers": 4,
-        "num_attention_heads": 12, "intermediate_size": 1536, "max_position_embeddings": 514, "vocab_size": 30_522, "type_vocab_size": 1,
-        "hidden_act": "gelu", "torch_dtype": "float32", "layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "pad_token_id": 1,
-        "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
     },
     "whisper": {
         "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 384, "encoder_layers": 4,
@@ -168,10 +146,6 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=512, first_k_dense_replace=1, n_group=1, topk_group=1,
         scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=2.5, moe_layer_freq=1,
     ),
-    "gemma-2": _config(
-        "Gemma2ForCausalLM", "gemma2", head_dim=128, sliding_window=4096, query_pre_attn_scalar=128, attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
-    ),
     # An architecture that is known, with layers that differ.
     "llama-per-layer": _config(
         "LlamaForCausalLM", "llama", per_layer_config={"1": {"num_key_value_heads": 2}, "2": {"num_key_value_heads": 8}}
@@ -207,7 +181,7 @@ RARE: Mapping[str, Mapping[str, bytes]] = {
         ).encode()
     },
 }  # fmt: skip
-UNANSWERED = ("decilm", "ling-linear")
+UNANSWERED = ("decilm",)
 REFUSED = ("llama-per-layer", "qwen2-windows")
 
 

@@ -119,7 +119,7 @@ async def test_csv_has_the_columns_and_the_outcome_of_json(admin: Admin, log: Re
 
 async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
     exchange = asked(log, 1)
-    exchange.task = asyncio.create_task(asyncio.sleep(60))
+    exchange.task = asyncio.create_task(asyncio.Event().wait())
     row = await admin.ask("DELETE", "/requests/req-1", 202)
     assert (row["request_id"], row["phase"]) == ("req-1", "queued")
     with pytest.raises(asyncio.CancelledError):

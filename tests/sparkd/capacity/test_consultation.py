@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +71,6 @@ def test_a_question_says_what_changes_a_models_memory_and_runs_none_of_its_code(
     Consultation(vllm, read_checkpoint(str(folder)), [], {}, KNOWN["h200"]).ask([(AS_IT_IS, 1, 1)])
     Consultation(vllm, read_checkpoint(str(folder)), [], {}, replace(SPARK, platform="cpu")).ask([(AS_IT_IS, 1, 1)])
     assert [each.platform for each in vllm.asked[2:]] == ["cuda:9.0", OWN]
-
-
-def test_a_short_flag_stays_behind_one_that_is_left_out(folder: Path) -> None:
-    vllm = Vllm(answer(FULL, blocks=1))
-    Consultation(vllm, read_checkpoint(str(folder)), ["--max-model-len", "-1", "-q", "fp8"], {}, SPARK).ask([(AS_IT_IS, 1, 1)])
-    assert vllm.asked[0].args == ("-q", "fp8")
 
 
 def test_a_draft_of_the_hub_is_asked_about_where_it_lies(folder: Path, tmp_path: Path) -> None:
@@ -430,19 +423,6 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
     assert plan["choice"]["footprint"]["sureness"] == "known" and any("vLLM" in note and "no answer" in note for note in plan["notes"])
 
 
-def test_a_plan_says_once_that_it_starts_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def ask(questions: Sequence[ModelQuestion], _runtime: Any, progress: Callable[[str, int], None]) -> list[ModelAnswer]:
-        for step, number in (("importing", -1), ("ready", -1), ("asking", 0), ("asking", 1)):
-            progress(step, number)
-        return [answer(FULL, blocks=1) for _ in questions]
-
-    monkeypatch.setattr("sparkd.cli.plan_run.ask", ask)
-    monkeypatch.setattr("sparkd.cli.plan_run.full_version_in", lambda _: "0.32.0")
-    assert exit_code(["--json", "plan", str(folder)]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and "starting vLLM" in lines[0] and "asking vLLM" in lines[1]
-
-
 @pytest.mark.parametrize(
     ("hardware", "platform", "taken"),
     [
@@ -459,10 +439,3 @@ def test_an_answer_about_another_device_says_nothing(folder: Path, hardware: Har
         consultation = Consultation(Vllm(replace(reply, platform=platform)), read_checkpoint(str(folder)), [], {}, hardware)
         consultation.ask([(AS_IT_IS, 1, 1)])
         assert consultation.exact(AS_IT_IS, Serving(4096)).decides is taken
-
-
-def test_odd_files_beside_a_model_stop_no_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "gone.py").symlink_to(folder / "nowhere.py")
-    os.mkfifo(folder / "params.json")
-    assert exit_code(["--json", "plan", "--quick", str(folder)]) == 0
-    assert json.loads(capsys.readouterr().out)["choice"]["footprint"]["sureness"] == "known"

@@ -78,10 +78,7 @@ def in_one_file(folder: Path, tensors: list[Tensor], **config: object) -> None:
 BROKEN: dict[str, Break] = {
     "a shard is missing": lambda folder: without(folder, SHARDS[1]),
     "a shard and the index are missing": lambda folder: without(folder, SHARDS[1], INDEX),
-    "a shard has another name yet": lambda folder: (folder / SHARDS[1]).rename(folder / f"{SHARDS[1]}.incomplete"),
     "a shard is cut off": lambda folder: cut(folder, SHARDS[1], 100_000),
-    "a header is cut off": lambda folder: cut(folder, SHARDS[1], 20),
-    "a shard is empty": lambda folder: cut(folder, SHARDS[1], 0),
     "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
     "a shard is a link to nothing": linked_to_nothing,
     "no weights": lambda folder: without(folder, *SHARDS, INDEX),

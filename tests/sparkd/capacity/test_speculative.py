@@ -152,9 +152,6 @@ def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path
         ((), None),
         (("--speculative-config", json.dumps(MTP)), MTP),
         ((f"--speculative-config={json.dumps(MTP)}",), MTP),
-        (("--speculative-config",), None),
-        (("--speculative-config", "[1]"), None),
-        (("--speculative-config", "{"), None),
         (("--speculative-config", "[" * 5000), None),
     ],
 )
@@ -177,7 +174,7 @@ def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dic
     assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "dspark", "medusa", None])
+@pytest.mark.parametrize("method", ["eagle3", None])
 def test_a_draft_of_another_kind_is_a_guess_by_what_is_seen_of_it(method: str | None, folder: Path) -> None:
     shape = shape_of(PREDICTS)
     for name, layers in ((str(folder.parent.parent / "predicts" / "draft"), 2), ("/none", 1)):

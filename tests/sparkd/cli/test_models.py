@@ -171,9 +171,7 @@ def test_what_goes_wrong_is_an_object_with_json(
     here = tmp_path / "none"
     for argv in (
         ["plan", "--quick", str(here)],
-        ["ls", "--layers", str(here)],
         ["ps", "--no-such-option"],
-        ["no-such-verb"],
         ["recipes", "show", "none"],
     ):
         assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "recipe_not_found")

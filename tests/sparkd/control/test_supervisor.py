@@ -847,20 +847,6 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
         ]
 
 
-async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))
-        await soon(lambda: len(made.supervisor.registry.find("m").queue.waiters) == 2)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await made.tick()
-        made.cluster.names = ["m"]
-        made.cluster.show(progress=UP)
-        await made.tick(3)
-
-        assert await second == "m"
-
-
 async def test_a_failed_model_turns_requests_away_with_the_time_of_the_next_try(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.cluster.place_error = DoesNotFit("no room")
@@ -1238,20 +1224,6 @@ async def test_what_an_earlier_daemon_started_on_a_node_that_is_not_seen_yet_is_
         assert (restarted.state(), restarted.cluster.log) == ("READY", ["hold m"])
 
 
-async def test_an_adopted_rank_that_never_answered_is_asked(tmp_path: Path) -> None:
-    async with stage(tmp_path) as first:
-        first.supervisor.want("m", Want.RUNNING, "admin")
-        await first.tick()
-        cluster = first.cluster
-    cluster.names = ["m"]
-    cluster.show(progress=UP)
-
-    async with stage(tmp_path, cluster=cluster) as second:
-        await second.tick(3)
-
-        assert (second.state(), second.asked) == ("READY", ["m"])
-
-
 async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_adopted_as_it_runs(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
@@ -1264,30 +1236,6 @@ async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_a
 
         assert (lost.state, lost.reason) == ("FAILED", "RankLost")
         assert (made.state(), made.cluster.log) == ("READY", ["hold m"])
-
-
-async def test_a_request_that_waits_no_longer_leaves_the_load_to_its_retry(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await made.tick()
-        with pytest.raises(ModelLoading):
-            await enter(made, "m", wait_s=0.0)
-        await made.tick()
-
-        assert made.cluster.log == ["place m", "spawn m"]
-
-
-async def test_an_operators_load_is_not_taken_back_by_a_client_that_leaves(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await made.tick()
-        waiting = asyncio.create_task(enter(made, "m"))
-        await made.settle()
-        operation = made.supervisor.want("m", Want.RUNNING, "admin")
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await made.tick()
-
-        assert made.operator.operation(operation.id).state is OperationState.RUNNING
-        assert made.cluster.log == ["place m", "spawn m"]
 
 
 async def test_a_model_that_is_wanted_again_while_it_drains_lets_its_waiters_in(tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.rest, pytest.mark.xdist_group("stage")]
 
 TOKENIZER = ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"
 COMMON = "skip_coherence: true, latency_mode: none, runs: 1"
-PROFILE = f"args: {{pp: 32, tg: 8, depth: [0, 64], concurrency: [1, 2], {COMMON}}}"
+# Tokens that all come at once have no rate.
+PACED = """extra_body: ['stub={"chunk_interval_s":0.02}']"""
+PROFILE = f"args: {{pp: 32, tg: 8, depth: [0, 64], concurrency: [1, 2], {COMMON}, {PACED}}}"
 BOOK = "Call me Ishmael. Some years ago - never mind how long precisely - I had little money in my purse.\r\n" * 99
 
 

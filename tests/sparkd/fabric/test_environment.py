@@ -50,22 +50,16 @@ def test_names_differ_where_the_ports_do(pair: list[Fabric]) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_is_computed_is_told_and_may_be_overridden(name: str, tmp_path: Path) -> None:
+def test_what_is_computed_is_told_may_be_overridden_and_is_of_one_subnet(name: str, tmp_path: Path) -> None:
     nodes = nodes_of(tmp_path, name)
+    where = set()
     for node in nodes:
         found = settings(node, [other for other in nodes if other is not node])
         assert all(one.reason and one.source == "computed" for one in found)
         assert {one.name for one in found} - {"VLLM_HOST_IP"} <= set(VARIABLES)
         # What the configuration may say, it may say of each of them.
         checked({one.name: "x" for one in found if one.name != "VLLM_HOST_IP"})
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_all_ranks_meet_in_one_subnet(name: str, tmp_path: Path) -> None:
-    nodes = nodes_of(tmp_path, name)
-    where = set()
-    for node in nodes:
-        values = environment(settings(node, [other for other in nodes if other is not node]))
+        values = environment(found)
         held = node.holding(IPv4Address(values.get("VLLM_HOST_IP", "0.0.0.0")))
         assert (held.name if held else None) == values.get("GLOO_SOCKET_IFNAME")
         where |= {address.network for address in held.addresses if str(address.ip) == values["VLLM_HOST_IP"]} if held else set()

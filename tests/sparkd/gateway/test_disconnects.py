@@ -189,61 +189,34 @@ def dechunked(raw: bytes) -> bytes:
 # --- a client that goes --------------------------------------------------------------------------------------------------------
 
 
-async def gone(gateway: Running) -> None:
-    await soon(lambda: gateway.engine.lost == 1)
-    await soon(lambda: gateway.supervisor.held == 0)
+HALF_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
 
 
-async def test_gone_while_the_engine_works_on_a_whole_answer(gateway: Running) -> None:
-    gateway.engine.script = until_gone
+@pytest.mark.parametrize(
+    ("begun", "last", "answered"),
+    [
+        (b"", b"", False),
+        (STREAM_HEAD, b"\r\n\r\n", False),
+        (STREAM_HEAD + chunked(EVENT, end=False), b"\n\n\r\n", True),
+        (HALF_ANSWER, b"{", True),
+    ],
+    ids=["no answer yet", "a stream's head", "within a stream", "within an answer"],
+)
+async def test_gone_while_the_engine_answers(gateway: Running, begun: bytes, last: bytes, answered: bool) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+        await until_gone(reader, writer)
+
+    gateway.engine.script = script
     client = await gateway.open()
     client.send(post(CHAT, BODY))
     await soon(lambda: gateway.engine.heard)
+    if last:
+        await client.reader.readuntil(last)
     await client.close()
-    await gone(gateway)
-    assert gateway.supervisor.answered == [False]
-
-
-async def test_gone_before_the_first_byte_of_a_stream(gateway: Running) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
-        await until_gone(reader, writer)
-
-    gateway.engine.script = script
-    client = await gateway.open()
-    client.send(post(CHAT, BODY))
-    await client.answer(head_only=True)
-    await client.close()
-    await gone(gateway)
-    assert gateway.supervisor.answered == [False]
-
-
-async def test_gone_within_a_stream(gateway: Running) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + chunked(EVENT, end=False))
-        await until_gone(reader, writer)
-
-    gateway.engine.script = script
-    client = await gateway.open()
-    client.send(post(CHAT, BODY))
-    await client.reader.readuntil(b"\n\n\r\n")
-    client.writer.transport.abort()
-    await gone(gateway)
-    assert gateway.supervisor.answered == [True]
-
-
-async def test_gone_within_an_answer_that_is_no_stream(gateway: Running) -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
-        await until_gone(reader, writer)
-
-    gateway.engine.script = script
-    client = await gateway.open()
-    client.send(post(CHAT, BODY))
-    await client.reader.readuntil(b"{")
-    await client.close()
-    await gone(gateway)
-    assert gateway.supervisor.answered == [True]
+    await soon(lambda: gateway.engine.lost == 1)
+    await soon(lambda: gateway.supervisor.held == 0)
+    assert gateway.supervisor.answered == [answered]
 
 
 async def test_gone_while_queued_withdraws_the_wish(gateway: Running) -> None:

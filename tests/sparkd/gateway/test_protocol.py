@@ -39,48 +39,32 @@ HIDDEN = b"GET /admin/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKS = b"1e\r\n" + BODY + b"\r\n0\r\n\r\n"
 SMUGGLED = {
     "CL and TE": HEAD + b"Content-Length: 30\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS + HIDDEN,
-    "TE and CL": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n" + CHUNKS + HIDDEN,
     "two CL": HEAD + b"Content-Length: 30\r\nContent-Length: 5\r\n\r\n" + BODY + HIDDEN,
-    "two equal CL": HEAD + b"Content-Length: 30\r\nContent-Length: 30\r\n\r\n" + BODY + HIDDEN,
-    "CL list": HEAD + b"Content-Length: 30, 30\r\n\r\n" + BODY,
-    "CL with sign": HEAD + b"Content-Length: +30\r\n\r\n" + BODY,
     "CL negative": HEAD + b"Content-Length: -1\r\n\r\n" + BODY,
-    "CL hexadecimal": HEAD + b"Content-Length: 0x1e\r\n\r\n" + BODY,
     "CL beyond 64 bits": HEAD + b"Content-Length: 99999999999999999999\r\n\r\n" + BODY,
     "TE with a space before the colon": HEAD + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKS,
     "TE xchunked": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS,
-    "TE identity": HEAD + b"Transfer-Encoding: identity\r\n\r\n" + CHUNKS,
     "TE chunked, identity": HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKS,
-    "TE with vertical tab": HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + CHUNKS,
     "bare LF": HEAD.replace(b"\r\n", b"\n") + b"Content-Length: 30\n\n" + BODY,
-    "bare LF in one header": HEAD + b"X-A: b\nContent-Length: 30\r\n\r\n" + BODY,
     "bare CR": HEAD + b"X-A: b\rX-B: c\r\nContent-Length: 30\r\n\r\n" + BODY,
     "obs-fold": HEAD + b"X-A: b\r\n folded\r\nContent-Length: 30\r\n\r\n" + BODY,
-    "space before the first header": HEAD.replace(b"Host", b" Host") + b"Content-Length: 30\r\n\r\n" + BODY,
     "NUL in a header": HEAD + b"X-A: b\x00c\r\nContent-Length: 30\r\n\r\n" + BODY,
-    "NUL in a name": HEAD + b"X\x00A: b\r\nContent-Length: 30\r\n\r\n" + BODY,
     "no colon": HEAD + b"nonsense\r\nContent-Length: 30\r\n\r\n" + BODY,
     "LF behind a chunk extension": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1e;a\nX\r\n" + BODY + b"\r\n0\r\n\r\n",
     "chunk size with a sign": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1e\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "chunk size of 17 digits": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1000000000000001e\r\n" + BODY + b"\r\n0\r\n\r\n",
     "chunk longer than said": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n" + BODY + b"\r\n0\r\n\r\n",
     "no Host": HEAD.replace(b"Host: localhost\r\n", b"") + b"Content-Length: 30\r\n\r\n" + BODY,
     "two Hosts": HEAD + b"Host: localhost\r\nContent-Length: 30\r\n\r\n" + BODY,
     "Host with a path": HEAD.replace(b"localhost", b"localhost/health?") + b"Content-Length: 30\r\n\r\n" + BODY,
-    "Host with user and fragment": HEAD.replace(b"localhost", b"localhost:1/#@x") + b"Content-Length: 30\r\n\r\n" + BODY,
     "Host with a space": HEAD.replace(b"localhost", b"a b") + b"Content-Length: 30\r\n\r\n" + BODY,
-    "empty Host": HEAD.replace(b" localhost", b"") + b"Content-Length: 30\r\n\r\n" + BODY,
     "no HTTP": b"hello\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
-    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/3.0": HEAD.replace(b"HTTP/1.1", b"HTTP/3.0") + b"\r\n",
     "HTTP/0.9": b"GET /livez\r\n\r\n",
     "unknown method": HEAD.replace(b"POST", b"BREW") + b"Content-Length: 30\r\n\r\n" + BODY,
-    "lower-case method": HEAD.replace(b"POST", b"post") + b"Content-Length: 30\r\n\r\n" + BODY,
     "CONNECT": b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "space in the path": b"GET /livez x HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "bytes above ASCII in the path": b"GET /\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "websocket": b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\n\r\n",
     "h2c": HEAD + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: 30\r\n\r\n" + BODY,
     "upgrade of a POST": HEAD + b"Connection: upgrade\r\nUpgrade: tls/1.0\r\nContent-Length: 30\r\n\r\n" + BODY,
 }
@@ -93,7 +77,6 @@ async def test_what_may_hide_a_second_request_is_refused(gateway: Running) -> No
         client.send(raw)
         answer = await client.answer()
         rest = await client.ended()
-        await client.close()
         if not is_ours(answer, 400) or rest or answer.headers["connection"] != "close":
             wrong[case] = (answer, rest)
     assert not wrong
@@ -101,7 +84,7 @@ async def test_what_may_hide_a_second_request_is_refused(gateway: Running) -> No
     assert gateway.admin_calls == []
 
 
-@pytest.mark.parametrize("path", ["/v1/realtime?model=m", "/v1/realtime", CHAT, "/", "/metrics", "/admin/v1/live", "/ui/", "/nothing"])
+@pytest.mark.parametrize("path", ["/v1/realtime?model=m", CHAT, "/admin/v1/live", "/nothing"])
 @pytest.mark.parametrize("keys", [KeyDigests(), KeyDigests.of(["inference"], ["admin"])], ids=["open", "with keys"])
 async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str, keys: KeyDigests) -> None:
     """It has a code of its own, in the error body that every other refusal has; the engine and the admin API never see it."""
@@ -114,9 +97,8 @@ async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str,
     assert (gateway.engine.heard, gateway.admin_calls) == ([], [])
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_a_route_that_is_a_websocket_elsewhere_is_no_route_here(gateway: Running, method: str) -> None:
-    answer = await gateway.ask(request(method, "/v1/realtime"))
+async def test_a_route_that_is_a_websocket_elsewhere_is_no_route_here(gateway: Running) -> None:
+    answer = await gateway.get("/v1/realtime")
     assert is_ours(answer, 404) and answer.error["code"] == "route_not_found"
 
 

@@ -18,9 +18,7 @@ DETAILS = b'{"prompt_tokens":7,"total_tokens":12,"completion_tokens":5,"prompt_t
         (b'data: {"choices":[],"usage":' + DETAILS + b"}\n\ndata: [DONE]\n\n", Tokens(7, 4, 5)),
         (b'{"id":"x","usage":' + DETAILS + b',"prompt_logprobs":null}', Tokens(7, 4, 5)),
         (answers.chat("m", 7, 5, "stop"), Tokens(7, None, 5)),
-        (answers.completion("m", 7, 5, "stop"), Tokens(7, None, 5)),
         (answers.chat_stream("m", 7, 5, "stop", with_usage=True).tail, Tokens(7, None, 5)),
-        (answers.message("m", 7, 5, "stop"), Tokens(7, None, 5)),
         (answers.message_stream("m", 7, 5, "stop").tail, Tokens(7, None, 5)),
         (answers.dump(answers.response("m", 7, 5, status="completed", background=False)), Tokens(7, 0, 5)),
         (

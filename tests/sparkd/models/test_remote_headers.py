@@ -394,7 +394,7 @@ def test_a_folder_is_read_where_it_is(repository: Repository, monkeypatch: pytes
 
     for text in (str(repository.folder), "there", "./there"):
         assert checkpoint_of(text, None, environ(repository)) == read_checkpoint(repository.folder)
-    with pytest.raises(CheckpointError, match=r"elsewhere is not on this node"):
+    with pytest.raises(CheckpointError, match="elsewhere"):
         checkpoint_of("./elsewhere", None, environ(repository))
     assert not repository.asked
 

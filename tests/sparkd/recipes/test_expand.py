@@ -12,12 +12,12 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.recipe_check import checked, choices
 from sparkd.errors import ConfigError
-from sparkd.inquiry import parser_answers
 from sparkd.recipes.expand import METHODS, PROFILES, offered
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.translate import values_of
 from tests.support.facts import lacking
+from tests.support.parser_batch import refuse_nothing
 
 BOOK = RecipeLibrary(None, AsWritten())
 OURS = sorted(BOOK.names())
@@ -295,7 +295,7 @@ def test_what_a_recipe_of_this_machine_brings_is_its_operators_word(folder: Path
 
 
 def test_problems_have_file_and_line_of_the_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))
+    refuse_nothing(monkeypatch)
     file = folder / "recipes" / "r.yaml"
     file.write_text(RECIPE.replace("{paper: a paper}", "{paper: a paper}\nneeds_vlm: '0.2'"))
     config = folder / "sparkd.yaml"

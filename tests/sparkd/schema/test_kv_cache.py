@@ -14,9 +14,9 @@ from sparkd.capacity.launch_spec import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
-from sparkd.inquiry import parser_answers
 from sparkd.schema.engine_args import engine_args
 from tests.support.facts import lacking
+from tests.support.parser_batch import refuse_nothing
 from workers.host.runtime import COMMAND_LINE
 from workers.kv.settings import VARIABLE, CacheSettings
 
@@ -183,7 +183,7 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
 
 @pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])
 def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))
+    refuse_nothing(monkeypatch)
     path = tmp_path / "sparkd.yaml"
     path.write_text(f"models:\n  m:\n    model: org/name\n    env: {{{name}: sk-canary}}\n", encoding="utf-8")
     (found,) = check(path, {})

@@ -26,6 +26,7 @@ from sparkd.vllm.installed import full_version_in
 from tests.sparkd.recipes.test_expand import BOOK, OURS
 from tests.support.accounts import needing
 from tests.support.facts import lacking
+from tests.support.parser_batch import refuse_nothing
 from workers.engine import parse_args
 
 FLAGS = [
@@ -249,7 +250,7 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other() -> N
 def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
     line: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))
+    refuse_nothing(monkeypatch)
     file, args = tmp_path / "sparkd.yaml", shlex.split(line)
     file.write_text(json.dumps({"state_dir": str(tmp_path), "models": {"m": {"model": "o/m", "extra_args": args}}}))
     found = [problem.message for problem in check(file, {}) if "--speculative-config: " in problem.message]

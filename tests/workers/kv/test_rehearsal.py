@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     import vllm.multimodal.encoder_budget  # noqa: F401 - replaced below
 
 
-@pytest.mark.parametrize(("scale", "tokens"), [(1.0, 8192), (0.5, 4096), (0.125, 1024), (0.01, 256)])
+@pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])
 def test_a_smaller_batch_is_the_runners_and_that_of_warm_ups_that_ask_the_scheduler(scale, tokens):
     """flashinfer_autotune and deep_gemm_warmup run scheduler_config.max_num_batched_tokens (vllm/model_executor/warmup)."""
     runner = SimpleNamespace(max_num_tokens=8192, max_num_reqs=256, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192))
@@ -78,8 +78,8 @@ class Runner:
 
 
 @pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.5, 0.25, 0.125, 0.01])
-@pytest.mark.parametrize(("item", "token", "kept"), [(900_000, 100, 1000), (1000, 900, 1000), (50_000, 100, 40_000), (0, 7, 0)])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.01])
+@pytest.mark.parametrize(("item", "token", "kept"), [(900_000, 100, 1000), (1000, 900, 1000), (50_000, 100, 40_000)])
 def test_encoders_run_fewer_items_too_and_their_part_is_made_whole(monkeypatch, v2, scale, item, token, kept):
     monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Budget)
     runner = Runner(v2, item, token, kept)
@@ -211,7 +211,7 @@ def test_an_item_that_has_to_be_in_one_batch_is_not_refused_for_a_smaller_one():
         assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (256, 8192)
 
 
-@pytest.mark.parametrize(("scale", "sequences"), [(1.0, 256), (0.5, 128), (0.001, 1)])
+@pytest.mark.parametrize(("scale", "sequences"), [(0.5, 128), (0.001, 1)])
 def test_the_warm_up_of_requests_is_smaller_by_its_sequences(scale, sequences):
     runner = Runner(True, 0, 0, 0)
     with smaller_batches(runner, scale, sequences=True) as share:
@@ -242,7 +242,7 @@ class Decoding:
 
 @pytest.mark.parametrize(
     ("each", "scale", "tokens", "share"),
-    [(1, 1.0, 250, 1.0), (5, 1.0, 1250, 1.0), (5, 0.5, 625, 0.5), (9, 1.0, 2043, 1.0), (5, 0.001, 5, 1 / 250), (4000, 1.0, 4000, 1.0)],
+    [(1, 1.0, 250, 1.0), (5, 0.5, 625, 0.5), (9, 1.0, 2043, 1.0), (5, 0.001, 5, 1 / 250), (4000, 1.0, 4000, 1.0)],
 )
 def test_every_sequence_decodes_with_its_drafts_and_is_sampled(each, scale, tokens, share):
     runner = Decoding(each)

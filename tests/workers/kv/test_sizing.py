@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.facts import facts
+from tests.support.waiting import HUNG_S
 from workers.kv.advice import Cure, advised
 from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.memory import MemoryReading
@@ -183,10 +184,8 @@ def test_a_cache_of_a_given_size(tmp_path, settings, expected):
     ("settings", "why"),
     [
         ({}, None),
-        ({"bytes": 5 * GIB}, None),
         ({"at_most_bytes": 30 * GIB}, "30.0"),
         ({"reserved_bytes": 34 * GIB}, "memory_gib 34 3.00"),
-        ({"at_most_bytes": 31 * GIB, "reserved_bytes": 20 * GIB}, "memory_gib 20 3.00"),
         ({"at_most_bytes": 100 * GIB, "reserved_bytes": 100 * GIB}, None),
     ],
 )
@@ -216,7 +215,7 @@ def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
     assert seen == [("rehearsing", "profile"), ("rehearsing", "plenty")]
 
 
-@pytest.mark.parametrize("other", [{}, {"bytes": 50 * GIB}, {"sequences": 9}, {"at_most_bytes": GIB}, {"reserved_bytes": 34 * GIB}])
+@pytest.mark.parametrize("other", [{}, {"bytes": 50 * GIB}, {"reserved_bytes": 34 * GIB}])
 def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, caplog, other):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
     assert start(Machine(40 * GIB), tmp_path, blocks=512, **other)[1] == 2 * GIB
@@ -231,7 +230,6 @@ def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, cap
     [
         (50 * 256, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 --num-gpu-blocks-override 9088 35 8192 nvfp4 21.6 16-bit"),
         (128, "0.50 8192 1.01 --num-gpu-blocks-override 257 max_model_len 3840"),
-        (0, "0.00 8192 1.01 --num-gpu-blocks-override 257"),
     ],
 )
 def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp_path, blocks, says):
@@ -246,7 +244,6 @@ def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp
     [
         ({}, "8192 1.01 0.50 5.00 1.00 2.50 1.00 30.0 "),
         ({"bytes": 50 * GIB}, "50.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
-        ({"sequences": 60}, "60.0 35.5 40.0 1.00 2.50 1.00 30.0 "),
     ],
 )
 def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings, sum_of):
@@ -322,26 +319,19 @@ def test_two_ranks_on_one_host_do_not_take_the_same_memory_twice(tmp_path):
     assert told(tmp_path)["error_bytes"] == 0
 
 
-def test_another_rank_decides(tmp_path):
-    machine = Machine(40 * GIB)
-    sizing, size = start(machine, tmp_path)
-    sizing.allocated((size - 5 * GIB) / NEED.per_request)
-    assert told(tmp_path)["limited_by_other_rank"] is True
-    assert told(tmp_path)["pool_bytes"] == size - 5 * GIB
-
-
 def test_what_another_rank_decides_is_no_error_of_this_ones_profile(tmp_path):
     for source in ("rehearsal", "profile"):
         machine = Machine(40 * GIB)
         sizing, size = start(machine, tmp_path)
         assert (size, told(tmp_path)["source"]) == (int(35.5 * GIB), source)
         serve(sizing, machine, size - 5 * GIB, GIB)
+        assert (told(tmp_path)["limited_by_other_rank"], told(tmp_path)["pool_bytes"]) == (True, size - 5 * GIB - BLOCK)
         assert abs(told(tmp_path)["error_bytes"]) <= BLOCK
         assert learned_in(tmp_path).demand == DEMAND
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"v": 1}', '{"v": 2, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}', "\x00"]
+    "text", ["", '{"v": 1}', '{"v": 2, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}']
 )
 def test_a_profile_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "k.json").write_text(text)
@@ -355,13 +345,6 @@ def test_a_disk_that_refuses_half_way_leaves_nothing_behind(tmp_path, monkeypatc
     monkeypatch.setattr(json, "dump", full)
     assert Profiles(str(tmp_path)).keep("k", MeasuredProfile(DEMAND, 1.0), {}) is False
     assert list(tmp_path.iterdir()) == []
-
-
-def test_profiles_of_another_rehearsal_are_not_believed(tmp_path):
-    Profiles(str(tmp_path)).keep("k", MeasuredProfile(DEMAND, 1.0), {})
-    raw = json.loads((tmp_path / "k.json").read_text())
-    (tmp_path / "k.json").write_text(json.dumps(raw | {"v": raw["v"] - 1}))
-    assert Profiles(str(tmp_path)).find("k") is None
 
 
 def test_profiles_that_cannot_be_kept_cost_nothing_else(tmp_path):
@@ -393,7 +376,7 @@ class Greedy(Machine):
         found = super().rehearse(scale)
         if scale > self.enough:
             self.room = GIB // 8
-            assert self.left.wait(10)
+            assert self.left.wait(HUNG_S)
             raise Gone
         return found
 
@@ -483,7 +466,7 @@ def test_a_profile_tells_how_many_used_it_and_how_the_last_one_went(tmp_path):
         assert known.warm == (2 * GIB + GIB // 16 if number else 0), "the first start from it"
 
 
-@pytest.mark.parametrize("reserve", [0, GIB // 2, 3 * GIB])
+@pytest.mark.parametrize("reserve", [GIB // 2, 3 * GIB])
 def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, reserve):
     Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), MeasuredProfile(Demand(GIB, 2 * GIB, reusable=GIB), 1.0), {})
     machine = Machine(40 * GIB)
@@ -503,7 +486,7 @@ def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     assert machine.did == []
 
 
-@pytest.mark.parametrize("error", [AttributeError("no such thing"), TypeError("takes 2 arguments"), AssertionError("is_profiling")])
+@pytest.mark.parametrize("error", [AttributeError("no such thing"), AssertionError("is_profiling")])
 def test_a_rehearsal_of_another_release_is_left_to_it(tmp_path, caplog, error):
     machine = Machine(40 * GIB)
 
@@ -543,10 +526,9 @@ def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path
         # 33 GiB are taken; a GiB of graphs, and 2.5 for a batch of 2.
         ({"reserved_bytes": 50 * GIB}, 50 * GIB - 33 * GIB - 3 * GIB - GIB // 2),
         ({"reserved_bytes": 50 * GIB, "at_most_bytes": 4 * GIB}, 4 * GIB),
-        ({"reserved_bytes": 200 * GIB}, 90 * GIB - 3 * GIB - GIB // 2 - GIB),
         ({"reserved_bytes": 50 * GIB, "bytes": 20 * GIB}, 20 * GIB),
     ],
-    ids=["exact", "less was allowed", "more than there is", "a size goes before it"],
+    ids=["exact", "less was allowed", "a size goes before it"],
 )
 def test_a_reservation_is_kept_by_what_the_engine_holds(tmp_path, settings, expected):
     _, size = start(Machine(90 * GIB), tmp_path, **settings)

@@ -25,11 +25,8 @@ BLOCK = NEED.per_block
     [
         ({}, True, None, ""),
         ({"bytes": 5 * GIB}, False, 5 * GIB, " 5.00"),
-        ({"tokens": 16384}, True, 2 * GIB + BLOCK, " 2.00"),
         ({"sequences": 3}, True, 3 * GIB + BLOCK, " 3.00"),
-        ({"tokens": 16384}, False, None, " tokens kv_cache"),
         ({"sequences": 3}, False, None, " sequences kv_cache"),
-        ({"at_most_bytes": 6 * GIB}, True, 6 * GIB, " 6.00"),
         # 33 GiB are taken by the engine; the smaller of both holds, in either order.
         ({"at_most_bytes": 6 * GIB, "reserved_bytes": 35 * GIB}, True, 2 * GIB, " 2.00"),
         ({"at_most_bytes": GIB, "reserved_bytes": 35 * GIB}, False, GIB, " 1.00"),

@@ -101,12 +101,9 @@ def _config() -> Any:
 @pytest.mark.parametrize(
     ("settings", "size", "says"),
     [
-        ({}, None, ""),
         ({"bytes": 5 * GIB, "margin_bytes": GIB}, 5 * GIB, " 5.00 margin_bytes kv_cache"),
-        ({"at_most_bytes": 2 * GIB}, 2 * GIB, " 2.00"),
         ({"sequences": 3}, None, " sequences kv_cache"),
     ],
-    ids=["auto", "bytes", "at most", "sequences"],
 )
 def test_what_a_worker_is_built_on_is_missing(monkeypatch, tmp_path, caplog, file, module, name, settings, size, says):
     found = _hidden(monkeypatch, file, module, name)

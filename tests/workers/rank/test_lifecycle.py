@@ -20,7 +20,7 @@ import pytest
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
 from tests.support.facts import facts
-from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop
+from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, venv
 from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
@@ -108,9 +108,7 @@ def test_secrets_are_in_no_argv_and_not_in_the_shim(place: Place) -> None:
 
 
 def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.root / "venv")], check=True)
-    runtime = str(place.root / "venv" / "bin" / "python")
-    (site,) = (place.root / "venv" / "lib").glob("python*/site-packages")
+    site, runtime = venv(place.root / "venv"), str(place.root / "venv" / "bin" / "python")
     (site / "httptools").symlink_to(Path(httptools.__file__).parent)  # what the stub needs, as vLLM's environment has it
     plugin = place.root / "plugin"
     plugin.mkdir()
@@ -126,13 +124,9 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
     ("changes", "told"),
     [
         ({"runtime": "/nonexistent/python"}, "r1 /nonexistent/python engine.runtime"),
-        ({"runtime": os.devnull}, f"r1 {os.devnull} engine.runtime"),
         ({"rank_id": "../r1"}, "../r1 1 128 . _ -"),
-        ({"rank_id": ""}, " 1 128 . _ -"),
         ({"runtime": "python3"}, "python3 r1 /"),
         ({"model": "--trust-remote-code"}, "--trust-remote-code r1 -"),
-        ({"served_names": ("m", "-x")}, "served_names -x r1 -"),
-        ({"model": ""}, " r1 -"),
         ({"flags": ("--a\0b",)}, "r1"),
         ({"env": {"A=B": "c"}}, "A=B r1 _"),
         ({"socket_path": "/" + "s" * 120}, f"/{'s' * 120} 107 7 runtime_dir"),

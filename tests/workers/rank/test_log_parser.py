@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.state.nouns import Progress
-from workers.rank.log_parser import LAST_ERROR_CHARS, PHASES, ROOT_CAUSE_WINDOW_S, Parser
+from workers.rank.log_parser import LAST_ERROR_CHARS, ROOT_CAUSE_WINDOW_S, Parser
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 BAR = "Loading safetensors checkpoint shards: {percent:3d}% Completed | {done}/{total} [00:01<00:01,  1.20s/it]"
@@ -73,9 +73,10 @@ def test_captured_failures(file: str, beginning: str) -> None:
     assert not progress["server_up"]
 
 
-@pytest.mark.parametrize("line", (FIXTURES / "vllm-logs/quantization-errors.txt").read_text(encoding="utf-8").splitlines())
-def test_every_quantization_error_is_noticed(line: str) -> None:
-    assert read(line).progress["last_error"]
+def test_every_quantization_error_is_noticed() -> None:
+    lines = (FIXTURES / "vllm-logs/quantization-errors.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 3
+    assert [line for line in lines if not read(line).progress["last_error"]] == []
 
 
 def test_the_fields_are_the_first_of_the_state() -> None:
@@ -146,11 +147,10 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize(("line", "expected"), LINES, ids=[line[:40] for line, _ in LINES])
-def test_lines(prefix: str, line: str, expected: dict[str, Any]) -> None:
-    parser = read(prefix + line)
-    assert known(parser) == expected
-    assert parser.feed(prefix + line, 2000.0) is False
+def test_lines(prefix: str) -> None:
+    parsers = {line: read(prefix + line) for line, _ in LINES}
+    assert {line: known(parser) for line, parser in parsers.items()} == dict(LINES)
+    assert [line for line, parser in parsers.items() if parser.feed(prefix + line, 2000.0)] == [], "nothing new the second time"
 
 
 def test_no_eta_before_two_shards_were_measured() -> None:
@@ -265,17 +265,14 @@ CORE_LOST, WORKER_GONE, WORKER_LOST = (
         # kill -9 of vLLM 0.32's, at rest; what 0.26 says; with a request in hand.
         ([f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"], CORE_LOST),
         (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:6] Engine core proc EngineCore_DP0 died unexpectedly, shutting down."], CORE_LOST),
-        (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered"], CORE_LOST),
         ([f"{WORKER}(exit code: -11), x.", f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly;"], WORKER_LOST),
         # Ended by the engine itself.
         ([f"{WORKER}(exit code: -15), x."], None),
         ([ERROR + "RuntimeError: CUDA error: an illegal memory access was encountered", f"{WORKER}(exit code: None), x."], None),
         # kill -9 of vLLM 0.32's worker, at rest; and what 0.26 says.
         ([f"{WORKER}(exit code: None), shutting down executor."], WORKER_GONE),
-        ([f"{WORKER.rstrip()}, shutting down executor."], WORKER_GONE),
         ([f"{RAY_WORKER} died unexpectedly, shutting down executor."], "its worker rank=1 was lost"),
         (["(APIServer pid=1) INFO 11-22 19:09:52 [logger.py:1] Received: engine core exited unexpectedly, EngineDeadError"], None),
-        ([f"{CLIENT}[shutdown] MPClient: complete"], None),
     ],
 )
 def test_an_engine_that_lost_a_process_says_which(lines: list[str], lost: str | None) -> None:
@@ -295,7 +292,3 @@ def test_a_core_that_never_came_up_was_lost_where_no_error_tells_why() -> None:
     text = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
     assert read(text).progress["lost"] == CORE_LOST
     assert read(ERROR + "ValueError: bad shape", text).progress["lost"] is None
-
-
-def test_the_phases_are_in_order() -> None:
-    assert PHASES == ("starting", "loading", "warming", "sizing", "serving")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import DEADLINE_S, STUBBORN, Place, a_place, stop
-from tests.support.waiting import until
+from tests.support.ranks import STUBBORN, Place, a_place, stop
+from tests.support.waiting import HUNG_S, until
 from workers.host import processes
 from workers.rank import lifecycle
 
@@ -70,8 +70,8 @@ def test_a_willing_engine_is_not_killed(place: Place) -> None:
     print("up", flush=True)
     time.sleep(600)
     """
-    handle = place.start(code, stop_timeout_s=DEADLINE_S)
-    assert stop(place, handle, DEADLINE_S).items() >= {"gone": True, "survivors": [], "exit_code": 3, "stop_ordered": True}.items()
+    handle = place.start(code, stop_timeout_s=HUNG_S)
+    assert stop(place, handle, HUNG_S).items() >= {"gone": True, "survivors": [], "exit_code": 3, "stop_ordered": True}.items()
     assert "last words" in place.lines()
 
 
@@ -89,15 +89,14 @@ def test_stop_twice_is_harmless(place: Place) -> None:
     assert stop(place, handle) == {"gone": True, "survivors": [], "exit_code": None, "stop_ordered": False, "left": []}
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_an_engine_that_ends_by_itself_was_not_ordered_to(place: Place, code: int) -> None:
-    leaving = STUBBORN.replace("print('up', flush=True)\ntime.sleep(600)\n", f"print('up', flush=True)\nsys.exit({code})\n")
-    handle = place.start(leaving)
+def test_an_engine_that_ends_by_itself_was_not_ordered_to(place: Place) -> None:
+    """A dead vLLM exits 0 (vllm#48966)."""
+    handle = place.start(STUBBORN.replace("print('up', flush=True)\ntime.sleep(600)\n", "print('up', flush=True)\nsys.exit(0)\n"))
     until(lambda: place.fact()["state"] == "exited")
     fact = place.fact()
-    assert (fact["alive"], fact["processes"], fact["exit_code"], fact["stop_ordered"]) == (False, 0, code, False)
+    assert (fact["alive"], fact["processes"], fact["exit_code"], fact["stop_ordered"]) == (False, 0, 0, False)
     assert stop(place, handle)["stop_ordered"] is False
-    assert any(f"exit code {code}" in line for line in place.lines())
+    assert any("exit code 0" in line for line in place.lines())
 
 
 def test_kill_9_of_the_engine_takes_its_children_along(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""What tests that build vLLM's own layers have in common."""
+"""What tests of readers have in common, and those that build vLLM's own layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Path -> bytes of files that a reader reads."""
+    from tests.workers.stream.shards import write_shards
+
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """No thread or open file is left of what the test has opened."""
+    from tests.workers.stream.shards import nothing_left
+
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +35,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # vLLM's own warnings are not ours. Imported here: most tests beside this file need no vLLM.
         warnings.simplefilter("ignore")
         from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look(), raising=False)
         with set_current_vllm_config(VllmConfig()):
             init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
             initialize_model_parallel(1, 1)
             yield
-            cleanup_dist_env_and_memory()
+            # Not vLLM's cleanup_dist_env_and_memory, which looks through all objects, those too that tests/conftest.py has set aside.
+            destroy_model_parallel()
+            destroy_distributed_environment()

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,14 @@ from tests.workers.stream.shards import (
     drain,
     expected,
     make_reader,
-    nothing_left,
     released,
     shard_of,
     write_shard,
-    write_shards,
 )
 from workers.stream import direct_io
 from workers.stream.reader import Piece
 
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_a_file_that_cannot_be_read_is_named_before_anything_is_read(tmp_path: Path) -> None:
@@ -165,12 +154,6 @@ def test_the_file_system_names_the_alignment(
     assert file.direct or str(outcome) in str(file.fallback_reason)
     pieces = [Piece(0, path, 150_000, 100_000), Piece(1, path, 10, 9), Piece(2, path, 70_000, 1)]
     assert contents(make_reader(pieces, block_bytes=block_bytes)) == expected(shards, pieces)
-
-
-def test_what_this_kernel_says_of_a_file(shards: dict[str, bytes], tmp_path: Path) -> None:
-    said = direct_io._direct_alignment(shard_of(shards, 4096))
-    assert said is None or all(size & (size - 1) == 0 for size in said)
-    assert direct_io._direct_alignment(str(tmp_path / "gone")) is None
 
 
 def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:

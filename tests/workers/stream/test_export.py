@@ -25,7 +25,7 @@ from workers.quantization.recipe import QuantizationRecipe
 from workers.stream import export as program
 from workers.stream.atomic_folder import appearing
 from workers.stream.cache.writer import CacheContent, CacheWriter, layout_of
-from workers.stream.export import ExportRequest, export
+from workers.stream.export import ExportRequest, Tell, export
 from workers.stream.formats import quantizer
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm.config import linear_modules, quantization_config
@@ -36,15 +36,15 @@ CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 
 MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(4) for name in ("gate", "up", "down")]
 
 
-def unheard(_source: str, _done: int, _total: int) -> None:
-    pass
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Checkpoint:
     entries = [Tensor("model.embed_tokens.weight", (256, 64), draw=normal(1.0)), Tensor("model.norm.weight", (64,))]
     entries += [Tensor(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
     return read_checkpoint(write_checkpoint(tmp_path / "tiny", CONFIG, entries, shard_bytes=40_000))
+
+
+def exported(source: Checkpoint, target: Path, cache: Path | None = None, tell: Tell = lambda *_: None) -> tuple[str, int]:
+    return export(ExportRequest(source.folder, RECIPE, str(target), None if cache is None else str(cache), "cpu"), tell)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -80,10 +80,8 @@ def test_the_cache_and_the_source_give_the_same(source: Checkpoint, tmp_path: Pa
     cached(source, tmp_path / "cache")
     told: list[tuple[str, int, int]] = []
 
-    straight = export(ExportRequest(source.folder, RECIPE, str(tmp_path / "straight"), device="cpu"), lambda *said: told.append(said))
-    copied = export(
-        ExportRequest(source.folder, RECIPE, str(tmp_path / "copied"), str(tmp_path / "cache")), lambda *said: told.append(said)
-    )
+    straight = exported(source, tmp_path / "straight", tell=lambda *said: told.append(said))
+    copied = exported(source, tmp_path / "copied", tmp_path / "cache", lambda *said: told.append(said))
 
     assert [straight[0], copied[0]] == ["checkpoint", "cache"]
     assert straight[1] == copied[1]
@@ -97,7 +95,7 @@ def test_the_cache_and_the_source_give_the_same(source: Checkpoint, tmp_path: Pa
 def test_what_is_handed_out_is_a_checkpoint_and_nothing_of_a_cache(source: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
 
-    export(ExportRequest(source.folder, RECIPE, str(target), device="cpu"), unheard)
+    exported(source, target)
 
     found = read_checkpoint(target)
     assert found.quantization is not None
@@ -118,7 +116,7 @@ def tokenizer(source: Checkpoint) -> list[str]:
 def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: Checkpoint, tmp_path: Path) -> None:
     cached(source, tmp_path / "cache", leave_out="model.norm.weight")
 
-    done = export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), str(tmp_path / "cache"), "cpu"), unheard)
+    done = exported(source, tmp_path / "out", tmp_path / "cache")
 
     assert done[0] == "checkpoint"
     assert "model.norm.weight" in read_checkpoint(tmp_path / "out").tensors
@@ -152,7 +150,7 @@ def test_a_folder_that_holds_anything_else_is_left_alone(source: Checkpoint, tmp
     (tmp_path / "full" / "file").write_text("mine")
 
     with pytest.raises(CheckpointError) as caught:
-        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "full"), device="cpu"), unheard)
+        exported(source, tmp_path / "full")
 
     assert caught.value.file == str(tmp_path / "full")
     assert files(tmp_path / "full") == {"file": b"mine"}
@@ -165,12 +163,27 @@ def test_two_exports_into_one_folder_and_one_that_was_killed(source: Checkpoint,
 
     with appearing(str(out)) as writing:
         assert os.listdir(out) == [os.path.basename(writing)]
-        with pytest.raises(CheckpointError, match="another export") as caught:
-            export(ExportRequest(source.folder, RECIPE, str(out), device="cpu"), unheard)
+        with pytest.raises(CheckpointError, match="/out: ") as caught:
+            exported(source, out)
         assert caught.value.file == str(out)
         (Path(writing) / "config.json").write_text("{}")
 
     assert files(out) == {"config.json": b"{}"}
+
+
+def test_what_a_killed_export_into_a_new_folder_left_is_not_in_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".out.writing"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+
+    with appearing(str(tmp_path / "out")) as writing:
+        (Path(writing) / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError) as caught, appearing(str(tmp_path / "out")):
+            pass
+        assert caught.value.file == str(tmp_path / "out")
+
+    assert files(tmp_path / "out") == {"config.json": b"{}"}
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
@@ -195,13 +208,13 @@ def test_a_folder_looks_whole_only_when_it_is(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_recipe_that_quantizes_nothing_of_it_is_refused(source: Checkpoint, tmp_path: Path) -> None:
-    export(ExportRequest(source.folder, RECIPE, str(tmp_path / "once"), device="cpu"), unheard)
+    exported(source, tmp_path / "once")
 
-    with pytest.raises(CheckpointError, match="nothing") as caught:
-        export(ExportRequest(source.folder, {"format": "bf16"}, str(tmp_path / "out")), unheard)
+    with pytest.raises(CheckpointError) as caught:
+        export(ExportRequest(source.folder, {"format": "bf16"}, str(tmp_path / "out")), lambda *_: None)
     assert caught.value.file == source.folder
     with pytest.raises(CheckpointError, match=r"\(compressed-tensors\)") as caught:
-        export(ExportRequest(str(tmp_path / "once"), RECIPE, str(tmp_path / "out")), unheard)
+        export(ExportRequest(str(tmp_path / "once"), RECIPE, str(tmp_path / "out")), lambda *_: None)
     assert caught.value.file == str(tmp_path / "once")
     assert not list(tmp_path.glob("*out*"))
 
@@ -210,7 +223,7 @@ def test_a_disk_without_room_is_said_first(source: Checkpoint, tmp_path: Path, m
     monkeypatch.setattr(program.shutil, "disk_usage", lambda _path: program.shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
 
     with pytest.raises(CheckpointError) as caught:
-        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
+        exported(source, tmp_path / "out")
     assert (caught.value.file, facts(caught.value.reason)) == (str(tmp_path), "0.0 0.0")
 
     assert not list(tmp_path.glob("*out*"))
@@ -226,6 +239,12 @@ def test_an_interruption_leaves_nothing(source: Checkpoint, tmp_path: Path) -> N
             export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), cache_dir, "cpu"), enough)
 
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_cuda_that_is_not_there_is_refused(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CheckpointError, match=r"--device .*engine\.runtime"):
+        export(ExportRequest(source.folder, RECIPE, str(tmp_path / "out"), device="cuda"), lambda *_: None)
 
 
 def test_what_a_model_holds_decides_the_dtype() -> None:

@@ -13,8 +13,7 @@ from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.pipelines import pipeline_of
 from tests.workers.stream.formats.test_fp8_source_load import described, fp8_source
-from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, written
-from workers.quantization.recipe import QuantizationRecipe
+from tests.workers.stream.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, virtual_in, written
 from workers.stream import finite, pipeline
 from workers.stream.finite import Finite
 from workers.stream.load_session import LoadSession
@@ -145,8 +144,7 @@ MASK = "model.layers.0.self_attn.mask"
 def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     """As an export has it, or a model that cannot be asked; one that takes the buffer is another matter."""
     weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", weights), "mxfp4")
     assert MASK in {name for name, _ in pipeline_of(virtual, CPU, READER).tensors()}
     regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
     with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
@@ -198,8 +196,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
     else:
         stored[name][0, 0] = NAN
     folder = described(written(tmp_path / "m", stored), config)
-    checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(folder, quantize)
     with pytest.raises(CheckpointError, match=rf"/.*: {name}: .*NaN"):
         list(pipeline_of(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 

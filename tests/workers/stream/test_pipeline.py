@@ -66,10 +66,13 @@ def written(folder: Path, weights: dict[str, torch.Tensor], *, order: Callable[[
     return folder
 
 
-def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
+def virtual_in(folder: Path, quantize: str | dict) -> VirtualCheckpoint:
     checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    return {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER, **kwargs).tensors()}
+    return VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+
+
+def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipeline_of(virtual_in(folder, quantize), CPU, READER, **kwargs).tensors()}
 
 
 def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[str] = ()) -> dict[str, torch.Tensor]:
@@ -185,6 +188,12 @@ class Rank:
             self.taken[name] = torch.zeros(part.shape, dtype=part.dtype)
             self.taken[name].copy_(part)
 
+    def regions(self, virtual: VirtualCheckpoint) -> dict:
+        """What it takes of each tensor, as the loader finds it."""
+        trace = Trace()
+        self.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+        return {name: taken.region for name, taken in trace.taken.items()}
+
 
 @pytest.mark.parametrize(
     ("quantize", "rank", "batch_bytes"), [("mxfp4", 0, 2**30), ("mxfp4", 1, 0), ("int4-g32", 1, 200_000), ("fp8", 1, 2**30), ("bf16", 1, 0)]
@@ -192,11 +201,8 @@ class Rank:
 def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_bytes):
     weights = random_weights()
     folder = written(tmp_path / "m", weights)
-    checkpoint = read_checkpoint(str(folder))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    trace = Trace()
-    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-    regions = {name: taken.region for name, taken in trace.taken.items()}
+    virtual = virtual_in(folder, quantize)
+    regions = Rank(rank).regions(virtual)
     sliced = pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes)
     everything = pipeline_of(virtual, CPU, READER)
     one, whole = Rank(rank), Rank(rank)
@@ -208,12 +214,9 @@ def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_byt
 
 def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
     weights = random_weights()
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("nvfp4").assign(checkpoint))
-    trace = Trace()
-    Rank(1).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    virtual = virtual_in(written(tmp_path / "m", weights), "nvfp4")
     rank = Rank(1)
-    rank.load_weights(pipeline_of(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    rank.load_weights(pipeline_of(virtual, CPU, READER, regions=Rank(1).regions(virtual)).tensors())
     form = quantizer(QuantizationRecipe.parse("nvfp4").default)
     name = "model.layers.0.mlp.experts.2.up_proj"
     parts = {suffix: rank.taken[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_global_scale")}
@@ -257,14 +260,13 @@ def test_progress_is_told_unit_by_unit(tmp_path, batch_bytes):
         def advance(self, bytes_done: int, units_done: int) -> None:
             seen.append((bytes_done, units_done))
 
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights()), "mxfp4")
     pipeline = pipeline_of(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
     for _ in pipeline.tensors():
         pass
     assert seen == sorted(seen)
     assert seen[-1] == (pipeline.bytes_total, pipeline.units_total)
-    assert pipeline.bytes_total == checkpoint.total_bytes
+    assert pipeline.bytes_total == virtual.checkpoint.total_bytes
 
 
 class Fused:
@@ -333,8 +335,7 @@ def same_memory(got: Fused, want: Fused) -> None:
 )
 def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkeypatch, quantize, ranks, rank, batch_bytes):
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights()), quantize)
     arguments = Fused(ranks, rank).asked(virtual)
     want = Fused(ranks, rank).load(pipeline_of(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
@@ -366,8 +367,7 @@ def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monkeypatch, quantize):
     """A quantized cache read by the model for which its tensors stand in order: the second start."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     first = {name: tensor.clone() for name, tensor in pipeline_of(virtual, CPU, READER).tensors()}
     cache = laid_out(tmp_path, first)
     stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
@@ -386,8 +386,7 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     whole = LoadSession.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
     planned = whole.handed()
     at_once = whole.handed_whole()
@@ -403,8 +402,7 @@ def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
-    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     trace = Fused(2, 1).trace(virtual)
     first = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
     handed = first.pipeline.handed()

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,24 +22,13 @@ from tests.workers.stream.shards import (
     drain,
     expected,
     make_reader,
-    nothing_left,
     released,
     shard_of,
     write_shard,
-    write_shards,
 )
 from workers.stream.reader import Chunk, Piece, Reader, RingExhausted
 
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_the_order_is_the_callers_and_a_key_is_handed_back(shards: dict[str, bytes]) -> None:

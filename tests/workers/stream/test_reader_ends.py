@@ -7,26 +7,17 @@ import gc
 import os
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from sparkd.errors import CheckpointError
-from tests.workers.stream.shards import KIB, make_reader, nothing_left, open_files, released, ring_bytes_mapped, write_shard, write_shards
+from tests.workers.stream.shards import KIB, make_reader, open_files, released, ring_bytes_mapped, write_shard
 from workers.stream import reader as reader_module
 from workers.stream.reader import Piece, ReaderClosed
 
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_a_disk_error_is_raised_where_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,13 @@ def test_what_is_not_valid_is_named_and_removed(cache_dir: str, source: Checkpoi
     assert written(cache_dir, read_checkpoint(source.folder)).state == "written"
 
 
+def test_a_source_with_other_files_is_another_one(source: Checkpoint) -> None:
+    before = manifest.CheckpointIdentity.of(source)
+    fewer = before.change(manifest.CheckpointIdentity(before.folder, before.shards[1:], before.config_sha256))
+    assert before.change(before) is None
+    assert facts(fewer) == f"{len(before.shards) - 1} {len(before.shards)} {before.shards[0].name}"
+
+
 def test_whether_an_entry_may_be_there_is_known_from_names_alone(cache_dir: str, source: Checkpoint) -> None:
     assert not has_entry(cache_dir, source.folder, RECIPE)
     assert (found(cache_dir, source)[0], entries(cache_dir)) == (None, [])
@@ -462,47 +469,6 @@ def test_a_disk_that_becomes_full_drops_the_cache_and_frees_what_it_took(
     assert left(cache_dir) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB; a limit on the size of files where this user may not mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode == 0
-    if not mounted:
-        (folder / "limit").write_text("")
-    try:
-        yield folder
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.rest
-def test_a_disk_that_really_has_no_room(small_disk: Path, source: Checkpoint) -> None:
-    """In a process of its own, because a limit on file sizes holds for all of it."""
-    code = f"""
-import resource, shutil, signal, sys
-from pathlib import Path
-import torch
-from workers.stream.cache import store as cache
-from workers.stream.cache.writer import CacheContent, CacheWriter
-from sparkd.checkpoint import read_checkpoint
-cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
-folder = Path({str(small_disk)!r})
-if (folder / "limit").exists():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-made = CacheWriter(str(folder), CacheContent(read_checkpoint({source.folder!r}), {RECIPE!r}, None, {{}}, {{"t": ("U8", (4 << 20,))}}))
-made.add("t", torch.zeros(4 << 20, dtype=torch.uint8))
-print(made.finish(), made.reason)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S, check=True)
-
-    assert done.stdout.startswith("failed ") and " Tiny-1B " in done.stdout
-    assert "is full" in done.stdout or "File too large" in done.stdout
-    assert [name for name in os.listdir(small_disk) if name not in (".lock", "limit")] == []
-
-
 def test_a_cache_folder_that_cannot_be_made(source: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
@@ -536,9 +502,12 @@ def test_experts_that_come_together_are_one_part_of_the_file(cache_dir: str, sou
 
 def test_a_source_that_is_gone_fails_the_cache_only(cache_dir: str, source: Checkpoint) -> None:
     tensors = quantized(source)
+    written(cache_dir, source)
     shutil.rmtree(source.folder)
 
-    made = writer(cache_dir, source, tensors)
+    (entry,) = entries(cache_dir)
+    assert facts(fault_of(entry)) == source.folder
+    made = writer(cache_dir, source, tensors, {**RECIPE, "format": "fp8"})
 
     assert made.state == "failed"
     assert made.finish() == "failed"

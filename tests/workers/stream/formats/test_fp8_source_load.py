@@ -13,13 +13,24 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.facts import lacking
 from tests.support.pipelines import pipeline_of
-from tests.workers.stream.test_pipeline import CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
+from tests.workers.stream.test_pipeline import (
+    CPU,
+    HIDDEN,
+    READER,
+    Fused,
+    Rank,
+    loaded,
+    random_weights,
+    same_memory,
+    same_tensors,
+    virtual_in,
+    written,
+)
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.stream.formats import quantizer
 from workers.stream.formats.fp8_source import holds_codes
 from workers.stream.read_plan import Batch, steps
-from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.vllm.config import linear_modules, quantization_config
 
@@ -77,8 +88,7 @@ def test_an_fp8_source_is_undone_unit_by_unit(tmp_path, kind, batch_bytes):
     folder = described(written(tmp_path / "a", stored), config)
     got = loaded(folder, "nvfp4", batch_bytes=batch_bytes)
     want = loaded(written(tmp_path / "b", meant), "nvfp4")
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
+    same_tensors(got, want)
 
 
 @pytest.mark.parametrize(("kind", "quantize"), [("fp8_channel", "int4-g32"), ("fp8_block", "nvfp4")])
@@ -86,8 +96,7 @@ def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, 
     """Rows that begin within a block of scales, and columns."""
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 6)
     stored, _, config = fp8_source(random_weights(inter=2 * 96), kind)
-    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(described(written(tmp_path / "m", stored), config), quantize)
     alone, together = Fused(2, 1), Fused(2, 1)
     alone.load(pipeline_of(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
     stream = pipeline_of(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
@@ -157,11 +166,8 @@ def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quan
     """Rows of some and columns of others, in whole blocks."""
     rank = 1
     stored, _, config = fp8_source(random_weights(), kind)
-    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
-    trace = Trace()
-    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-    regions = {name: taken.region for name, taken in trace.taken.items()}
+    virtual = virtual_in(described(written(tmp_path / "m", stored), config), quantize)
+    regions = Rank(rank).regions(virtual)
     for batch_bytes in (0, 2**30):
         mine = Rank(rank)
         mine.load_weights(pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
@@ -182,8 +188,7 @@ def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quan
 def test_experts_that_are_kept_are_placed_with_their_own_codes(tmp_path, monkeypatch, kind, quantize, ranks, rank, batch_bytes):
     monkeypatch.setattr("tests.workers.stream.test_pipeline.EXPERTS", 9)
     stored, _, config = fp8_source(random_weights(), kind)
-    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
-    virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint))
+    virtual = virtual_in(described(written(tmp_path / "m", stored), config), quantize)
     got = Fused(ranks, rank)
     got.load(pipeline_of(virtual, CPU, READER, **got.asked(virtual), batch_bytes=batch_bytes))
     for number in range(9):

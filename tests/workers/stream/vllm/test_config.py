@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from tests.support.checkpoints import Tensor, write_checkpoint
+from tests.workers.stream.loading import Late
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
+compressed = Late("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
 NVFP4 = Format("nvfp4")
 FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
 ATTENTION = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"]
@@ -33,18 +34,9 @@ class Linear(torch.nn.Module):
     """A layer whose class name vLLM matches against the target "Linear"."""
 
 
-def stock() -> Any:
-    """vLLM's reader of such descriptions. Imported here: a run that only collects these tests needs no vLLM."""
-    with warnings.catch_warnings():
-        # What vLLM and torch deprecate among themselves is not ours.
-        warnings.simplefilter("ignore")
-        from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-    return CompressedTensorsConfig
-
-
 def read_by_vllm(config: dict[str, Any], modules: list[str]) -> dict[str, dict[str, Any] | None]:
     """What vLLM makes of each module; through JSON, as config.json is read."""
-    read = stock().from_config(json.loads(json.dumps(config)))
+    read = compressed.CompressedTensorsConfig.from_config(json.loads(json.dumps(config)))
     read.packed_modules_mapping = FUSED
     layer = Linear()
     return {module: read.get_scheme_dict(layer, module) for module in modules}
@@ -69,7 +61,7 @@ def test_what_vllm_recognises_each_format_as() -> None:
         assert found is not None
         return found
 
-    of = stock()
+    of = compressed.CompressedTensorsConfig
     nvfp4, mxfp4, int4 = args(NVFP4), args(Format("mxfp4")), args(Format("int4", 128))
     assert of._is_nvfp4_format(nvfp4["weights"])
     assert nvfp4["format"] == "nvfp4-pack-quantized"

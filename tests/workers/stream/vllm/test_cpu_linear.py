@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError, MissingSymbol
+from tests.workers.stream.loading import Late
 from tests.workers.stream.products import assert_product
 from workers.quantization.formats import Format
 from workers.stream.formats import quantizer
@@ -18,23 +18,11 @@ from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.vllm import cpu_linear
 from workers.stream.vllm.cpu_linear import PackedScheme, decode, packed_linear, packed_scheme, register_cpu_linear_kernels
 
-with warnings.catch_warnings():
-    # What vLLM and torch deprecate among themselves is not ours.
-    warnings.simplefilter("ignore")
-    from vllm.model_executor.kernels.linear import (
-        MPLinearLayerConfig,
-        choose_mp_linear_kernel,
-        init_mxfp4_linear_kernel,
-        init_nvfp4_linear_kernel,
-    )
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-        CompressedTensorsLinearMethod,
-    )
-    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.scalar_type import scalar_types
+kernels = Late("vllm.model_executor.kernels.linear")
+layers = Late("vllm.model_executor.layers.linear")
+compressed = Late("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
+quant_utils = Late("vllm.model_executor.layers.quantization.utils.quant_utils")
+embedding = Late("vllm.model_executor.layers.vocab_parallel_embedding")
 
 # Those whose products are those of their weights, each in one group size.
 FORMATS = [Format.parse(spelling) for spelling in ("nvfp4", "mxfp4", "int4-g32", "nf4-g64", "fp8", "fp8-block")]
@@ -44,16 +32,15 @@ each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spe
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class OnCpu(CompressedTensorsConfig):
+def on_cpu(form: Format) -> Any:
     """A compressed-tensors configuration that gives every layer our scheme."""
 
-    def __init__(self, form: Format) -> None:
-        super().__init__(target_scheme_map={}, ignore=[], quant_format="dense")
-        self.form = form
+    class OnCpu(compressed.CompressedTensorsConfig):  # type: ignore[misc]
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+            layer.scheme = PackedScheme(form)
+            return compressed.CompressedTensorsLinearMethod(self)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        layer.scheme = PackedScheme(self.form)
-        return CompressedTensorsLinearMethod(self)
+    return OnCpu(target_scheme_map={}, ignore=[], quant_format="dense")
 
 
 def quantized(form: Format, n: int, k: int, seed: int = 0, factor: float = 1.0) -> tuple[dict[str, Tensor], Tensor]:
@@ -78,24 +65,6 @@ def load(layer: torch.nn.Module, parts: dict[str, Tensor], shard: Any = None) ->
 def finish(layer: torch.nn.Module) -> torch.nn.Module:
     layer.quant_method.process_weights_after_loading(layer)
     return layer
-
-
-def test_every_code_of_the_small_formats_is_decoded() -> None:
-    """All E4M3 codes but the two NaN, all E8M0 exponents but the NaN; E2M1 and INT4 follow from all 256 bytes."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    numbers = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
-    assert torch.equal(decode(numbers.view(1, -1), torch.ones(1, 1), None, "fp8", 254), numbers.float().view(1, -1))
-    exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1)
-    ones = torch.full((255, 16), 0x22, dtype=torch.uint8)
-    assert torch.equal(
-        decode(ones, exponents, None, "mxfp4", 32)[:, 0].double(), torch.ldexp(torch.ones(255).double(), torch.arange(-127, 128))
-    )
-    for form, width in (("int4", torch.int32), ("mxfp4", torch.uint8)):
-        scale = torch.ones(16, 1, dtype=torch.bfloat16) if form == "int4" else torch.full((16, 1), 127, dtype=torch.uint8)
-        got = decode(codes.view(16, 16).view(width), scale, None, form, 32).view(256, 2)
-        e2m1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-        meant = [[byte % 16 - 8, byte // 16 - 8] if form == "int4" else [e2m1[byte % 16], e2m1[byte // 16]] for byte in range(256)]
-        assert torch.equal(got, torch.tensor(meant, dtype=torch.float32))
 
 
 @each_format
@@ -152,7 +121,9 @@ def test_fused_matrices_keep_their_own_scales(form: Format) -> None:
 
     Its MLA asks for kv_b_proj's weight by multiplying an identity matrix.
     """
-    layer = MergedColumnParallelLinear(256, [128, 128], bias=False, quant_config=OnCpu(form), prefix="gate_up", params_dtype=torch.bfloat16)
+    layer = layers.MergedColumnParallelLinear(
+        256, [128, 128], bias=False, quant_config=on_cpu(form), prefix="gate_up", params_dtype=torch.bfloat16
+    )
     (gate, gate_meant), (up, up_meant) = quantized(form, 128, 256, 1), quantized(form, 128, 256, 2, factor=100.0)
     for shard, parts in enumerate((gate, up)):
         load(layer, parts, shard)
@@ -161,12 +132,14 @@ def test_fused_matrices_keep_their_own_scales(form: Format) -> None:
     x = torch.randn(2, 256)
     assert_product(finish(layer)(x)[0], x, meant)
     assert {name: getattr(layer, name).data_ptr() for name in before} == before, "nothing is repacked"
-    assert torch.equal(get_and_maybe_dequant_weights(layer, out_dtype=torch.float32), meant)
+    assert torch.equal(quant_utils.get_and_maybe_dequant_weights(layer, out_dtype=torch.float32), meant)
 
 
 def test_activations_in_four_bits_are_rounded_by_the_largest_divisor_of_a_fused_layer() -> None:
     form = Format("nvfp4_a4")
-    layer = MergedColumnParallelLinear(256, [128, 128], bias=False, quant_config=OnCpu(form), prefix="gate_up", params_dtype=torch.bfloat16)
+    layer = layers.MergedColumnParallelLinear(
+        256, [128, 128], bias=False, quant_config=on_cpu(form), prefix="gate_up", params_dtype=torch.bfloat16
+    )
     (gate, gate_meant), (up, up_meant) = quantized(form, 128, 256, 1), quantized(form, 128, 256, 2)
     gate["input_global_scale"].fill_(64.0)
     up["input_global_scale"].fill_(512.0)
@@ -188,10 +161,12 @@ def test_a_rank_of_two_has_its_rows_or_columns(form: Format, monkeypatch: pytest
         monkeypatch.setattr(f"vllm.model_executor.{module}.get_tensor_model_parallel_world_size", lambda: 2)
     parts, meant = quantized(form, 256, 512)
     x = torch.randn(2, 512)
-    columns = ColumnParallelLinear(512, 256, bias=False, quant_config=OnCpu(form), prefix="up")
+    columns = layers.ColumnParallelLinear(512, 256, bias=False, quant_config=on_cpu(form), prefix="up")
     load(columns, parts)
     assert_product(finish(columns)(x)[0], x, meant[rank * 128 : rank * 128 + 128])
-    rows = RowParallelLinear(512, 256, bias=False, input_is_parallel=True, reduce_results=False, quant_config=OnCpu(form), prefix="down")
+    rows = layers.RowParallelLinear(
+        512, 256, bias=False, input_is_parallel=True, reduce_results=False, quant_config=on_cpu(form), prefix="down"
+    )
     load(rows, parts)
     part = slice(rank * 256, rank * 256 + 256)
     assert_product(finish(rows)(x[:, part])[0], x[:, part], meant[:, part])
@@ -199,7 +174,7 @@ def test_a_rank_of_two_has_its_rows_or_columns(form: Format, monkeypatch: pytest
 
 @pytest.mark.parametrize("form", [Format("nvfp4"), Format("fp8")], ids=lambda form: form.spelling)
 def test_the_head_of_a_padded_vocabulary(form: Format) -> None:
-    head = ParallelLMHead(250, 256, params_dtype=torch.bfloat16, quant_config=OnCpu(form), prefix="lm_head")
+    head = embedding.ParallelLMHead(250, 256, params_dtype=torch.bfloat16, quant_config=on_cpu(form), prefix="lm_head")
     parts, meant = quantized(form, 250, 256)
     load(head, parts)
     finish(head)
@@ -208,7 +183,7 @@ def test_the_head_of_a_padded_vocabulary(form: Format) -> None:
 
 
 def column(k: int, form: Format, prefix: str) -> torch.nn.Module:
-    return ColumnParallelLinear(k, 64, bias=False, quant_config=OnCpu(form), prefix=prefix)
+    return layers.ColumnParallelLinear(k, 64, bias=False, quant_config=on_cpu(form), prefix=prefix)
 
 
 def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
@@ -217,9 +192,9 @@ def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"down: .*192 .* int4-g128"):
         column(192, Format("int4", 128), "down")
     with pytest.raises(CheckpointError, match=r"gate_up: 64 .*fp8-block"):
-        MergedColumnParallelLinear(256, [64, 64], bias=False, quant_config=OnCpu(Format("fp8_block")), prefix="gate_up")
+        layers.MergedColumnParallelLinear(256, [64, 64], bias=False, quant_config=on_cpu(Format("fp8_block")), prefix="gate_up")
     with pytest.raises(CheckpointError, match=r"head: .* fp8"):
-        ParallelLMHead(256, 256, quant_config=OnCpu(Format("fp8_block")), prefix="head")
+        embedding.ParallelLMHead(256, 256, quant_config=on_cpu(Format("fp8_block")), prefix="head")
 
 
 def test_bf16_is_left_to_vllm_and_int4_to_its_kernel_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,18 +218,18 @@ def test_vllms_own_schemes_find_our_kernels() -> None:
         parts["weight_scale"],
         1 / parts["weight_global_scale"][0],
     )
-    kernel = init_nvfp4_linear_kernel()
+    kernel = kernels.init_nvfp4_linear_kernel()
     kernel.process_weights_after_loading(layer)
     assert_product(kernel.apply_weights(layer, x), x, meant)
     parts, meant = quantized(Format("mxfp4"), 64, 256)
     layer.weight, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
-    assert_product(init_mxfp4_linear_kernel().apply_weights(layer, x), x, meant)
+    assert_product(kernels.init_mxfp4_linear_kernel().apply_weights(layer, x), x, meant)
 
 
 def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
     register_cpu_linear_kernels()
-    config = MPLinearLayerConfig((256, 72), (256, 72), scalar_types.uint4b8, torch.bfloat16, 64, False)
-    kind = choose_mp_linear_kernel(config)
+    config = kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4b8, torch.bfloat16, 64, False)
+    kind = kernels.choose_mp_linear_kernel(config)
     assert kind is cpu_linear.SparkInt4Kernel
     kernel = kind(config, w_q_param_name="weight_packed", w_s_param_name="weight_scale", w_zp_param_name="weight_zero_point")
     layer = torch.nn.Module()
@@ -263,7 +238,9 @@ def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
     kernel.process_weights_after_loading(layer)
     x = torch.randn(2, 256)
     assert_product(kernel.apply_weights(layer, x), x, meant)
-    assert not kind.can_implement(MPLinearLayerConfig((256, 72), (256, 72), scalar_types.uint4, torch.bfloat16, 64, True))[0]
+    assert not kind.can_implement(
+        kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4, torch.bfloat16, 64, True)
+    )[0]
 
 
 def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

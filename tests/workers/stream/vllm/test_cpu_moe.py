@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
+from tests.workers.stream.loading import Late
 from tests.workers.stream.products import assert_near
 from workers.quantization.formats import Format
 from workers.stream.expert_placement import answered, families, place
@@ -22,18 +22,10 @@ from workers.stream.formats.nvfp4 import rounded_activations
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import Emitted
 
-with warnings.catch_warnings():
-    # What vLLM and torch deprecate among themselves is not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers import activation as stock
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
-
-    from workers.stream.vllm import cpu_moe
+config = Late("vllm.config")
+gpt_oss = Late("vllm.model_executor.models.gpt_oss")
+stock = Late("vllm.model_executor.layers.activation")
+cpu_moe = Late("workers.stream.vllm.cpu_moe")
 
 # Those whose products are those of their weights, each in one group size.
 FORMATS = [Format.parse(spelling) for spelling in ("nvfp4", "mxfp4", "int4-g32", "nf4-g64", "fp8", "fp8-block")]
@@ -45,33 +37,32 @@ LAYER = itertools.count()
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class OnCpu(QuantizationConfig):
-    """Gives every layer of experts our method."""
+def on_cpu(form: Format) -> Any:
+    """A configuration that gives every layer of experts our method."""
 
-    def __init__(self, form: Format) -> None:
-        super().__init__()
-        self.form = form
+    class OnCpu(Late("vllm.model_executor.layers.quantization.base_config").QuantizationConfig):  # type: ignore[misc]
+        def get_name(self) -> Any:
+            return "spark"
 
-    def get_name(self) -> Any:
-        return "spark"
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.bfloat16]
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
 
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
 
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls()
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        return cls(Format.parse(config["format"]))
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+            return cpu_moe.packed_moe_method(form, layer)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return cpu_moe.packed_moe_method(self.form, layer)
+    return OnCpu()
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +71,15 @@ def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
-def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> RoutedExperts:
+def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     names = ("up_proj", "down_proj", None) if activation.endswith("_no_mul") else ("gate_proj", "down_proj", "up_proj")
-    runner = FusedMoEFactory(
+    runner = Late("vllm.model_executor.layers.fused_moe.layer").FusedMoEFactory(
         num_experts=EXPERTS,
         top_k=TOP_K,
         hidden_size=HIDDEN,
         intermediate_size=width,
         params_dtype=dtype,
-        quant_config=OnCpu(form),
+        quant_config=on_cpu(form),
         activation=activation,
         ckpt_names=names,
         prefix=f"layers.{next(LAYER)}.mlp.experts",
@@ -101,7 +92,7 @@ Weights = list[dict[str, Tensor]]
 Act = Callable[[Tensor], Tensor]
 
 
-def filled(layer: RoutedExperts, form: Format, width: int = 128, factor: float = 0.1) -> Weights:
+def filled(layer: Any, form: Format, width: int = 128, factor: float = 0.1) -> Weights:
     """Random experts, loaded under a checkpoint's names, and what they mean. Gate and up differ in magnitude, so NVFP4's divisors do."""
     generator = torch.Generator().manual_seed(1)
     kind = quantizer(form)
@@ -145,7 +136,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def run(layer: RoutedExperts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def run(layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
 
 
@@ -220,42 +211,59 @@ def test_activations_in_four_bits_are_rounded_before_each_of_an_experts_products
     assert_near(run(layer, x, weights, ids), out, 5e-3)
 
 
-ACTIVATIONS: dict[str, Callable[[], Act]] = {
-    "silu": lambda: stock.SiluAndMul().forward_native,
-    "gelu": lambda: stock.GeluAndMul().forward_native,
-    "gelu_tanh": lambda: stock.GeluAndMul(approximate="tanh").forward_native,
-    "swigluoai": lambda: stock.SwigluOAIAndMul().forward_native,
-    "swigluoai_uninterleave": lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 0.5).forward_native,
-    "swiglustep": lambda: stock.SwigluStepAndMul().forward_native,
-    "silu_no_mul": lambda: silu,
-    "gelu_no_mul": lambda: stock.GELU().forward_native,
-    "gelu_tanh_no_mul": lambda: stock.GELUTanh().forward_native,
-    "relu2_no_mul": lambda: stock.ReLUSquaredActivation().forward_native,
+# vLLM's own, for an alpha, a beta and a limit where they take them.
+ACTIVATIONS: dict[str, Callable[[], Any]] = {
+    "silu": lambda: stock.SiluAndMulWithClamp(2.0),
+    "gelu": lambda: stock.GeluAndMul(),
+    "gelu_tanh": lambda: stock.GeluAndMul(approximate="tanh"),
+    "swigluoai": lambda: stock.SwigluOAIAndMul(1.5, 2.0),
+    "swigluoai_uninterleave": lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 1.0),
+    "swiglustep": lambda: stock.SwigluStepAndMul(2.0),
+    "silu_no_mul": lambda: torch.nn.SiLU(),
+    "gelu_no_mul": lambda: stock.GELU(),
+    "gelu_tanh_no_mul": lambda: stock.GELUTanh(),
+    "relu2_no_mul": lambda: stock.ReLUSquaredActivation(),
 }
 
 
-# One of each kind here: with a gate, with settings, without a gate.
-FEW = ("gelu_tanh", "swigluoai_uninterleave", "relu2_no_mul")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_vllms(name: str) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) * 3
+    own = ACTIVATIONS[name]()
+    act = getattr(own, "forward_native", own)
+    alpha, beta = (1.5, 1.0) if name.startswith("swigluoai") else (1.0, 0.0)
+    assert_near(cpu_moe.ACTIVATIONS[name](x, alpha, beta, 2.0), act(x))
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.rest) for name in ACTIVATIONS])
-def test_activations_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Format("mxfp4")
-    options = {"swiglu_limit": 2.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5} if name == "swigluoai_uninterleave" else {}
+@pytest.mark.parametrize(
+    ("name", "act", "options"),
+    [
+        (
+            "swigluoai_uninterleave",
+            lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 0.5).forward_native,
+            {"swiglu_limit": 2.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5},
+        ),
+        ("relu2_no_mul", lambda: stock.ReLUSquaredActivation().forward_native, {}),
+    ],
+    ids=["settings", "without a gate"],
+)
+def test_a_layer_computes_with_its_own(name: str, act: Callable[[], Act], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.endswith("_no_mul"):
         # vLLM 0.32 builds experts without a gate on a GPU only, whatever their format.
         monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    form = Format("mxfp4")
     layer = made(form, activation=name, **options)
     meant = filled(layer, form, factor=0.3)
     x, weights, ids = routed(5)
-    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, ACTIVATIONS[name]()))
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, act()))
 
 
 def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
-    missing = {one.value for one in MoEActivation} - set(ACTIVATIONS)
+    missing = {one.value for one in Late("vllm.model_executor.layers.fused_moe.activation").MoEActivation} - set(cpu_moe.ACTIVATIONS)
     assert missing == {"situ", "relu2"}
+    assert set(cpu_moe.ACTIVATIONS) == set(ACTIVATIONS)
     for name in missing:
-        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} .*bf16"):
+        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} "):
             made(Format("nvfp4"), activation=name)
 
 
@@ -283,10 +291,10 @@ def test_a_rank_of_two_has_its_share_of_every_expert(form: Format, monkeypatch: 
 
 
 def test_a_rank_has_its_own_experts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = VllmConfig()
-    config.parallel_config.enable_expert_parallel = True
+    spread = config.VllmConfig()
+    spread.parallel_config.enable_expert_parallel = True
     monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda: 1)
-    with set_current_vllm_config(config):
+    with config.set_current_vllm_config(spread):
         layer = made(Format("nvfp4"), tp_size=2)
     assert layer.w13_weight_packed.shape[0] == EXPERTS // 2
     whole = made(Format("nvfp4"))
@@ -299,7 +307,7 @@ def test_a_rank_has_its_own_experts_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gpt_oss_gate_and_up_are_interleaved_with_biases() -> None:
     form = Format("mxfp4")
-    layer = made(form, activation="swigluoai", has_bias=True, routed_experts_cls=GptOssRoutedExperts)
+    layer = made(form, activation="swigluoai", has_bias=True, routed_experts_cls=gpt_oss.GptOssRoutedExperts)
     generator = torch.Generator().manual_seed(3)
     kind = quantizer(form)
     meant = []
@@ -328,7 +336,9 @@ def test_experts_that_nobody_asked_for_are_not_decoded(monkeypatch: pytest.Monke
     filled(layer, Format("nvfp4"))
     seen: list[int] = []
     stock_matmul = cpu_moe.matmul
-    monkeypatch.setattr(cpu_moe, "matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more))
+    monkeypatch.setattr(
+        "workers.stream.vllm.cpu_moe.matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more)
+    )
     x, weights, _ids = routed(5)
     run(layer, x, weights, torch.tensor([[2, 4]] * 5, dtype=torch.int32))
     asked = {layer.w13_weight_packed[expert].data_ptr() for expert in (2, 4)} | {

@@ -1,25 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.workers.stream.loading import Late
 from workers import plugin
 from workers.quantization.formats import Format
 from workers.stream.vllm.config import quantization_config
 
-
-@pytest.fixture
-def loader(one_rank: None) -> ModuleType:
-    """The loader's module, which imports vLLM."""
-    return importlib.import_module("workers.stream.vllm.loader")
+loader = Late("workers.stream.vllm.loader")
+method = Late("workers.stream.vllm.method")
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
@@ -36,12 +34,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def formats_in(described: dict[str, Any]) -> list[Format]:
-    from workers.stream.vllm.method import formats_of
-
-    return formats_of(described)
-
-
 def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNamespace:
     extra = {"quantize": quantize} if quantize is not None else {}
     given = {
@@ -54,7 +46,7 @@ def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNames
     return SimpleNamespace(**(given | more))
 
 
-def test_the_models_configuration_says_what_the_loader_makes(loader, folder):
+def test_the_models_configuration_says_what_the_loader_makes(folder):
     plain = arguments(folder, "bf16")
     loader.describe(plain, {})
     assert plain.hf_overrides == {}
@@ -63,10 +55,10 @@ def test_the_models_configuration_says_what_the_loader_makes(loader, folder):
     described = args.hf_overrides["quantization_config"]
     assert args.hf_overrides["rope_theta"] == 1.0
     assert described["quant_method"] == "spark"
-    assert formats_in(described) == [Format("nvfp4")]
+    assert method.formats_of(described) == [Format("nvfp4")]
 
 
-def test_overrides_that_are_a_function_are_kept(loader, folder):
+def test_overrides_that_are_a_function_are_kept(folder):
     args = arguments(folder, hf_overrides=lambda config: SimpleNamespace(**vars(config), seen=True))
     loader.describe(args, {})
     made = args.hf_overrides(SimpleNamespace(hidden_size=128))
@@ -75,8 +67,8 @@ def test_overrides_that_are_a_function_are_kept(loader, folder):
 
 
 @pytest.mark.parametrize(("cpu", "quantization", "ours"), [(True, None, True), (False, None, False), (True, "compressed-tensors", False)])
-def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(loader, folder, monkeypatch, cpu, quantization, ours):
-    monkeypatch.setattr(loader, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(folder, monkeypatch, cpu, quantization, ours):
+    monkeypatch.setattr("workers.stream.vllm.loader.current_platform", SimpleNamespace(is_cpu=lambda: cpu))
     said = quantization_config({"model.layers.0.mlp.up_proj": Format("int4", 128)}, [])
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128, "quantization_config": said}))
     args = arguments(folder, None, quantization=quantization)
@@ -84,10 +76,10 @@ def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_
     assert args.hf_overrides == ({"quantization_config": {**said, "quant_method": "spark"}} if ours else {})
 
 
-def test_the_forks_variables_are_rules_where_nothing_else_is_said(loader, folder):
+def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
     args = arguments(folder, None)
     loader.describe(args, {"VLLM_FP8_LAYERS": "all"})
-    assert formats_in(args.hf_overrides["quantization_config"]) == [Format("fp8")]
+    assert method.formats_of(args.hf_overrides["quantization_config"]) == [Format("fp8")]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +92,7 @@ def test_the_forks_variables_are_rules_where_nothing_else_is_said(loader, folder
         ({"model_loader_extra_config": {"block_bytes": 5000}}, "multiple of 4096"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_sentence(loader, folder, args, sentence, monkeypatch):
+def test_what_cannot_be_loaded_is_said_in_one_sentence(folder, args, sentence, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=sentence) as caught:
         loader.describe(arguments(folder, **args), {})
@@ -108,7 +100,7 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(loader, folder, args, sen
     assert caught.value.__cause__ is None
 
 
-def test_a_failure_stands_in_the_progress_file(loader, folder, tmp_path):
+def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     (folder / "model.safetensors").write_bytes(b"\x08")
     path = tmp_path / "progress"
     with pytest.raises(ValueError, match=r"model\.safetensors"):
@@ -125,34 +117,30 @@ def test_a_failure_stands_in_the_progress_file(loader, folder, tmp_path):
     assert json.loads(path.read_text())["error"]["lasting"] is True, "what was read will not change"
 
 
-def test_registering_twice_is_registering_once(one_rank):
-    from vllm.engine.arg_utils import EngineArgs
-
+def test_registering_twice_is_registering_once():
     plugin.register()
-    described = EngineArgs.create_model_config
+    described = Late("vllm.engine.arg_utils").EngineArgs.create_model_config
     plugin.register()
-    assert EngineArgs.create_model_config is described
+    assert Late("vllm.engine.arg_utils").EngineArgs.create_model_config is described
 
 
-def test_the_loader_does_not_give_its_settings_to_vllms_own(loader):
-    from vllm.config.load import LoadConfig
-
-    made = loader.SparkStreamLoader(LoadConfig(load_format="spark_stream", model_loader_extra_config={"quantize": "int4-g64"}))
+def test_the_loader_does_not_give_its_settings_to_vllms_own():
+    made = loader.SparkStreamLoader(
+        Late("vllm.config.load").LoadConfig(load_format="spark_stream", model_loader_extra_config={"quantize": "int4-g64"})
+    )
     assert made.load_config.load_format == "safetensors"
     assert made.load_config.model_loader_extra_config == {}
 
 
-def test_a_description_is_read_back_as_the_formats_it_was_made_from(loader):
-    from workers.stream.vllm.method import SparkConfig
-
+def test_a_description_is_read_back_as_the_formats_it_was_made_from():
     forms = [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("nf4", 64), Format("fp8"), Format("fp8_block")]
     described = [quantization_config({"model.layers.0.mlp.up_proj": form}, ["lm_head"]) for form in forms]
-    assert [formats_in(one) for one in described] == [[form] for form in forms]
-    assert SparkConfig.from_config({**described[0], "quant_method": "spark"}).get_name() == "spark"
-    assert [SparkConfig.override_quantization_method({"quant_method": name}, None) for name in ("spark", "fp8")] == ["spark", None]
+    assert [method.formats_of(one) for one in described] == [[form] for form in forms]
+    assert method.SparkConfig.from_config({**described[0], "quant_method": "spark"}).get_name() == "spark"
+    assert [method.SparkConfig.override_quantization_method({"quant_method": name}, None) for name in ("spark", "fp8")] == ["spark", None]
 
 
-def test_settings_are_frozen(loader, folder):
+def test_settings_are_frozen(folder):
     settings = loader.LoaderSettings.parse({"quantize": "nvfp4"}, {})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.cache_dir = "x"  # type: ignore[misc]
