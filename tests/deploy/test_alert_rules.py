@@ -6,7 +6,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.support.observability import ALERT_RULES, ALERTS, FOLDER, RECORDING_RULES, promtool
@@ -133,22 +132,23 @@ def test_every_alert_has_a_case_and_every_case_an_alert() -> None:
     assert sorted(CASES) == sorted(rule["alert"] for rule in ALERTS)
 
 
-@pytest.mark.parametrize("alert", CASES)
-def test_it_fires_and_keeps_quiet(alert: str, tmp_path: Path) -> None:
-    case = CASES[alert]
-    tests = [scene(case.fires, {case.at: {alert}} | ({case.before: set()} if case.before else {}))]
-    tests += [scene(series, {case.at: set()}) for series in case.quiet]
-    file = tmp_path / "tests.yml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(RECORDING_RULES), str(ALERT_RULES)], "evaluation_interval": "5s", "tests": tests}))
-    done = subprocess.run([promtool(), "test", "rules", str(file)], capture_output=True, text=True, timeout=60, check=False)
+def test_each_fires_and_keeps_quiet(tmp_path: Path) -> None:
+    """One run of promtool, which prints expression and moment of what fails. Rules that wait for minutes are evaluated less often."""
+    tests: dict[str, list[object]] = {"5s": [], "30s": []}
+    for alert, case in CASES.items():
+        scenes = tests["30s" if case.at.endswith("m") and case.at != "1m" else "5s"]
+        scenes.append(scene(case.fires, {case.at: {alert}} | ({case.before: set()} if case.before else {})))
+        scenes += [scene(series, {case.at: set()}) for series in case.quiet]
+    rules = [str(RECORDING_RULES), str(ALERT_RULES)]
+    for every, scenes in tests.items():
+        (tmp_path / f"{every}.yml").write_text(yaml.safe_dump({"rule_files": rules, "evaluation_interval": every, "tests": scenes}))
+    done = subprocess.run([promtool(), "test", "rules", *sorted(tmp_path.iterdir())], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_prometheus_takes_the_configuration_and_its_rules() -> None:
-    done = subprocess.run(
-        [promtool(), "check", "config", str(FOLDER / "prometheus.yml")], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([promtool(), "check", "config", str(FOLDER / "prometheus.yml")], capture_output=True, text=True, check=False)
     assert (done.returncode, "FAILED" in done.stdout) == (0, False), done.stdout + done.stderr
     assert f"{len(ALERTS)} rules found" in done.stdout
 

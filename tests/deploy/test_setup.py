@@ -15,7 +15,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +23,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.facts import facts
+from tests.support.waiting import HUNG_S, until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "setup.py"
@@ -63,22 +63,16 @@ def test_an_old_python_can_read_the_script() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
 
 
-@pytest.mark.parametrize("version", [(3, 11), (3, 12), (3, 13)])
-def test_supported_pythons(version: tuple[int, int]) -> None:
-    setup.check_python(version, has_venv=True)
+def test_supported_pythons() -> None:
+    for version in ((3, 11), (3, 12), (3, 13)):
+        setup.check_python(version, has_venv=True)
 
 
 @pytest.mark.parametrize(
-    ("version", "has_venv", "message"),
-    [
-        ((2, 7), True, " 3.11, 3.12 or 3.13 and this is 2.7"),
-        ((3, 10), True, "this is 3.10"),
-        ((3, 14), True, "this is 3.14"),
-        ((3, 12), False, "apt install python3.12-venv"),
-    ],
+    ("version", "has_venv", "named"), [((3, 10), True, "3.10"), ((3, 14), True, "3.14"), ((3, 12), False, "python3.12-venv")]
 )
-def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, message: str) -> None:
-    with pytest.raises(setup.SetupError, match=re.escape(message)):
+def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, named: str) -> None:
+    with pytest.raises(setup.SetupError, match=re.escape(named)):
         setup.check_python(version, has_venv=has_venv)
 
 
@@ -96,23 +90,16 @@ def test_a_port_is_a_number() -> None:
     assert setup.port_of("4001") == 4001
     with pytest.raises(setup.SetupError, match=r"'abc' .*PORT=4001"):
         setup.port_of("abc")
-
-
-def test_a_port_beyond_the_last() -> None:
     with pytest.raises(setup.SetupError, match="65535"):
         setup.check_port(65536)
 
 
-@pytest.mark.parametrize(
-    ("kind", "free_gib", "enough"), [("cpu", 100.0, True), ("cpu", 3.0, False), ("cuda", 12.0, False), ("cuda", 40.0, True)]
-)
-def test_disk(kind: str, free_gib: float, enough: bool) -> None:
+@pytest.mark.parametrize(("kind", "too_few", "enough"), [("cpu", 3, 100), ("cuda", 12, 40)])
+def test_disk(kind: str, too_few: int, enough: int) -> None:
     engine = setup.Engine(kind, "vllm", "as asked")
-    if enough:
-        setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
-        return
-    with pytest.raises(setup.SetupError, match=f"/somewhere .*{free_gib:.1f} GiB"):
-        setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
+    setup.check_disk(engine, enough << 30, Path("/somewhere"))
+    with pytest.raises(setup.SetupError, match=rf"/somewhere .*{too_few}\.0 GiB"):
+        setup.check_disk(engine, too_few << 30, Path("/somewhere"))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +120,7 @@ def test_engine_choice(wish: str, gpu: str | None, kind: str, requirement: str) 
     assert chosen.constraints == (setup.CONSTRAINTS[kind] if wish in ("auto", "cpu", "cuda") else ())
 
 
-@pytest.mark.parametrize("wish", ["", "gpu", "vllm-rocm", "torch", "-r evil.txt"])
+@pytest.mark.parametrize("wish", ["vllm-rocm", "-r evil.txt"])
 def test_engine_choice_refused(wish: str) -> None:
     with pytest.raises(setup.SetupError, match=rf"^ENGINE={re.escape(wish)} "):
         setup.choose_engine(wish, None)
@@ -141,7 +128,7 @@ def test_engine_choice_refused(wish: str) -> None:
 
 @pytest.mark.parametrize(
     ("script", "seen"),
-    [("exit 0", "nvidia-smi"), ("exit 9", None), ("exec sleep 60", "nvidia-smi (it hangs)")],
+    [("exit 0", "nvidia-smi"), ("exit 9", None), ("exec sleep 600", "nvidia-smi (it hangs)")],
     ids=["works", "fails", "hangs"],
 )
 def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, seen: str | None) -> None:
@@ -149,7 +136,8 @@ def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert setup.gpu_seen([], timeout_s=0.3 if "sleep" in script else 30) == seen
+    # Only the one that hangs is given up, and it never ends by itself.
+    assert setup.gpu_seen([], timeout_s=0.1 if "sleep" in script else HUNG_S) == seen
 
 
 def test_a_driver_is_seen_without_asking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +214,7 @@ def test_a_metadata_wheel_is_a_wheel(tmp_path: Path) -> None:
     assert found.version == "0.32.0+cpu"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
 def test_a_damaged_stamp_is_no_stamp(tmp_path: Path, content: str) -> None:
     stamp = tmp_path / "stamp.json"
     stamp.write_text(content, encoding="latin-1")
@@ -270,9 +258,7 @@ class TestSteps:
         child = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
 
         def interrupt() -> None:
-            deadline_s = time.monotonic() + 30
-            while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+            until(lambda: pid_file.exists() and pid_file.read_text(), "the child's number")
             os.kill(os.getpid(), signal.SIGINT)
 
         watcher = threading.Thread(target=interrupt)
@@ -399,6 +385,6 @@ class TestInstallation:
 
 
 def test_the_script_runs_where_nothing_is_installed() -> None:
-    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT), "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--engine" in done.stdout

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.facts import facts
+from tests.support.waiting import HUNG_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DAEMON, RAY, HELPER = "sparkd.service", "sparkd-ray.service", "sparkd-dropcache@.service"
@@ -33,7 +34,7 @@ def call(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[st
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         check=False,
     )
 
@@ -65,8 +66,8 @@ class Stage:
         files = (path for path in sorted(self.root.rglob("*")) if path.is_file())
         return {str(path.relative_to(self.root)): (oct(path.stat().st_mode), path.read_bytes()) for path in files}
 
-    def verify(self, unit: str) -> subprocess.CompletedProcess[str]:
-        return call(tool("systemd-analyze"), "verify", "--man=no", unit, SYSTEMD_UNIT_PATH=f"{self.units}:")
+    def verify(self, *units: str) -> subprocess.CompletedProcess[str]:
+        return call(tool("systemd-analyze"), "verify", "--man=no", *units, SYSTEMD_UNIT_PATH=f"{self.units}:")
 
 
 @pytest.fixture
@@ -91,9 +92,8 @@ def directives(unit: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_systemd_verifies_the_unit_without_a_word(stage: Stage, unit: str) -> None:
-    done = stage.verify(unit)
+def test_systemd_verifies_the_units_without_a_word(stage: Stage) -> None:
+    done = stage.verify(*UNITS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -107,25 +107,24 @@ def test_verify_would_have_complained(stage: Stage) -> None:
     assert "/nowhere/sparkd" in done.stderr
 
 
-@pytest.mark.parametrize(("unit", "name"), DROP_INS)
-def test_the_drop_ins_are_understood(stage: Stage, unit: str, name: str) -> None:
-    folder = stage.units / f"{unit}.d"
-    folder.mkdir()
-    shutil.copy(DEPLOY / f"{unit}.d" / f"{name}.conf.example", folder / f"{name}.conf")
-    done = stage.verify(unit)
-    complaints = done.stderr.splitlines()
+def test_the_drop_ins_are_understood(stage: Stage) -> None:
+    for unit, name in DROP_INS:
+        folder = stage.units / f"{unit}.d"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(DEPLOY / f"{unit}.d" / f"{name}.conf.example", folder / f"{name}.conf")
+    complaints = stage.verify(DAEMON, RAY).stderr.splitlines()
     version = re.search(r"systemd (\d+)", call(tool("systemd-analyze"), "--version").stdout)
     assert version is not None
-    if name == "systemd-255" and int(version[1]) < 254:
+    if int(version[1]) < 254:
         newer = ("notify-reload", "RestartSteps", "RestartMaxDelaySec")
         complaints = [line for line in complaints if not any(word in line for word in newer)]
     assert complaints == []
 
 
-@pytest.mark.parametrize("unit", SERVICES)
-def test_exposure_is_at_most_3(stage: Stage, unit: str) -> None:
-    done = call(tool("systemd-analyze"), "security", "--no-pager", "--offline=true", "--threshold=30", stage.units / unit)
-    assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()
+def test_exposure_is_at_most_3(stage: Stage) -> None:
+    for unit in SERVICES:
+        done = call(tool("systemd-analyze"), "security", "--no-pager", "--offline=true", "--threshold=30", stage.units / unit)
+        assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()
 
 
 def test_the_user_and_the_folders(stage: Stage) -> None:
@@ -195,10 +194,9 @@ def test_check_names_every_problem(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"PREFIX": "usr", "DESTDIR": "/tmp/x"}, "'usr' is not"),
-        ({"PREFIX": "/usr", "DESTDIR": "x"}, "'x' is not"),
-        ({"PREFIX": "/usr|e id", "DESTDIR": "/tmp/x"}, "'/usr|e id' cannot"),
-        ({"VENV": "/opt/my venv", "DESTDIR": "/tmp/x"}, "'/opt/my venv' cannot"),
+        ({"PREFIX": "usr", "DESTDIR": "/tmp/x"}, "'usr'"),
+        ({"PREFIX": "/usr|e id", "DESTDIR": "/tmp/x"}, "'/usr|e id'"),
+        ({"VENV": "/opt/my venv", "DESTDIR": "/tmp/x"}, "'/opt/my venv'"),
     ],
 )
 def test_places_that_cannot_stand_in_a_unit_are_refused(environ: dict[str, str], expected: str) -> None:
@@ -223,9 +221,10 @@ def test_what_lets_a_rank_live_on() -> None:
     assert not {"PrivateTmp", "RemoveIPC", "PrivateUsers"} & directives(DAEMON).keys()
 
 
-@pytest.mark.parametrize("name", ["User", "Group", "StateDirectory", "RuntimeDirectory", "RuntimeDirectoryPreserve", "BindPaths", "UMask"])
-def test_the_daemon_and_ray_share_a_home(name: str) -> None:
-    assert directives(DAEMON)[name] == directives(RAY)[name]
+def test_the_daemon_and_ray_share_a_home() -> None:
+    names = ("User", "Group", "StateDirectory", "RuntimeDirectory", "RuntimeDirectoryPreserve", "BindPaths", "UMask")
+    daemon, ray = directives(DAEMON), directives(RAY)
+    assert {name: daemon[name] for name in names} == {name: ray[name] for name in names}
 
 
 def test_the_ray_unit_reaches_the_devices_of_cuda_and_rdma() -> None:
@@ -238,13 +237,15 @@ def test_the_ray_unit_reaches_the_devices_of_cuda_and_rdma() -> None:
     assert "DeviceAllow" not in directives(DAEMON)
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_no_secret_in_argv_or_environment(unit: str) -> None:
-    found = directives(unit)
-    for name in ("Environment", "EnvironmentFile", "ExecStart", "ExecReload"):
-        for value in found.get(name, []):
-            assert not re.search(r"key|token|secret|password", value, re.IGNORECASE), (name, value)
-    for value in found.get("LoadCredential", []):
+def test_no_secret_in_argv_or_environment() -> None:
+    units = {unit: directives(unit) for unit in UNITS}
+    for unit, found in units.items():
+        for name in ("Environment", "EnvironmentFile", "ExecStart", "ExecReload"):
+            for value in found.get(name, []):
+                assert not re.search(r"key|token|secret|password", value, re.IGNORECASE), (unit, name, value)
+    credentials = [(found, value) for found in units.values() for value in found.get("LoadCredential", [])]
+    assert credentials
+    for found, value in credentials:
         name, path = value.split(":")
         assert path == f"/etc/sparkd/{name}"
         # Empty but for a newline: what a missing file becomes. Without it the unit would not start.
@@ -263,11 +264,11 @@ def test_only_sparkd_may_ask_for_the_page_cache() -> None:
     assert directives(HELPER)["ReadWritePaths"] == ["/proc/sys/vm/drop_caches"]
 
 
-@pytest.mark.parametrize("unit", SERVICES)
-def test_the_table_has_a_reason_for_every_directive(unit: str) -> None:
+def test_the_table_has_a_reason_for_every_directive() -> None:
     text = (DEPLOY / "README.md").read_text()
     plain = {"Description", "Wants", "After", "WantedBy", "Also", "ExecStart", "Environment"}
-    assert [name for name in directives(unit) if name not in plain and f"`{name}=" not in text] == []
+    names = {name for unit in SERVICES for name in directives(unit)} - plain
+    assert [name for name in names if f"`{name}=" not in text] == []
 
 
 # The page cache helper, with a folder for /proc.
@@ -286,7 +287,7 @@ class Helper:
             input=said,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HUNG_S,
             check=False,
         )
         return done.returncode, done.stdout
@@ -370,6 +371,6 @@ def test_nft_takes_the_firewall() -> None:
     assert text.count("{") == text.count("}")
     nft = shutil.which("nft", path="/usr/sbin:/usr/bin:/sbin:/bin")
     if nft is None:
-        return
+        pytest.skip("nft is not installed")
     done = call("unshare", "--map-root-user", "--net", nft, "--check", "--file", path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,15 +9,12 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from sparkd.checkpoint.classification import tensor_class
-from sparkd.checkpoint.header import TensorRef
 from tests.support.checkpoints import Tensor
 
-# gpt-oss with attention and head in four bits too, as two forks of vLLM make it.
-MXFP4_THROUGHOUT: Mapping[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
 FP8_BLOCK: Mapping[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 # What Qwen's FP8 builds leave alone in every published list of theirs (tests/fixtures/configs/qwen3-next-80b-a3b-instruct-fp8.json).
 _NEVER_FP8 = ("lm_head", "shared_head.head", "in_proj_ba", "in_proj_a", "in_proj_b", "shared_expert_gate", "mtp.fc")
@@ -27,7 +24,7 @@ _LINEAR = frozenset({"attention", "mlp", "expert", "lm_head", "state_space"})
 def stored(tensors: Iterable[Tensor], quantization: Mapping[str, Any]) -> Iterator[Tensor]:
     """quantization: of config.json or hf_quant_config.json. Raises ValueError for a method that is not here."""
     method = str(quantization.get("quant_method", "modelopt"))
-    if method == "mxfp4" and quantization.get("modules_to_not_convert"):
+    if method == "mxfp4":
         yield from tensors  # gpt-oss's experts are stored so from the beginning
         return
     if method not in _ALGORITHMS:
@@ -48,11 +45,6 @@ def stored(tensors: Iterable[Tensor], quantization: Mapping[str, Any]) -> Iterat
             continue
         for weight, shape in _apart(module, tensor.shape):
             yield from _LAYOUTS[known[key]](weight, *shape)
-
-
-def elements(tensor: Tensor | TensorRef) -> int:
-    """Values that it stores: four-bit ones of gpt-oss stand two in a byte."""
-    return prod(tensor.shape) * (2 if tensor.name.endswith("_blocks") else 1)
 
 
 def _may_be_quantized(tensor: Tensor) -> bool:
@@ -148,16 +140,10 @@ def _nvfp4_packed(module: str, rows: int, columns: int) -> Iterator[Tensor]:
     yield Tensor(f"{module}.weight_global_scale", (1,), "F32")
 
 
-def _mxfp4(module: str, rows: int, columns: int) -> Iterator[Tensor]:
-    yield Tensor(f"{module}.weight_packed", (rows, columns // 2), "U8")
-    yield Tensor(f"{module}.weight_scale", (rows, columns // 32), "U8")
-
-
 _ALGORITHMS: Mapping[str, Callable[[Mapping[str, Any]], Callable[[str], str]]] = {
     "fp8": _fp8,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
-    "mxfp4": lambda _: lambda module: "MXFP4",
 }
 _LAYOUTS: Mapping[str, Callable[[str, int, int], Iterator[Tensor]]] = {
     "FP8_BLOCK": _fp8_block,
@@ -166,5 +152,4 @@ _LAYOUTS: Mapping[str, Callable[[str, int, int], Iterator[Tensor]]] = {
     "W4A16_NVFP4": _nvfp4_weights,
     "float-quantized": _fp8_channel,
     "nvfp4-pack-quantized": _nvfp4_packed,
-    "MXFP4": _mxfp4,
 }
