@@ -29,7 +29,7 @@ class FakeNvidiaSmi:
     def prints(self, *rows: str) -> None:
         """These rows again and again, a moment apart."""
         self._replace("rows", "".join(f"{row}\n" for row in rows))
-        self.does('while :; do cat "$0.rows"; sleep 0.02; done')
+        self.does('while :; do cat "$0.rows"; sleep 0.1; done')
 
     @property
     def starts(self) -> list[tuple[int, list[str]]]:
