@@ -50,6 +50,7 @@ class Scene:
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
         self.asked: list[float] = []
+        self.reads = 0
         self.way = asyncio.Event()
         self.way.set()
         # What the engine says to a question; None: nothing, for as long as it is waited for.
@@ -64,6 +65,7 @@ class Scene:
             self.answer()
 
     async def page_of(self, upstream: Upstream) -> str | None:
+        self.reads += 1
         # What it says when it is asked, though it may arrive later.
         said = self.page
         await self.way.wait()
@@ -314,6 +316,22 @@ async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> Non
     scene.record.queue.in_flight = 1
     assert await scene.after(1000) is None
     assert scene.asked == []
+
+
+async def test_no_counter_of_an_engine_on_one_node_is_read_for_a_request_that_is_answered_within_seconds() -> None:
+    scene = Scene()
+    scene.record.attempt = replace(scene.record.attempt, world=1)
+    for _ in range(2):
+        scene.record.queue.in_flight = 1
+        await scene.after(0)
+        await scene.after(ALONE_ASK_EVERY_S - 1)
+        assert scene.reads == 0
+        scene.record.queue.in_flight = 0
+        await scene.after(1000)
+    scene.record.queue.in_flight = 1
+    await scene.after(0)
+    await scene.after(ALONE_ASK_EVERY_S)
+    assert scene.reads == 1
 
 
 async def test_its_first_question_is_the_supervisors() -> None:
