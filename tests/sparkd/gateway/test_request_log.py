@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.errors import StateError, UnknownRequest
+from sparkd.errors import ModelFailed, StateError, UnknownRequest
 from sparkd.gateway import ClientLimits, KeyDigests, request_log
 from sparkd.gateway.keys import digest
 from sparkd.gateway.request_log import RequestLog
@@ -85,13 +85,16 @@ async def test_answers_without_usage_and_of_unknown_models(gateway: Running, log
     await gateway.post(CHAT, b'{"model":')
     await gateway.get("/v1/models")
     await gateway.get("/nothing")
-    three, two, one = await ended(log, 3)
+    gateway.supervisor.refusal = ModelFailed("It failed.")
+    await gateway.post(CHAT, BODY)
+    four, three, two, one = await ended(log, 4)
+    assert (four.model, four.status, four.code) == ("tiny", 503, "model_failed")
     assert (one.status, one.prompt_tokens, one.completion_tokens, one.tokens_per_s) == (200, None, None, None)
     assert (two.model, two.status, two.code) == ("unknown", 404, "model_not_found")
     assert (three.model, three.status, three.code) == ("", 400, "bad_request")
     assert [row.number for row in await log.finished(before=3, limit=1)] == [2]
-    assert [row.number for row in await log.finished(failed=True)] == [3, 2]
-    assert [row.number for row in await log.finished(model="tiny")] == [1]
+    assert [row.number for row in await log.finished(failed=True)] == [4, 3, 2]
+    assert [row.number for row in await log.finished(model="tiny")] == [4, 1]
 
 
 async def test_usage_behind_a_long_answer(gateway: Running, log: RequestLog) -> None:
