@@ -71,20 +71,24 @@ def call(function: Callable[..., _T], *arguments: Any, time_s: float, memory_byt
 def _run(request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and stderr of the process. Nothing that it started outlives it, but what begins a session of its own."""
     try:
-        process = subprocess.Popen(
-            module_command(sys.executable, "sparkd.execution.bounded_call"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=program_environment(os.environ),
-            cwd="/",
-            start_new_session=True,
-        )
+        # A file, because `communicate` sends no more of its input once a first wait has ended (CPython 3.11).
+        with open(os.memfd_create("request"), "w+b") as source:
+            source.write(request)
+            source.seek(0)
+            process = subprocess.Popen(
+                module_command(sys.executable, "sparkd.execution.bounded_call"),
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=program_environment(os.environ),
+                cwd="/",
+                start_new_session=True,
+            )
     except OSError as error:
         cure = "Free memory or descriptors on this machine and try again"
         raise NoAnswer(f"no process can be started for it: {error.strerror}", cure) from None
     try:
-        return _communicated(process, request, timeout_s)
+        return _communicated(process, timeout_s)
     except subprocess.TimeoutExpired:
         cure = "Try again when this machine has less to do"
         raise NoAnswer(f"its process gave no answer within {timeout_s:g} s", cure) from None
@@ -92,17 +96,15 @@ def _run(request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
         _end(process)
 
 
-def _communicated(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+def _communicated(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bytes, bytes]:
     """Raises TimeoutExpired where the process itself goes on."""
     deadline_s = time.monotonic() + timeout_s
-    unsent: bytes | None = request
     while process.poll() is None:
         left_s = deadline_s - time.monotonic()
         try:
-            stdout, stderr = process.communicate(unsent, min(_LOOK_S, left_s))
+            stdout, stderr = process.communicate(timeout=min(_LOOK_S, left_s))
             return process.returncode, stdout, stderr
         except subprocess.TimeoutExpired:
-            unsent = None  # it is kept from the first call
             if left_s <= _LOOK_S:
                 raise
     _kill(process)
@@ -118,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # One that hangs in the kernel, as on a file server that is gone, takes no signal.
     with suppress(subprocess.TimeoutExpired):
         process.wait(KILLED_S)
-    for pipe in (process.stdin, process.stdout, process.stderr):
+    for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
 

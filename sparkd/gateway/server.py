@@ -94,12 +94,11 @@ class GatewayServer(uvicorn.Server):
         says nothing) has REST_S; without `running` it has drain_s, too.
         """
         self.should_exit = True
-        clock = asyncio.get_running_loop().time
-        busy_at_s = clock()
+        busy_at_s = self._clock()
         while not serving.done():
             if running is None or running():
-                busy_at_s = clock()
-            if at_once.is_set() or clock() - busy_at_s >= REST_S:
+                busy_at_s = self._clock()
+            if at_once.is_set() or self._clock() - busy_at_s >= REST_S:
                 await self._cut()
                 break
             await asyncio.wait((serving,), timeout=LOOK_EVERY_S)

@@ -155,7 +155,7 @@ def copied(into: Path) -> None:
 
 
 def stages(tree: Path, path: str, *, whole: bool) -> Iterator[list[str]]:
-    """Lists of files and folders for pytest, one after the other."""
+    """What pytest gets, one after the other."""
     mirror = next(folder for folder in (tree / "tests" / path).parents if folder.is_dir())
     yield [str(mirror.relative_to(tree))]
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -165,7 +165,7 @@ def stages(tree: Path, path: str, *, whole: bool) -> Iterator[list[str]]:
     if others:
         yield [str(test.relative_to(tree)) for test in others]
     if whole:
-        yield ["tests"]
+        yield ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadgroup", "tests"]
 
 
 def failure(tree: Path, targets: Sequence[str], limit_s: float) -> str | None:
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--count", type=count, default=40)
     parser.add_argument("--only", choices=FOLDERS, metavar="FOLDER", help=", ".join(FOLDERS))
     parser.add_argument("--whole", action="store_true", help="run all tests for what survives the others")
-    parser.add_argument("--limit-s", type=amount, default=1200.0, help="for the tests of one fault; what takes longer hangs")
+    parser.add_argument("--limit-s", type=amount, default=1800.0, help="for one run of tests; what takes longer hangs")
     given = parser.parse_args()
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="sparkd-mutants-") as folder:

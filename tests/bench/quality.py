@@ -34,7 +34,7 @@ from sparkd.bench.passages import LOOKED_UP, TEXT, TOP, agreement, prompts
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import SparkdError
 from tests.bench import child
-from tests.bench.arguments import Parser, formats, model
+from tests.bench.arguments import Parser, count, formats, model
 from tests.bench.dequantized import read, write_dequantized
 from workers.quantization.formats import SPELLINGS
 from workers.quantization.recipe import QuantizationRecipe
@@ -54,13 +54,15 @@ def main() -> int:
     """Status 1: an engine did not start, or its answer lacks the city."""
     import torch
 
-    parser = Parser("tests.bench.quality", __doc__, quantize="int4-g32")
+    parser = Parser("tests.bench.quality", __doc__, quantize="int4-g32", prompts=1)
     parser.add_argument("--model", type=model, required=True, help="a folder with a model that can chat")
     parser.add_argument("--quantize", type=formats, default=",".join(SPELLINGS), help="formats, separated by commas")
+    parser.add_argument("--prompts", type=count, default=len(prompts()), help="how many of the prompts are answered")
     parser.add_argument("--dequantized", action="store_true", help="compare each with stock vLLM on the dequantized model too")
     given = parser.parse_args()
     child.end_with_children()
-    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048, "max_num_seqs": len(prompts())}
+    arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048, "max_num_seqs": given.prompts}
+    asked = prompts()[: given.prompts]
     reference: Mapping[str, Any] | None = None
     failed = 0
     _print_row([*HEAD, *(["KL from dequantized"] if given.dequantized else []), "answer"])
@@ -75,8 +77,10 @@ def main() -> int:
                 print(f"{form:<{_WIDTHS[0]}}  {' '.join(str(reason).split())}", flush=True)
                 continue
             try:
-                answers = _answers(given.model, {**arguments, **more}, plugins, ours=quantized)
-                exact = _dequantized(given.model, form, arguments, plugins, Path(temporary)) if quantized and given.dequantized else None
+                answers = _answers(given.model, asked, {**arguments, **more}, plugins, ours=quantized)
+                exact = None
+                if quantized and given.dequantized:
+                    exact = _dequantized(given.model, form, asked, arguments, plugins, Path(temporary))
             except child.ChildFailed as failure:
                 print(f"{form:<{_WIDTHS[0]}}  {failure}", flush=True)
                 failed += 1
@@ -129,22 +133,24 @@ def _print_row(row: Sequence[str]) -> None:
     print(f"{row[0]:<{_WIDTHS[0]}}  {'  '.join(cells)}  {answer}", flush=True)
 
 
-def _answers(folder: Path, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
+def _answers(folder: Path, asked: Sequence[str], arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
     """What one engine says. ids: tokens of the text; likely: {token id: log-probability} for each but the first; tokens: of each greedy
     answer to a prompt; chat: the answer to QUESTION. Raises ChildFailed."""
     question = {"model": str(folder), "arguments": arguments, "read": [TEXT.read_text(encoding="utf-8")], "logprobs": LOOKED_UP}
-    question |= {"greedy": list(prompts()), "max_tokens": GREEDY_TOKENS, "chat": QUESTION}
+    question |= {"greedy": list(asked), "max_tokens": GREEDY_TOKENS, "chat": QUESTION}
     said = child.ask("tests.bench.speak_case", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
     return {**said["read"][0], "tokens": said["greedy"], "chat": said["chat"]}
 
 
-def _dequantized(source: Path, form: str, arguments: Mapping[str, Any], plugins: Path, folder: Path) -> Mapping[str, Any] | None:
+def _dequantized(
+    source: Path, form: str, asked: Sequence[str], arguments: Mapping[str, Any], plugins: Path, folder: Path
+) -> Mapping[str, Any] | None:
     """The answers of stock vLLM with the format's values in BF16; None where the format quantizes nothing."""
     into = folder / form
     if not write_dequantized(source, into, form):
         return None
     try:
-        return _answers(into, arguments, plugins, ours=False)
+        return _answers(into, asked, arguments, plugins, ours=False)
     finally:
         shutil.rmtree(into)
 

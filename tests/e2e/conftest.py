@@ -53,7 +53,8 @@ def daemon_with_models(
     engine = {"model": str(chat_model), "memory_gib": MODEL_GIB, "max_model_len": 2048, "max_num_seqs": 4}
     settings = {
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
-        "engine": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+        # One thread: more of them spin while they wait for each other, which takes a core from the tests beside.
+        "engine": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}},
         "backoff": {"initial_s": 0.5, "max_s": 2},
         "traces": {"endpoint": collector.url},
         "models": {

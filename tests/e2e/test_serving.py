@@ -11,9 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import NAME
@@ -91,6 +89,8 @@ def test_a_stream_arrives_in_pieces_and_says_the_same(served: DaemonProcess) -> 
 
 
 def test_the_official_openai_client_works_unchanged(served: DaemonProcess) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
     listed = [model.id for model in client.models.list()]
     chat = client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16)
@@ -111,6 +111,8 @@ def test_the_official_openai_client_works_unchanged(served: DaemonProcess) -> No
 
 
 def test_the_official_openai_client_uses_responses(served: DaemonProcess) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
     response = client.responses.create(model=NAME, input=QUESTION, temperature=0, max_output_tokens=16)
     client.close()
@@ -119,6 +121,8 @@ def test_the_official_openai_client_uses_responses(served: DaemonProcess) -> Non
 
 
 def test_the_official_anthropic_client_works_unchanged(served: DaemonProcess) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=served.url, api_key="unused")
     message = client.messages.create(
         model="claude-sonnet", max_tokens=16, messages=[{"role": "user", "content": QUESTION}], extra_body={"temperature": 0}

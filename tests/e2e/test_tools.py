@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
-import instructor
-import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict
-from pydantic_ai import Agent, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import HUNG_S
+
+if TYPE_CHECKING:
+    import openai
+
 
 pytestmark = pytest.mark.xdist_group("served")
 
@@ -55,6 +51,8 @@ class Weather(BaseModel):
 
 @pytest.fixture
 def client(served: DaemonProcess) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
 
@@ -146,6 +144,8 @@ def test_openais_responses_call_a_tool(client: openai.OpenAI) -> None:
 
 
 def test_anthropic_calls_a_tool(served: DaemonProcess) -> None:
+    import anthropic
+
     tool: Any = {"name": "get_weather", "description": "The weather of a city now", "input_schema": SCHEMA, "strict": True}
     asked: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": TOKENS, "tools": [tool]}
     must: Any = {"type": "tool", "name": "get_weather"}
@@ -168,6 +168,10 @@ def test_anthropic_calls_a_tool(served: DaemonProcess) -> None:
 
 
 def test_langchain_binds_and_calls_a_tool(served: DaemonProcess) -> None:
+    import openai
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
     with openai.DefaultHttpxClient() as http:
         model = ChatOpenAI(
             model=NAME, base_url=f"{served.url}/v1", api_key="unused", max_retries=0, max_completion_tokens=TOKENS, http_client=http
@@ -188,6 +192,11 @@ def test_langchain_binds_and_calls_a_tool(served: DaemonProcess) -> None:
 
 
 async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> None:
+    import openai
+    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     before = parsed(served)
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as client:
         model = OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client))
@@ -209,6 +218,8 @@ async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> N
 
 
 def test_instructor_gets_its_model_by_a_tool(client: openai.OpenAI) -> None:
+    import instructor
+
     def strictly(*_: Any, **request: Any) -> None:
         request["tools"][0]["function"]["strict"] = True
 

@@ -40,7 +40,8 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     extract(installation)
     (folder / "model").mkdir()
     stub = {"model": str(folder / "model"), "memory_gib": 1, "entrypoint": "workers.stub", "preload": True}
-    engine = {"model": str(chat_model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    engine = {"model": str(chat_model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "env": environment}
     models = {"quick": stub, "slow": stub | {"env": {"SPARKD_STUB_TOKENS": str(MANY)}}, "real": engine | {"preload": True}}
     environ = {"PYTHONPATH": str(installation), "XDG_CACHE_HOME": str(folder / "cache")}
     # As long as a stream is held.

@@ -41,6 +41,13 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return asyncio.run(asyncio.to_thread(call))
 
 
+@pytest.fixture(autouse=True)
+def _time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a process are not met on a slow machine either."""
+    monkeypatch.setattr(bounded_call, "START_S", HUNG_S)
+    monkeypatch.setattr(module, "TIME_S", HUNG_S)
+
+
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were read in a process of their own."""
@@ -66,6 +73,15 @@ def test_a_header_reads_the_same_in_both_places(processes: list[str]) -> None:
 
     assert there == here
     assert processes == []
+
+
+def test_a_process_that_is_slow_to_begin_gets_all_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: what it had not taken within the first wait of half a second was never sent, and nothing came of it."""
+    monkeypatch.setattr(bounded_call, "_LOOK_S", 0.0)
+    raw, data = header(6000, True)
+
+    there = in_thread(lambda: parse_header(raw, PATH, 8 + len(raw) + data, 1))
+    assert there == parse_header(raw, PATH, 8 + len(raw) + data, 1)
 
 
 def test_a_fault_in_it_is_told_as_it_is_here(processes: list[str]) -> None:

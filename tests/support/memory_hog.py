@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.waiting import HUNG_S
+
 GIB = 1 << 30
 SCALE = 32
 STEP_S = 0.02
@@ -38,7 +40,7 @@ def start(folder: Path, first_gib: float, last_gib: float, seconds: float) -> su
 
 def main(folder: Path, first_gib: float, last_gib: float, seconds: float) -> None:
     taken, began_s = [], time.monotonic()
-    while (elapsed_s := time.monotonic() - began_s) < seconds + 60:
+    while (elapsed_s := time.monotonic() - began_s) < seconds + HUNG_S:
         wanted = min(1.0, elapsed_s / seconds) * (first_gib - last_gib) * GIB / SCALE
         while sum(map(len, taken)) < wanted:
             taken.append(bytearray(b"\1" * (1 << 20)))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.support.daemon_process import DaemonProcess, alive
-from tests.support.stream import Stream
+from tests.support.stream import Stream, asking
 from tests.support.waiting import until
 
 CANARY = "canary-7f3a91"
@@ -108,15 +106,8 @@ class Stage(DaemonProcess):
     def stream(self, model: str, **fields: Any) -> Stream:
         return Stream(self.url, model, USER, **fields)
 
-    @contextlib.contextmanager
-    def client_of(self, model: str, request_id: str = "", **fields: Any) -> Iterator[None]:
-        """A client that has asked for an answer of the model and goes away at the end. fields: of the body."""
-        body = json.dumps({"model": model, "messages": []} | fields).encode()
-        lines = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json", f"authorization: Bearer {KEY}"]
-        lines += [f"x-request-id: {request_id}"] if request_id else []
-        with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.sendall("\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body)
-            yield
+    def client_of(self, model: str, request_id: str = "", **fields: Any) -> contextlib.AbstractContextManager[None]:
+        return asking(self.port, model, USER | ({"x-request-id": request_id} if request_id else {}), **fields)
 
 
 def stored(made: DaemonProcess) -> list[str]:

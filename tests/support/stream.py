@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,17 @@ from tests.support.waiting import HUNG_S
 def held(gate: Path, after: int = 1, **how: Any) -> dict[str, Any]:
     """The field of a request whose answer the stub engine holds until `gate` exists: a stream behind its first `after` pieces."""
     return {"stub": {"gate": str(gate), "gate_after": after, **how}}
+
+
+@contextlib.contextmanager
+def asking(port: int, model: str, headers: Mapping[str, str] | None = None, **fields: Any) -> Iterator[None]:
+    """A client that has asked for an answer of the model and goes away at the end. fields: of the body."""
+    body = json.dumps({"model": model, "messages": []} | fields).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        yield
 
 
 class Stream:

@@ -565,7 +565,7 @@ def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
 def large_mixture(folder: Path, free_gib: int, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[Path, Path]:
     """A configuration with a model of some 12 GiB under these keys, and the file of a machine with so much free memory, which this one is
     then."""
-    config = mixture(max_position_embeddings=131_072, num_hidden_layers=24, num_experts=64, hidden_size=2048, moe_intermediate_size=1408)
+    config = mixture(max_position_embeddings=131_072, num_hidden_layers=24, num_experts=16, hidden_size=2048, moe_intermediate_size=5632)
     large = write(folder / "large", config, tensors_of(config))
     hardware, total = folder / "machine.yaml", free_gib * GIB + 4 * GIB
     hardware.write_text(f"memory_bytes: {total}\nsystem_bytes: {4 * GIB}\n")

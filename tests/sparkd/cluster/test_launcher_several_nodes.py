@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from sparkd.control.watchdog import IDLE_S
 from tests.support.facts import lacking
 from tests.support.pair import Pair, Stream, command_of, shared_model, two_sparks
-from tests.support.stream import held
+from tests.support.stream import asking, held
 from tests.support.waiting import until
 
 GROWN = 10
@@ -208,10 +207,7 @@ def test_an_engine_that_hung_while_nothing_was_asked_is_noticed_though_its_clien
     pair.daemon.load("mute")
     pair.daemon.wait_for("mute", "READY")
     at_s = time.time()
-    body = b'{"model": "mute", "messages": []}'
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", pair.daemon.port)) as client:
-        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with asking(pair.daemon.port, "mute"):
         until(lambda: pair.daemon.model("mute").get("in_flight"), "it waits for its answer")
     reason, _ = pair.failure(at_s, "mute")
     pair.unloaded("mute")

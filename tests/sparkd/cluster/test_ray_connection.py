@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayTaskError
 
 from sparkd import __version__
 from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayLink, code_here
@@ -61,6 +59,8 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else None,
 )
 async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: type[ClusterError], words: str) -> None:
+    from ray.exceptions import RayTaskError
+
     link = RayLink({}, lambda node_ip: ())
     link._agents["n"] = "id", object()
 
@@ -125,6 +125,8 @@ class Actor:
         return VERSION
 
     async def _open(self) -> None:
+        from ray.exceptions import RayTaskError
+
         if self.refusals:
             raise RayTaskError("open", "traceback", self.refusals.pop()).as_instanceof_cause()
 
@@ -148,6 +150,8 @@ class OtherActor:
         self.version, self.open = SimpleNamespace(remote=self._version), SimpleNamespace(remote=self._open)
 
     async def _version(self) -> str:
+        from ray.exceptions import ActorDiedError
+
         if self._dies:
             raise ActorDiedError
         return self._told
@@ -203,6 +207,8 @@ for folder in ("installed", "bare"):
 
 def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path) -> None:
     """The function arrives there as Ray sends it; the code there, which may have no such names, has no such function."""
+    from ray import cloudpickle
+
     for package, module, text in (("sparkd", "__init__", '__version__ = "0.0.9"'), ("workers", "agent", 'VERSION = "1"')):
         for folder in ("installed", "bare"):
             (tmp_path / folder / package).mkdir(parents=True)

@@ -343,7 +343,7 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
             for code, path in ((FRIEND, head.token_path), (STRANGER, wrong))
         )
         up(friend)
-        assert stranger.communicate()[0] == "refused\n"
+        assert stranger.communicate(timeout=HUNG_S)[0] == "refused\n"
         pids = [process.pid for process in head.costs()]
         assert friend.pid not in pids
         assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700, "joining does not open it again"

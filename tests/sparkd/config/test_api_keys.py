@@ -63,11 +63,6 @@ def test_what_is_no_name(tmp_path: Path) -> None:
             KeySettings.model_validate({"inference": [value]})
 
 
-def test_no_key_is_no_key() -> None:
-    assert load_keys(KeySettings(), {}).inference == {}
-    assert load_keys(KeySettings(), {"CREDENTIALS_DIRECTORY": "/nowhere"}).admin == {}
-
-
 def test_loose_rights_and_short_keys_are_warnings(tmp_path: Path) -> None:
     file = write(tmp_path / "keys", "short\n", 0o644)
 
@@ -93,6 +88,7 @@ def test_what_cannot_be_a_key(tmp_path: Path, text: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert load_keys(KeySettings(), {"CREDENTIALS_DIRECTORY": "/nowhere"}).admin == {}, "no key is no key"
     for name in ("missing", "", "binary"):
         with pytest.raises(ConfigError) as caught:
             load_keys(KeySettings(admin_file=tmp_path / name), {})

@@ -31,7 +31,8 @@ WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 @pytest.fixture(scope="module")
 def _models(stage: Stage) -> Iterator[None]:
     half_gib = offered_gib(Config()) // 2 + 1
-    gates = {name: {"SPARKD_STUB_LOAD_GATE": str(stage.gate(name))} for name in ("held", "impatient", "abandoned", "curled", "weights")}
+    gated = ("held", "impatient", "abandoned", "curled", "turns", "weights")
+    gates = {name: {"SPARKD_STUB_LOAD_GATE": str(stage.gate(name))} for name in gated}
     # The first question is answered as a whole: it waits, and so the model is not READY.
     asked = {name: {"SPARKD_STUB_GATE": str(stage.gate(name))} for name in ("rehearsed", "lazy")}
     models: dict[str, dict[str, Any]] = {
@@ -49,8 +50,8 @@ def _models(stage: Stage) -> Iterator[None]:
         "stock": {"gpu_memory_utilization": 0.1},
         "idle": {"ttl": 1},
         "lazy": {"env": asked["lazy"]},
-        "this": {"memory_gib": half_gib},
-        "that": {"memory_gib": half_gib},
+        "this": {"memory_gib": half_gib, "env": gates["turns"]},
+        "that": {"memory_gib": half_gib, "env": gates["turns"]},
         "curled": {"memory_gib": half_gib, "env": gates["curled"]},
     }
     with stage.serving({name: stage.entry(**keys) for name, keys in models.items()}, loading_heartbeat_s=0.1):
@@ -123,11 +124,13 @@ def test_a_request_that_waits_too_long_gets_503_with_the_progress(stage: Stage) 
 
 def test_two_models_that_do_not_fit_side_by_side_take_turns(stage: Stage) -> None:
     stage.stopped("this", "that", "curled")
-    before = stage.last_seq()
+    gate, before = stage.gate("turns"), stage.last_seq()
     with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(lambda n: stage.chat(("this", "that")[n % 2], "hello").status_code, range(20)))
+        answers = [pool.submit(stage.chat, ("this", "that")[n % 2], "hello") for n in range(20)]
+        until(lambda: [stage.model(name)["queued"] for name in ("this", "that")] == [10, 10], "all wait")
+        gate.touch()
+        assert [answer.result().status_code for answer in answers] == [200] * 20
 
-    assert answers == [200] * 20
     started = stage.events(before, "started")
     assert sorted(started) == ["that", "this"], "each was loaded once"
     assert stage.model(started[0])["state"] == "STOPPED"
@@ -137,6 +140,7 @@ def test_two_models_that_do_not_fit_side_by_side_take_turns(stage: Stage) -> Non
 def test_a_client_that_leaves_while_another_model_goes_for_it_does_not_empty_the_machine(stage: Stage) -> None:
     stage.stopped("that", "curled")
     gate = stage.gate("curled")
+    stage.gate("turns").touch()
     assert stage.chat("this", "hello").status_code == 200
     with stage.client_of("curled"):
         until(lambda: stage.model("curled")["ranks"], "it loads in the other's place")
@@ -300,9 +304,9 @@ def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage:
 
 def test_engine_metrics_pass_through_with_labels_and_are_there_while_the_engine_hangs(stage: Stage) -> None:
     stage.ready("quick")
-    until(lambda: "vllm:num_requests_running" in stage.client.get("/metrics").text, "a scrape", 0.3)
+    mine = 'vllm:num_requests_running{model="quick",node="127.0.0.1"'
+    until(lambda: mine in stage.client.get("/metrics").text, "a scrape", 0.3)
     text = stage.client.get("/metrics").text
-    assert 'model="quick",node="127.0.0.1"' in text
     assert text.count("# TYPE vllm:num_requests_running") == 1
     assert 'sparkd_model_state{model="quick",state="READY"} 1.0' in text
 

@@ -223,6 +223,11 @@ class TurnedLoop:
         self._timers.append(timer)
         return timer
 
+    @property
+    def pending(self) -> int:
+        """How many timers may still fall due."""
+        return sum(not timer.cancelled() for timer in self._timers)
+
     def turn(self, seconds: float) -> None:
         """Let `seconds` pass: what falls due is called at its time, the earliest first."""
         until_s = self._now_s + seconds
@@ -278,6 +283,7 @@ class Running:
     supervisor: FakeSupervisor
     engine: RawEngine
     timers: TurnedLoop
+    serves: asyncio.Task[None]
     admin_calls: list[Scope] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
 
@@ -421,10 +427,10 @@ async def serving(
     if own_time:
         server.config.http = _with_timers(server.config.http, timers)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    running = Running(listener.getsockname()[1], edge, server, supervisor, engine, timers, calls)
     with mock.patch.object(uvicorn.server, "asyncio", ShortLooks()):
         async with asyncio.TaskGroup() as tasks:
             serves = tasks.create_task(server.run_until_told([listener]))
+            running = Running(listener.getsockname()[1], edge, server, supervisor, engine, timers, serves, calls)
             await soon(lambda: server.started)
             try:
                 yield running

@@ -10,6 +10,7 @@ import pytest
 from sparkd.engine.http import Connection
 from sparkd.engine.upstream import Upstream
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.server import REST_S
 from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
@@ -26,6 +27,7 @@ from tests.sparkd.gateway.fakes import (
     soon,
     until_gone,
 )
+from tests.support.fakes import FakeClock
 from workers.stub.__main__ import start_stub
 from workers.stub.faults import FAULTS
 
@@ -327,6 +329,58 @@ async def test_an_idle_client_may_ask_once_more_while_the_server_ends(gateway: R
     assert (answer.status, answer.headers["connection"]) == (200, "close")
     gateway.turn(0.25)
     assert await stays.ended() == b""
+
+
+async def test_the_end_waits_for_what_engines_work_on_and_cuts_what_else_is_open(engine: RawEngine) -> None:
+    works, looks = asyncio.Event(), 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await works.wait()
+        writer.write(JSON_ANSWER)
+
+    def running() -> int:
+        nonlocal looks
+        looks += 1
+        return gateway.supervisor.held
+
+    async def two_looks() -> None:
+        before = looks
+        await soon(lambda: looks >= before + 2)
+
+    engine.script = script
+    async with serving(engine) as gateway:
+        gateway.server._clock = clock = FakeClock()
+        asks, silent = [await gateway.open() for _ in range(2)]
+        asks.send(post(CHAT, BODY))
+        await soon(lambda: gateway.supervisor.held == 1 and len(gateway.server.server_state.connections) == 2)
+        ending = asyncio.create_task(gateway.server.finish(gateway.serves, asyncio.Event(), running))
+        await two_looks()
+        clock.now_s += REST_S
+        await two_looks()
+        works.set()
+        assert (await asks.answer()).body == ANSWER
+        await soon(lambda: gateway.supervisor.held == 0)
+        await two_looks()
+        clock.now_s += REST_S - 0.1
+        await two_looks()
+        assert len(gateway.server.server_state.connections) == 1
+        clock.now_s += 0.1
+        assert await silent.ended() == b""
+        await ending
+
+
+async def test_an_end_at_once_cuts_what_engines_work_on(engine: RawEngine) -> None:
+    engine.script = until_gone
+    async with serving(engine) as gateway:
+        asks, silent = [await gateway.open() for _ in range(2)]
+        asks.send(post(CHAT, BODY))
+        await soon(lambda: gateway.supervisor.held == 1 and len(gateway.server.server_state.connections) == 2)
+        at_once = asyncio.Event()
+        at_once.set()
+        await gateway.server.finish(gateway.serves, at_once, lambda: 1)
+        assert (await asks.answer()).error["code"] == "draining"
+        assert await silent.ended() == b""
+        assert (gateway.supervisor.held, gateway.supervisor.answered) == (0, [False])
 
 
 SAYS = {b"200 OK": True, b"400 Bad Request": None, b"500 Internal Server Error": False}

@@ -184,8 +184,9 @@ async def test_a_client_that_leaves_while_it_hears_is_forgotten(loading: Running
     await begun(loading, client)
     await client.close()
 
-    await soon(lambda: loading.supervisor.withdrawn)
+    await soon(lambda: loading.supervisor.withdrawn and not loading.server.server_state.connections)
     assert loading.engine.heard == []
+    await soon(lambda: loading.timers.pending == 0)
 
 
 async def test_the_daemons_end_is_an_error_event(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:

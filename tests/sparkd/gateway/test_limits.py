@@ -243,13 +243,15 @@ async def test_endless_chunk_extensions_and_trailers(limited: Running, opening: 
     client.writer.transport.abort()
 
 
-async def test_a_reader_that_takes_nothing_is_cut_off(limited: Running) -> None:
-    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
-        while True:
-            writer.write(chunked(EVENT * 200, end=False))
-            await writer.drain()
+async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD)
+    while True:
+        writer.write(chunked(EVENT * 200, end=False))
+        await writer.drain()
 
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["it stays", "it leaves"])
+async def test_a_reader_that_takes_nothing_is_cut_off(limited: Running, leaves: bool) -> None:
     limited.engine.script = flood
     client = await opened(limited)
     client.writer.transport.pause_reading()
@@ -258,8 +260,13 @@ async def test_a_reader_that_takes_nothing_is_cut_off(limited: Running) -> None:
     await soon(lambda: protocol.flow is not None and protocol.flow.write_paused)
     limited.turn(LIMITS.client_write_s - JUST_S)
     assert (limited.supervisor.held, limited.engine.lost) == (1, 0)
-    limited.turn(JUST_S)
+    if leaves:
+        client.writer.transport.abort()
+    else:
+        limited.turn(JUST_S)
     await soon(lambda: limited.supervisor.held == 0 and limited.engine.lost == 1)
+    await connected(limited, 0)
+    assert limited.timers.pending == 0
     client.writer.transport.abort()
 
 

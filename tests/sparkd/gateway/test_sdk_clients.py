@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 from sparkd.engine.upstream import Upstream
@@ -15,9 +14,11 @@ from sparkd.gateway import KeyDigests
 from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
 from workers.stub.__main__ import start_stub
 
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
 KEY = "inference-key"
-# httpx or httpx2, as the release of openai has it.
-HTTP_ERROR: type[Exception] = import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -33,12 +34,16 @@ async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def chat(stubbed: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    import openai
+
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{stubbed.port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
 async def claude(stubbed: Running) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{stubbed.port}", api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -69,6 +74,8 @@ async def test_openai_embeddings_and_audio(chat: openai.AsyncOpenAI) -> None:
 
 
 async def test_openai_errors(stubbed: Running, chat: openai.AsyncOpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError) as caught:
         await chat.chat.completions.create(model="nobody", messages=ASKED)
     assert caught.value.code == "model_not_found"
@@ -84,6 +91,8 @@ async def test_openai_errors(stubbed: Running, chat: openai.AsyncOpenAI) -> None
 
 
 async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
+    import openai
+
     engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
     async with (
         serving(engine) as gateway,
@@ -95,7 +104,9 @@ async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
                 pass
         engine.replies(STREAM_HEAD, chunked(EVENT, EVENT[:20], end=False), then_close=True)
         stream = await client.chat.completions.create(model="tiny", messages=ASKED, stream=True)
-        with pytest.raises((openai.APIError, HTTP_ERROR)):
+        # httpx or httpx2, as the release of openai has it.
+        http_error = import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
+        with pytest.raises((openai.APIError, http_error)):
             async for _ in stream:
                 pass
 
@@ -110,6 +121,8 @@ async def test_anthropic(claude: anthropic.AsyncAnthropic) -> None:
 
 
 async def test_anthropic_errors(claude: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.messages.create(model="nobody", max_tokens=50, messages=ASKED)
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -119,6 +132,8 @@ async def test_anthropic_errors(claude: anthropic.AsyncAnthropic) -> None:
 
 
 async def test_anthropic_learns_of_a_broken_stream(engine: RawEngine) -> None:
+    import anthropic
+
     event = b'event: ping\ndata: {"type":"ping"}\n\n'
     engine.replies(STREAM_HEAD, chunked(event, end=False), then_close=True)
     async with (

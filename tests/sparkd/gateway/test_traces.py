@@ -151,6 +151,16 @@ def test_more_than_the_queue_holds_is_dropped_and_counted(make: Make) -> None:
     assert max(map(len, exporter.batches)) == BATCH_REQUESTS
 
 
+@pytest.mark.parametrize(("delay_s", "ended"), [(HUNG_S, BATCH_REQUESTS), (0.01, 1)], ids=["a full batch", "its time"])
+def test_what_has_ended_is_sent_before_the_close(make: Make, monkeypatch: pytest.MonkeyPatch, delay_s: float, ended: int) -> None:
+    monkeypatch.setattr(traces, "DELAY_S", delay_s)
+    tracer, exporter = make()
+    for _ in range(ended):
+        end(begun(tracer))
+    until(lambda: len(exporter.sent) == ended, "all are sent")
+    tracer.close()
+
+
 @pytest.mark.parametrize("fault", [None, ValueError("no")])
 def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
     make: Make, fault: Exception | None, caplog: pytest.LogCaptureFixture

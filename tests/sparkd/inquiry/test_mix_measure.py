@@ -38,9 +38,12 @@ def test_a_child_measures_a_checkpoint_once_and_it_is_kept(free_bytes: int, tmp_
     assert mix_measure.kept_errors(identity, kept) == found
 
 
-def test_a_child_that_cannot_read_the_checkpoint_is_an_error_with_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(EngineError):
-        mix_measure.measure(str(tmp_path), "x", PYTHON, tmp_path / "mixes", 1 << 40, cancel=threading.Event())
+def test_a_child_that_ends_without_an_answer_is_an_error_with_its_last_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncat > /dev/null\necho 'no header' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineError, match="no header"):
+        mix_measure.measure(str(tmp_path), "x", python, tmp_path / "mixes", 1 << 40, cancel=threading.Event())
     assert not (tmp_path / "mixes").exists()
 
 

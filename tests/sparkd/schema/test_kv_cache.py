@@ -88,12 +88,6 @@ def test_two_who_size_exclude_each_other(keys: dict[str, Any], pair: str) -> Non
     assert lacking(caught.value.message, pair, "exclude") == []
 
 
-def test_what_says_something_else_goes_with_it() -> None:
-    args = ["--kv-cache-dtype", "fp8", "--kv-cache-metrics", "--num-gpu-blocks-override", "8", "--worker-extension-cls", "x.Y", "-q", "fp8"]
-
-    assert told({"extra_args": args, "kv_cache": {"tokens": 5}})["kv_cache"]["tokens"] == 5
-
-
 # What the worker is told
 
 NOTHING = {"profiles": "/s/kv-profiles"}

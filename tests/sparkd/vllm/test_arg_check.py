@@ -37,7 +37,7 @@ FLAGS = [
     if spelling.startswith("--") and not line.startswith("#") and spelling not in ("--help", "--config", "--no-help")
 ]
 # vLLM's own warnings are not ours.
-pytestmark = pytest.mark.filterwarnings("ignore")
+in_this_process = pytest.mark.filterwarnings("ignore")
 
 # A line for each way in which vLLM's parser reads a flag.
 TAKEN = [
@@ -128,6 +128,7 @@ def takes(parser: Any, line: list[str]) -> bool:
     return True
 
 
+@in_this_process
 def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with() -> None:
     actions = own_parser()._actions
     values = {spelling[2:]: 1 if action.nargs is None else action.nargs for action in actions for spelling in action.option_strings}
@@ -139,12 +140,14 @@ def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with
         assert values.get(f"no-{name}", 0) == 0, name
 
 
+@in_this_process
 def test_a_form_that_vllm_takes_is_passed() -> None:
     lines, parser = [shlex.split(line) for line in TAKEN], own_parser()
     assert [line for line in lines if not takes(parser, line)] == []
     assert [refusals for refusals in refusals_of(*lines) if refusals] == []
 
 
+@in_this_process
 def test_what_vllm_refuses_is_told_before_it_starts() -> None:
     found = refusals_of(*map(shlex.split, REFUSED))
     assert [[(one.flag, one.kind, one.near) for one in refusals] for refusals in found] == [[refusal] for refusal in REFUSED.values()]
@@ -157,17 +160,20 @@ def test_a_note_names_the_flag_and_the_nearest(flag: str, kind: str, near: str |
     assert near is None or near in note.reason
 
 
+@in_this_process
 def test_all_mistakes_of_a_line_are_told_at_once() -> None:
     (refusals,) = refusals_of(SEVERAL)
     assert sorted(refusal.flag for refusal in refusals) == ["dtype", "enforce-eagr", "max-num-seq-s", "seed"]
 
 
+@in_this_process
 def test_a_value_is_never_shown() -> None:
     for refusals in refusals_of(*SECRETS):
         (refusal,) = refusals
         assert SECRET not in repr(refusal) and SECRET not in refusal.note(VERSION)
 
 
+@in_this_process
 def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
     resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
     wrong = ("--no-such-flag", "--enable-auto-tool-choice --tool-call-parser nobodys", "--reasoning-parser nobodys")
@@ -189,6 +195,7 @@ def every_flag_in_wrong_ways() -> list[list[str]]:
 
 
 @pytest.mark.rest
+@in_this_process
 def test_every_line_that_the_parser_refuses_is_refused_and_beside_them_only_what_a_class_refuses() -> None:
     lines, parser = every_flag_in_wrong_ways(), own_parser()
     refused_by_parser = {tuple(line) for line in lines if not takes(parser, line)}
@@ -200,6 +207,7 @@ def test_every_line_that_the_parser_refuses_is_refused_and_beside_them_only_what
     assert all(refusal.flag for refusals in told.values() for refusal in refusals), "the flag at fault is named"
 
 
+@in_this_process
 def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other() -> None:
     """Without the model: what that decides is not foretold."""
     from vllm.config.speculative import SpeculativeConfig

@@ -28,6 +28,7 @@ from tests.support.waiting import HUNG_S, until
 from workers.agent import actor as module
 from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key
+from workers.guard.guard import Sentry
 from workers.host import node_variables
 from workers.rank import lifecycle
 
@@ -44,6 +45,16 @@ def folder() -> Iterator[Path]:
     shutil.copy(FIXTURES / "tight-pool.txt", made / "proc" / "meminfo")
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A guard that goes on would measure the GPU of the next test."""
+    started, start = list[Sentry](), Sentry.start
+    monkeypatch.setattr(Sentry, "start", lambda sentry: (started.append(sentry), start(sentry))[1])
+    yield
+    for sentry in started:
+        sentry.stop()
 
 
 @pytest.fixture
@@ -130,10 +141,7 @@ def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) 
     fresh.write_text((FIXTURES / "almost-dead.txt").read_text())
     fresh.rename(meminfo)
 
-    try:
-        until(lambda: made.observe()["reading"]["mem_free_bytes"] == 121964 * 1024)
-    finally:
-        made.sentry.stop()
+    until(lambda: made.observe()["reading"]["mem_free_bytes"] == 121964 * 1024)
     assert before["mem_free_bytes"] == 1118800 * 1024
 
 

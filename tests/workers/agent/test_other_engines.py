@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 from workers.agent.other_engines import foreign
 from workers.host import processes
 
@@ -42,7 +42,7 @@ def start() -> Iterator[Start]:
     yield one
     for process in started:
         os.killpg(process.pid, 9)
-        process.wait(10)
+        process.wait(HUNG_S)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -72,7 +72,7 @@ def test_what_is_sparkds_or_no_engine_is_not(start: Start, module: str, environ:
 def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under ProtectProc=invisible."""
     pid, small, ended = start("vllm.entrypoints.cli.main"), start("http.server"), subprocess.Popen(["true"])
-    ended.wait(10)
+    ended.wait(HUNG_S)
     table = processes.table
     monkeypatch.setattr(processes, "table", lambda: {one: stat for one, stat in table().items() if one not in (pid, small)})
     monkeypatch.setattr("workers.agent.other_engines._device", lambda: {pid: 40 << 30, small: 100 << 20, ended.pid: 40 << 30})

@@ -16,6 +16,8 @@ from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
 from workers.engine.model_question import DRAFT as MOVED
 
+pytestmark = pytest.mark.xdist_group("models")
+
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 DRAFT = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
 # Of the small one's two layers, its embedding and its head.
@@ -81,7 +83,6 @@ def answers(vllm_answers: VllmAnswers) -> dict[str, ModelAnswer]:
     return {name: answer for name, answer in vllm_answers.answers[__name__].items() if answer is not None}
 
 
-@pytest.mark.timeout(600)
 def test_an_answer_is_kept(vllm_answers: VllmAnswers) -> None:
     for name, question in vllm_answers.questions[__name__].items():
         assert kept(question, vllm_answers.runtime) == vllm_answers.answers[__name__][name]
@@ -98,7 +99,6 @@ def bytes_of(answer: ModelAnswer) -> tuple[int, float, int]:
     )
 
 
-@pytest.mark.timeout(600)
 def test_a_dense_model(answers: dict[str, ModelAnswer]) -> None:
     dense = answers["dense"]
     assert (dense.platform, dense.stand_in) == ("cuda:12.1", True)

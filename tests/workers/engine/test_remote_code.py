@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HUNG_S
 from workers.host.interpreter import PACKAGE_DIR
 from workers.host.trusted_code import VARIABLE, Commits
 from workers.rank.command import build_environment
@@ -50,17 +51,20 @@ def test_an_engine_has_the_commits_in_its_environment() -> None:
 
 
 _CODE = "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n    commit = '{}'\n"
-# Each line: the class's own commit, or the error. As vLLM reads a configuration for its tokenizer: by the folder of a snapshot.
-_CHILD = """
+# Each line: the class's own commit, or the error; first without what enforces the commits, then with it. As vLLM reads a configuration for
+# its tokenizer: by the folder of a snapshot.
+_CHILD = f"""
 import os, sys
-from workers.engine.remote_code import enforce
-enforce(os.environ)
 from transformers import AutoConfig
-for folder in sys.argv[1:]:
-    try:
-        print(AutoConfig.from_pretrained(folder, trust_remote_code=True).commit)
-    except RuntimeError as error:
-        print(error)
+from workers.engine.remote_code import enforce
+trusted, *folders = sys.argv[1:]
+for variables in ({{}}, {{{VARIABLE!r}: trusted}}):
+    enforce(variables)
+    for folder in folders:
+        try:
+            print(AutoConfig.from_pretrained(folder, trust_remote_code=True).commit)
+        except RuntimeError as error:
+            print(error)
 """
 
 
@@ -85,14 +89,10 @@ def test_transformers_runs_no_code_of_the_head_of_a_branch(tmp_path: Path) -> No
     env = {"PATH": os.defpath, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     env |= {"PYTHONPATH": PACKAGE_DIR, "HOME": str(tmp_path)}
 
-    def run(trusted: Commits | None) -> list[str]:
-        more = {} if trusted is None else {VARIABLE: json.dumps(trusted.to_dict())}
-        command = [sys.executable, "-c", _CHILD, own, named]
-        done = subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300, cwd="/", check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    assert run(None) == [SECOND, THIRD], "what this is for"
-    commit, refusal = run(TRUSTED)
+    command = [sys.executable, "-c", _CHILD, json.dumps(TRUSTED.to_dict()), own, named]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HUNG_S, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    *plain, commit, refusal = done.stdout.splitlines()
+    assert plain == [SECOND, THIRD], "what this is for"
     assert commit == FIRST
     assert "third/code" in refusal and "--code-revision" in refusal

@@ -1,4 +1,7 @@
-"""The guard at work: real processes of a stub engine, a real memory hog, and a /proc/meminfo that shows what the hog takes."""
+"""The guard at work: real processes of a stub engine, a real memory hog, and a /proc/meminfo that shows what the hog takes.
+
+What it decides is test_policy.py's, on clocks that are turned by hand; how fast it is in a real collapse, tests/bench/hog.py's.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +33,20 @@ from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.support import memory_hog
-from tests.support.facts import lacking
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
 from tests.support.memory_hog import show
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
-from workers.guard import consumers, gpu_meter, incidents
+from workers.guard import consumers, incidents
 from workers.guard import guard as sentry
-from workers.guard.consumers import device_bytes
-from workers.guard.memory_sampler import Vitals
-from workers.host import memlock, processes
+from workers.guard.memory_sampler import COLUMNS, MemorySample, Vitals
+from workers.guard.policy import LEVELS, GuardedEngine, GuardState, MemoryLimits, decide
+from workers.host import memlock
+from workers.host.bounded_child import ProgramOutput
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+ROOT = Path(__file__).parents[3]
 ON: Mapping[str, Any] = {"mode": "on"}
-FLOOR_GIB, HARD_GIB = 2.0, 4.0
 SAMPLE_S = 0.25
 
 
@@ -105,13 +106,20 @@ def fact_of(agent: Agent, rank_id: str = "m-1-0123abcd") -> dict[str, Any]:
     return next(fact for fact in agent.observe()["ranks"] if fact["rank_id"] == rank_id)
 
 
-def test_the_engine_goes_above_the_floor_and_a_bundle_says_why(agents: Agents, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """9.9 to 2.4 GiB in 3 s, without a daemon, and on to nothing."""
+def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(
+    agents: Agents, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """9.9 GiB go to nothing, without a daemon."""
+    taken = lambda *_: ProgramOutput("".join(f"{pid}, 3\n" for one in agent.sentry.holders.ranks for pid in one.pids))  # noqa: E731
+    monkeypatch.setattr(sentry, "shares_memory", lambda: True)
+    monkeypatch.setattr(consumers, "ask", taken)
+    monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
     agent = agents.start()
     handle = started(agent, folder)
-    agent.sentry.hear({"m": {"in_flight": 1, "by": "admin", "predicted_gib": 5}})
     pids = agent.sentry.holders.ranks[0].pids
-    hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
+    until(lambda: any(one.device_bytes == 3 * len(pids) << 20 for one in agent.sentry.holders.ranks), "nvidia-smi has told")
+    agent.sentry.hear({"m": {"in_flight": 1, "by": "admin", "predicted_gib": 5}})
+    hog = memory_hog.start(folder / "proc", 9.9, 0.4, 1.0)
     try:
         until(lambda: fact_of(agent)["killed"])
         until(lambda: not fact_of(agent)["alive"])
@@ -125,23 +133,32 @@ def test_the_engine_goes_above_the_floor_and_a_bundle_says_why(agents: Agents, f
     bundle = agent.incident(summary["id"])
     assert bundle is not None
     assert (bundle["model"], bundle["phase"], bundle["told"]["by"], bundle["told"]["predicted_gib"]) == ("m", "serving", "admin", 5)
-    assert bundle["available_bytes"] > FLOOR_GIB * memory_hog.GIB
+    (engine,) = bundle["engines"]
+    assert engine["host_bytes"] > 1 << 20 and engine["device_bytes"] == 3 * len(pids) << 20
     assert re.search(r"\d GiB", bundle["why"])
-    assert len(bundle["readings"]) >= 5 and len(bundle["readings"][0]) == len(bundle["columns"])
+    assert [second for second, kills in decided(bundle) if kills] == [bundle["readings"][-1][0]], "at the first look that was enough"
     assert any("Application startup complete" in line for line in bundle["log"])
     assert bundle["survivors"] == []
     assert stat.S_IMODE(os.stat(agent.sentry.folder / f"{summary['id']}.json").st_mode) == 0o600
-    # Crossing and kill by the bundle's own clock.
-    crossed_s = next((row[0] for row in bundle["readings"] if row[1] < HARD_GIB * memory_hog.GIB), bundle["readings"][-1][0])
-    assert bundle["readings"][-1][0] - crossed_s <= 1.0
 
     facts = agent.observe()
     (fact,) = facts_of(facts["ranks"])
     assert fact.killed and summary["id"] in fact.killed
-    assert reading("n1", facts["reading"], facts["now_s"]).level in ("critical", "tight", "pressed", "ok")
+    assert reading("n1", facts["reading"], facts["now_s"]).level in LEVELS
     shown(agent, summary["id"], capsys)
     agent.destroy(handle, 0)
     assert agents.start(None).sentry.killed(handle["rank_id"]), "another agent finds it on disk"
+
+
+def decided(bundle: Mapping[str, Any]) -> Iterator[tuple[float, bool]]:
+    """The decision at each of a bundle's readings, made anew."""
+    assert tuple(bundle["columns"]) == COLUMNS
+    vitals, state, limits = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(memory_hog.TOTAL_KIB * 1024)
+    for at_s, available, free, *_ in bundle["readings"]:
+        look = MemorySample(at_s, memory_hog.TOTAL_KIB * 1024, int(available), int(free), 0, 0, 0)
+        vitals.add(look)
+        decision, state = decide(look, vitals.trend(), [GuardedEngine("m-1-0123abcd", "m", in_flight=1)], limits, state)
+        yield at_s, decision.kill is not None
 
 
 def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +210,7 @@ class RealNode(FakeCluster):
 async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.guard.policy.CALM_S", 0.5)
     agent = agents.start()
-    made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.2, backoff__max_s=0.2)
+    made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.01, backoff__max_s=0.01)
     made.clock = time.monotonic  # type: ignore[assignment]
     supervisor = made.supervisor
     for part in (
@@ -209,39 +226,38 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     async with asyncio.TaskGroup() as tasks:
         supervisor.tasks.group = tasks
 
-        async def tick_until(state: str) -> None:
-            async with asyncio.timeout(20):
-                while made.state() != state:
-                    await supervisor.tick()
-                    await asyncio.sleep(0.05)
+        async def tick_until(look: Callable[[], object], what: str) -> None:
+            deadline_s = time.monotonic() + HUNG_S
+            while not look():
+                assert time.monotonic() < deadline_s, f"{what}; {made.state()}"
+                await supervisor.tick()
+                await asyncio.sleep(0.02)
+
+        async def tick_until_state(state: str) -> None:
+            await tick_until(lambda: made.state() == state, state)
 
         supervisor.want("m", Want.RUNNING, "admin")
-        await tick_until("READY")
+        await tick_until_state("READY")
         first = supervisor.registry.find("m").attempt.rank_id
-        await asyncio.to_thread(until, lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
-        hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
-        try:
-            await tick_until("FAILED")
-            assert supervisor.registry.find("m").attempt.reason == "MemoryGuard"
-            until(lambda: agent.sentry.reading["level"] != "ok")
-            for _ in range(10):
-                await supervisor.tick()
-                await asyncio.sleep(0.05)
-            assert made.state() == "FAILED", "no load begins while memory is short"
-            assert any(one.reason == "MemoryShort" and "n1" in one.message for one in supervisor.snapshot().conditions)
-            with pytest.raises(Unavailable):
-                async with supervisor.lease("m", wait_s=0.1):
-                    raise AssertionError
-        finally:
-            hog.kill()
-            hog.wait()
+        await eventually(lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
+        show(folder / "proc", 0.4)
+        await tick_until_state("FAILED")
+        assert supervisor.registry.find("m").attempt.reason == "MemoryGuard"
+        short = lambda: [one for one in supervisor.snapshot().conditions if one.reason == "MemoryShort" and "n1" in one.message]  # noqa: E731
+        await tick_until(short, "the node says that memory is short")
+        looks = agent.sentry._vitals._count
+        await tick_until(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
+        assert made.state() == "FAILED", "no load begins while memory is short"
+        with pytest.raises(Unavailable):
+            async with supervisor.lease("m", wait_s=0.1):
+                raise AssertionError
+
         show(folder / "proc", 60.0)
-        await tick_until("READY")
+        await tick_until_state("READY")
         assert supervisor.registry.find("m").attempt.rank_id != first
-        kinds = [event.kind for event in supervisor.ledger.events(0, 200)]
-        assert "memory" in kinds and "failed" in kinds
+        assert {"memory", "failed"} <= {event.kind for event in supervisor.ledger.events(0, 200)}
         supervisor.want("m", Want.STOPPED, "admin")
-        await tick_until("STOPPED")
+        await tick_until_state("STOPPED")
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()
     made.store.close()
@@ -257,16 +273,16 @@ def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents) -> No
     assert holder.sentry._lock_fd < 0
 
 
-@pytest.mark.parametrize("mode", ["watch", "off"])
-def test_who_only_watches_kills_nobody(agents: Agents, folder: Path, mode: str) -> None:
-    agent = agents.start({"mode": mode})
+def test_who_only_watches_kills_nobody_and_who_may_kill_does_so_once(agents: Agents, folder: Path) -> None:
+    agent = agents.start({"mode": "off"})
     started(agent, folder)
     show(folder / "proc", 0.3)
-    expected = "critical" if mode == "watch" else "ok"
-    until(lambda: agent.sentry.reading["mem_available_bytes"] < memory_hog.GIB and agent.sentry.reading["level"] == expected)
-    for _ in range(3):
-        agent.sentry.look(time.monotonic())
-    assert fact_of(agent)["alive"]
+    for mode, level in (("off", "ok"), ("watch", "critical")):
+        agent.observe(None, {"mode": mode})
+        until(lambda level=level: agent.sentry.reading["mem_available_bytes"] < memory_hog.GIB and agent.sentry.reading["level"] == level)
+        for _ in range(3):
+            agent.sentry.look(time.monotonic())
+        assert fact_of(agent)["alive"]
 
     agent.observe(None, {"mode": "on"})
     until(lambda: not fact_of(agent)["alive"])
@@ -277,94 +293,20 @@ def test_who_only_watches_kills_nobody(agents: Agents, folder: Path, mode: str) 
     assert len(incidents.summaries(agent.sentry.folder)) == 1, "nobody is killed twice"
 
 
-# Readings
-
-
-def test_readings_of_a_spark_s_own_meminfo(tmp_path: Path) -> None:
-    shutil.copy(FIXTURES / "meminfo" / "idle.txt", tmp_path / "meminfo")
-    look = Vitals(tmp_path).look(1.0)
-    assert look is not None and look.unaccounted is not None
-    assert (look.total, look.free, look.cma_total) == (127535084 * 1024, 102000000 * 1024, None)
-    assert round(look.unaccounted / memory_hog.GIB, 2) == 1.35
-
-    shutil.copy(FIXTURES / "meminfo" / "with-cma-fields.txt", tmp_path / "meminfo")
-    look = Vitals(tmp_path).look(1.0)
-    assert look is not None
-    assert (look.cma_total, look.cma_free, look.unaccounted) == (131072 * 1024, 69320 * 1024, None)
-    assert Vitals(tmp_path / "nowhere").look(1.0) is None
-
-
-def test_slopes_and_rates_are_of_what_happened(tmp_path: Path) -> None:
-    vitals = Vitals(tmp_path)
-    (tmp_path / "pressure").mkdir()
-    (tmp_path / "pressure" / "memory").write_text("some avg10=1.00 total=5\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=77\n")
-    for second in range(100):
-        show(tmp_path, 50 - 0.1 * second)
-        (tmp_path / "vmstat").write_text(f"nr_free_pages 1\npswpin {second}\npswpout {second * 2}\npgscan_direct {second * 100}\n")
-        assert vitals.look(float(second))
-    trend = vitals.trend()
-    assert trend.short == pytest.approx(-0.1 * memory_hog.GIB, rel=0.01)
-    assert trend.fell == pytest.approx(6 * memory_hog.GIB, rel=0.01)
-    assert (trend.scanned_per_s, trend.swapped_per_s) == (100, 3)
-    assert trend.seconds_to(40 * memory_hog.GIB, 30 * memory_hog.GIB) == pytest.approx(100, rel=0.01)
-    assert len(vitals.rows()) == 100
-    vitals.forget()
-    assert (len(vitals.rows()), vitals.trend().short) == (100, 0), "what happened stays, for the next bundle"
-
-
-def test_two_minutes_are_kept_at_the_fastest_pace() -> None:
-    vitals = Vitals(Path("/proc"))
-    for tenth in range(3000):
-        assert vitals.look(tenth / 10)
-    rows = vitals.rows()
-    assert (rows[-1][0] - rows[0][0], len(rows)) == (pytest.approx(119.9), 1200)
-
-
-def test_device_memory_is_read_with_and_without_a_name() -> None:
-    text = (FIXTURES / "nvidia-smi" / "compute-apps-noheader.csv").read_text()
-    assert device_bytes(text.splitlines()) == {41001: 41458 << 20, 41377: 22439 << 20, 41902: 20816 << 20}
-    assert device_bytes(["41001, 5"]) == {41001: 5 << 20}
-    assert device_bytes((FIXTURES / "nvidia-smi" / "compute-apps-na.txt").read_text().splitlines()) == {}
-
-
-def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("sleep", "600"))
-    monkeypatch.setattr(consumers, "DEVICE_TIMEOUT_S", 0.1)
-    agent = agents.start()
-    started(agent, folder)
-    until(lambda: agent.sentry.reading["device_trouble"])
-    assert agent.sentry.reading["device_trouble"].startswith("sleep ") and "0.1 s" in agent.sentry.reading["device_trouble"]
-    assert fact_of(agent)["host_bytes"] > 1 << 20
-
-
-def test_a_driver_that_falls_silent_between_two_rows_leaves_no_old_value(
+def test_the_daemon_gets_the_last_row_of_any_gpu_and_nvidia_smi_ends_with_the_last_engine(
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("true",))
-    monkeypatch.setattr(gpu_meter, "NEXT_ROW_S", 0.5)
-    fake = FakeNvidiaSmi(folder, monkeypatch)
-    fake.prints(ROW)
-    agent = agents.start()
-    started(agent, folder)
-    until(lambda: agent.sentry.reading.get("gpu_power_w") == 120.4)
-    (process,) = fake.living
-    processes.send(process, signal.SIGSTOP)
-    until(lambda: agent.sentry.reading["device_trouble"])
-    assert lacking(agent.sentry.reading["device_trouble"], "nvidia-smi", "0.5 s") == []
-    assert "gpu_power_w" not in agent.sentry.reading
-    until(lambda: not processes.is_alive(process))
-
-
-def test_the_daemon_gets_the_last_row_and_nvidia_smi_ends_with_the_last_engine(
-    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("true",))
+    """A GPU with memory of its own: it tells what it draws, and holds nothing of the host's."""
+    monkeypatch.setattr(sentry, "shares_memory", lambda: False)
+    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("false",))
     fake = FakeNvidiaSmi(folder, monkeypatch)
     fake.prints(ROW)
     agent = agents.start()
     assert "gpu_power_w" not in agent.observe()["reading"]
     handle = started(agent, folder)
     until(lambda: "gpu_power_w" in agent.observe()["reading"])
+    assert (fact_of(agent)["device_bytes"], agent.sentry.reading["device_trouble"]) == (0, None)
+
     monkeypatch.setattr(agent.sentry, "_last_look", dict(agent.sentry._last_look))
     fake.prints(ROW.replace("120.40", "61.50"))
     until(lambda: agent.sentry.holders.meter.values.get("gpu_power_w") == 61.5)
@@ -392,21 +334,6 @@ def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
 def test_memory_is_locked_where_that_is_allowed_and_else_it_says_why() -> None:
     code = "from workers.host import memlock; import sys; sys.stdout.write(str(memlock.lock()))\n"
     code += "print(next(line for line in open('/proc/self/status') if line.startswith('VmLck')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, cwd=FIXTURES.parent.parent)
-    locked = int(done.stdout.split()[-2])
-    assert (locked > 0) is done.stdout.startswith("None")
-    assert "None" in done.stdout or "LimitMEMLOCK=infinity" in done.stdout or "refused" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S, check=True, cwd=ROOT)
+    assert (int(done.stdout.split()[-2]) > 0) is done.stdout.startswith("None")
     assert memlock.MCL_ONFAULT == 4
-
-
-def test_a_gpu_with_memory_of_its_own_tells_what_it_draws_and_holds_nothing_of_the_hosts(
-    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sentry, "shares_memory", lambda: False)
-    monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("false",))
-    FakeNvidiaSmi(folder, monkeypatch).prints(ROW.replace("120.40", "412.50"))
-    agent = agents.start()
-    started(agent, folder)
-    until(lambda: agent.sentry.reading.get("gpu_power_w") == 412.5)
-    assert (agent.sentry.reading["gpu_celsius"], agent.sentry.reading["device_trouble"]) == (41.0, None)
-    assert fact_of(agent)["device_bytes"] == 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from tests.support.facts import lacking
+from tests.support.waiting import HUNG_S
 from workers.host import ends_with_parent
 from workers.host.interpreter import module_command
 
@@ -17,7 +18,7 @@ VARIABLES = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=ends_with_parent.environment(VARIABLES), cwd="/", capture_output=True, text=True, timeout=60, check=False
+        command, env=ends_with_parent.environment(VARIABLES), cwd="/", capture_output=True, text=True, timeout=HUNG_S, check=False
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HUNG_S
 from workers.host import processes
 from workers.host.processes import Identity, Stat
 
@@ -85,7 +86,7 @@ def test_a_zombie_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
     who = processes.identity(sleeper.pid)
     assert who
     processes.send(who, signal.SIGKILL)
-    assert processes.wait_gone([who], timeout_s=30.0)
+    assert processes.wait_gone([who], timeout_s=HUNG_S)
     stat = processes.read_stat(who.pid)
     assert stat
     assert stat.state == "Z"

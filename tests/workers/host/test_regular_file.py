@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sparkd.__main__ import exit_code
 from sparkd.cli.config_check import check
 from sparkd.config.recipe_check import load
 from sparkd.errors import ConfigError
 from workers.host import regular_file
 from workers.host.hub_cache import snapshot_of
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def pipe(path: Path) -> Path:
@@ -74,9 +71,8 @@ COMMANDS = ("check PATH", "recipes check PATH", "recipes import PATH", "ps --key
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_ends(tmp_path: Path, line: str) -> None:
+def test_a_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
     path = pipe(tmp_path / "odd.yaml")
-    command = [sys.executable, "-m", "sparkd", *(str(path) if word == "PATH" else word for word in line.split())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
-    assert done.returncode == ConfigError.exit_code
-    assert "device" in done.stdout + done.stderr
+    assert exit_code([str(path) if word == "PATH" else word for word in line.split()]) == ConfigError.exit_code
+    told = capsys.readouterr()
+    assert "device" in told.out + told.err

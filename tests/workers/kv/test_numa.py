@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,6 @@ from workers.kv.memory import MemoryReading, host
 from workers.kv.numa import nodes_bound
 from workers.kv.request import CacheRequest
 from workers.kv.settings import CacheSettings
-from workers.kv.symbols import Missing
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own are not ours
-    from workers.kv import cpu
 
 MIB, GIB = 2**20, 2**30
 # Of each node in MiB: total, free, active and inactive file pages, reclaimable slabs.
@@ -109,29 +102,3 @@ def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits
         assert wish.margin(one) == 2 * GIB, "4 GiB of the machine"
         kept = wish.reserved(one)
         assert kept is not None and (kept.ranks, kept.bytes) == (2, 40 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("others", "ranks", "sharers"),
-    [
-        ([], 1, 1),
-        ([("here", frozenset({0}))], 2, 1),
-        ([("here", frozenset({1}))], 2, 2),
-        ([("there", frozenset({1}))], 1, 1),  # by Ray on another host: local_world_size is that of all
-    ],
-)
-def test_ranks_find_out_with_whom_they_share(monkeypatch, others, ranks, sharers):
-    monkeypatch.setattr(cpu, "nodes_bound", lambda _proc: frozenset({1}))
-    monkeypatch.setattr(cpu, "boot_id", lambda: "here")
-    monkeypatch.setattr(cpu, "host", lambda nodes_kept: MemoryReading(128 * GIB, 60 * GIB, 60 * GIB, 0) if nodes_kept == {1} else None)
-    worker: Any = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=1 + len(others)))
-    rehearsal = cpu.CpuRehearsal(worker)
-    rehearsal.meet(lambda mine: [mine, *others])
-    assert (rehearsal.read().ranks, rehearsal.read().sharers) == (ranks, sharers)
-
-    def lacks(_mine: Any) -> Any:
-        raise Missing("get_world_group")
-
-    rehearsal = cpu.CpuRehearsal(worker)
-    rehearsal.meet(lacks)
-    assert (rehearsal.read().ranks, rehearsal.read().sharers) == (1 + len(others),) * 2

@@ -850,22 +850,6 @@ ARCHITECTURES: dict[str, tuple[dict[str, tuple[str, Shape]], set[str], set[str]]
         {"in_proj_qkv", "in_proj_z", "gate_up_proj", "down_proj"},
         {"in_proj_a", "in_proj_b", "gate", "qkv", "linear_fc1"},
     ),
-    "gpt-oss in BF16": (
-        layered(
-            2,
-            {
-                **ATTENTION,
-                "self_attn.sinks": (64,),
-                "mlp.router.weight": W,
-                "mlp.experts.gate_up_proj": (4, 128, 256),
-                "mlp.experts.gate_up_proj_bias": (4, 256),
-                "mlp.experts.down_proj": (4, 128, 128),
-                "mlp.experts.down_proj_bias": (128, 128),
-            },
-        ),
-        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"},
-        {"sinks", "router", "gate_up_proj_bias", "down_proj_bias"},
-    ),
     "Nemotron-H": (
         layered(
             2,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.ranks import Place, a_place, stop
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 from workers.guard.consumers import Holders
 from workers.rank import command, lifecycle, ray_environment
 from workers.ray_executor.engine import platform, settle
@@ -47,10 +47,12 @@ def worker(place: Place) -> Iterator[subprocess.Popen[bytes]]:
     until(lambda: any(line.startswith("worker ") for line in place.lines()))
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(HUNG_S)
 
 
-def test_the_worker_has_the_environment_and_the_log_of_its_nodes_rank(place: Place, worker: subprocess.Popen[bytes]) -> None:
+def test_the_worker_has_its_nodes_environment_and_log_and_is_a_process_of_the_rank_that_ends_with_it(
+    place: Place, worker: subprocess.Popen[bytes]
+) -> None:
     line = next(line for line in place.lines() if line.startswith("worker "))
     arguments, environ = json.loads(line.removeprefix("worker "))
 
@@ -58,9 +60,6 @@ def test_the_worker_has_the_environment_and_the_log_of_its_nodes_rank(place: Pla
     assert environ == {
         "GLOO_SOCKET_IFNAME": "enp1", "RAY_JOB_ID": "7", "SPARKD_RANK_ID": "r1", "RAY_LOG_TO_STDERR": "1", "LEAKED": None,
     }  # fmt: skip
-
-
-def test_the_worker_counts_as_a_process_of_the_rank_and_ends_with_it(place: Place, worker: subprocess.Popen[bytes]) -> None:
     assert (place.fact()["alive"], place.fact()["processes"]) == (True, 2)
     holders = Holders(place.run_dir, unified=False)
     holders.refresh(0.0)
@@ -69,7 +68,7 @@ def test_the_worker_counts_as_a_process_of_the_rank_and_ends_with_it(place: Plac
     until(lambda: place.fact()["halted"])
 
     assert stop(place, {"rank_id": "r1"})["gone"]
-    assert worker.wait(10) == -signal.SIGKILL
+    assert worker.wait(HUNG_S) == -signal.SIGKILL
     lifecycle.forget("r1", place.run_dir)
     assert list((place.root / "run").glob("r1*")) == []
 

@@ -22,6 +22,8 @@ class Late:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # pytest looks at what a module of tests holds
         with warnings.catch_warnings():
             # vLLM's own warnings are not ours.
             warnings.simplefilter("ignore")
