@@ -244,10 +244,10 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("models", "crash")
     page.get_by_role("button", name="Load crash", exact=True).click()
-    expect(page.get_by_text("FAILED", exact=True)).to_be_visible()
-    message = served.model("crash")["message"]
-    expect(page.locator("p.error").first).to_contain_text(message[:40])
     expect(page.locator(".toast.bad")).to_contain_text("load crash: ")
+    expect(page.get_by_text("FAILED", exact=True)).to_be_visible()
+    message = served.wait_for("crash", "FAILED")["message"]
+    expect(page.locator("p.error").first).to_contain_text(message[:40])
     assert (page.locator(".toast.bad").inner_text()).lower().count("failed") == 1
     page.locator(".toast.bad").get_by_role("button", name="Dismiss").click()
     expect(page.locator(".toast.bad")).to_have_count(0)
