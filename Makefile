@@ -40,7 +40,7 @@ serve: python
 		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name $(DEMO) $(PRECISE))
 
 # One worker more than cores, because some tests wait for processes. What does not fit in one session is marked `rest`.
-PYTEST := "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadgroup --no-loadscope-reorder
+PYTEST := "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 1 )) --dist loadfile --no-loadscope-reorder
 # Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
 test test-all test-repeat: export PYTHONDONTWRITEBYTECODE :=
 # pip would compile 25,000 files, and the tests import few of them.

@@ -1,7 +1,7 @@
 """What holds for every test: Ctrl-C is that of a terminal, libraries compute on one thread, files that share an engine share a worker.
 
 `make test` runs what is not marked `rest`, `make test-all` everything, in one session over all cores (Makefile). Order is random
-(pytest-randomly), but what takes long begins first. Files whose tests share an expensive fixture carry one `xdist_group`.
+(pytest-randomly), but what takes long begins first. One worker runs all files that SHARED names together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.observability import find_promtool
 
@@ -27,6 +27,24 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # In the order in which they begin: the longest first, so that no worker is left with one at the end.
 LONGEST = ("e2e/", "sparkd/cluster/", "web/test_page.py", "sparkd/daemon/", "test_lint.py", "sparkd/inquiry/")
+# By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
+SHARED = {
+    "served": (
+        "e2e/test_serving.py", "e2e/test_swap.py", "e2e/test_tools.py", "e2e/test_traces.py", "e2e/test_metrics_page.py",
+        "e2e/test_serving_page.py",
+    ),
+    "stage": (
+        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py", "sparkd/daemon/test_traced_requests.py",
+        "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
+    ),
+    "answers": ("sparkd/inquiry/test_rare_configs.py", "sparkd/inquiry/test_known_architectures.py", "workers/engine/test_model_answer.py"),
+    "vllm": (
+        "workers/stream/vllm/", "workers/stream/test_gpt_oss.py", "workers/stream/test_published.py", "workers/kv/test_with_vllm.py",
+        "workers/stream/cache/test_partial.py", "workers/kv/test_vllm_releases.py", "workers/kv/test_rehearsal.py",
+        "workers/kv/test_engine_identity.py", "workers/kv/test_symbols_lookahead.py", "sparkd/capacity/test_against_vllm.py",
+        "sparkd/vllm/test_arg_check.py", "security/test_media.py",
+    ),
+}  # fmt: skip
 # Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
 PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
 # Not run where npm is missing; `make page` says so.
@@ -90,21 +108,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         seed = config.getoption("randomly_seed", None)
         terminalreporter.section("to run one of them again", "-")
         for name in names:
-            test = name.partition("@")[0]
-            terminalreporter.write_line(shlex.join([".venv/bin/python", "-m", "pytest", f"--randomly-seed={seed}", test]))
+            terminalreporter.write_line(shlex.join([".venv/bin/python", "-m", "pytest", f"--randomly-seed={seed}", name]))
 
 
-class Scheduling(LoadGroupScheduling):
-    """One worker runs a group, or a file that belongs to none."""
+class Scheduling(LoadFileScheduling):
+    """One worker runs a file, and so do all files that SHARED names together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        group = str(super()._split_scope(nodeid))
-        return group.partition("::")[0]
+        path = str(super()._split_scope(nodeid))
+        name = path.removeprefix("tests/")
+        return next((shared for shared, starts in SHARED.items() if name.startswith(starts)), path)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
-    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @dataclass(frozen=True)
