@@ -7,7 +7,6 @@ RedHatAI/Llama-3.1-8B-Instruct-NVFP4; every projection is quantized, and values 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tests.support.checkpoints import BYTES, Draw, Tensor
@@ -37,7 +36,7 @@ def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Tensor])
         if entry.name.endswith("_proj.weight"):
             found += make(entry.name.removesuffix(".weight"), *entry.shape)
         else:
-            found.append(replace(entry, dtype="F16") if half and entry.dtype == "BF16" else entry)
+            found.append(entry._replace(dtype="F16") if half and entry.dtype == "BF16" else entry)
     more = {"quantization_config": described, "torch_dtype": "float16" if half else "bfloat16"}
     return {**config, **more}, tuple(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,13 +132,11 @@ class Pair:
 
 @contextlib.contextmanager
 def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair]:
-    """Started, with Ray connected on the first; the second joins, and is started again whenever it ends. At the end everything is killed.
-
-    folder: short, for the sockets of Ray.
-    """
+    """Started, with Ray connected on the first; the second joins, and is started again when it ends. At the end everything is killed."""
     with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered():
         made = _built(folder, here, there, models)
         afterwards.callback(made.daemon.forget)
+        afterwards.callback(shutil.rmtree, made.ray_node.runtime_dir, ignore_errors=True)
         try:
             made.daemon.start()
             made.daemon.settled()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ class RayNode:
     settings: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
     environ: dict[str, str] = field(default_factory=dict)
+    # pytest's folders are too long for the sockets of Ray.
+    runtime_dir: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rn-")))
     _kept: threading.Event = field(default_factory=threading.Event)
 
     def start(self, *words: str, stdin: bytes = b"") -> None:
@@ -59,10 +62,6 @@ class RayNode:
     @property
     def state_dir(self) -> Path:
         return self.folder / "state"
-
-    @property
-    def runtime_dir(self) -> Path:
-        return self.folder / "run"
 
     def pid_of(self, name: str) -> int:
         """The process of this node that is called so (`raylet`, `ray::Agent`), 0 where there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -128,6 +129,7 @@ def stage(folder: Path) -> Iterator[Stage]:
     with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered(), serving(repository):
         made = _built(folder, here, there, repository)
         afterwards.callback(made.daemon.forget)
+        afterwards.callback(shutil.rmtree, made.ray_node.runtime_dir, ignore_errors=True)
         try:
             made.start()
             made.join()

