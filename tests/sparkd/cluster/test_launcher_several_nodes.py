@@ -1,6 +1,6 @@
 """One model over two nodes: two network namespaces, the daemon in one, `sparkd ray-node` in the other, and whatever may break between.
 
-The ranks are the stub engine's; those of vLLM are in test_launcher_vllm.py.
+The ranks are the stub engine's; those of vLLM are in tests/e2e/test_two_nodes.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One model of vLLM's over two network namespaces, in each way that its ranks can be shared, beside the same model on one node."""
+"""End to end: one model of real vLLM over two network namespaces, in each way that its ranks can be shared, beside the same on one node."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,20 +14,35 @@ from tests.support.pair import Pair, command_of, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from workers.rank.status import worker_of
 
-pytestmark = pytest.mark.rest
-
 WAYS = ("split", "rayed", "whole")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    # The folders of pytest and xdist are too long for the sockets of Ray.
-    with TemporaryDirectory(prefix="pv-", ignore_cleanup_errors=True) as folder:
-        models = vllm_models(Path(folder))
-        with two_sparks(Path(folder), {name: models[name] for name in WAYS}) as made:
-            yield made
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pv")
+    models = vllm_models(folder)
+    with two_sparks(folder, {name: models[name] for name in WAYS}) as made:
+        yield made
 
 
+def test_a_killed_rank_of_vllm_ends_both_and_both_come_back(pair: Pair) -> None:
+    pair.both()
+    pair.daemon.load("split")
+    before = pair.daemon.wait_for("split", "READY")["ranks"]
+    assert [rank["node_id"] for rank in before] == [pair.here.address, pair.there.address]
+    assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
+
+    at_s = time.time()
+    os.kill(pair.child_of(before[1]), signal.SIGKILL)
+    assert pair.failure(at_s, "split")[0] == "EngineExited"
+    after = pair.daemon.wait_for("split", "READY")["ranks"]
+    assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
+    assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
+    pair.daemon.unload("split")
+    pair.daemon.wait_for("split", "STOPPED")
+
+
+@pytest.mark.rest
 def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
     """Teacher-forced: sampled text of a random model would diverge on rounding."""
     said = {}
