@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 # In the order in which they begin: the longest first, so that no worker is left with one at the end.
-LONGEST = ("e2e/", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py", "sparkd/inquiry/")
+LONGEST = (
+    "e2e/", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py", "sparkd/inquiry/",
+)  # fmt: skip
 # By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
 SHARED = {
     "served": (
