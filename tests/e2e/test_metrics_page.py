@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
 from tests.support.observability import complaints_of
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.xdist_group("served")
 
 
 def test_promtool_takes_the_page_of_a_daemon_with_an_engine(served: DaemonProcess) -> None:

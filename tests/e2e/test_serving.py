@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,9 +16,6 @@ import pytest
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess, alive
 from tests.support.waiting import HUNG_S, until
-from workers.host.processes import descendants, table
-
-pytestmark = pytest.mark.xdist_group("served")
 
 GIB = 1 << 30
 QUESTION = "What is the capital of France?"
@@ -217,22 +213,6 @@ def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> N
     until(lambda: raylet not in served.ray_pids() and served.status()["nodes"][0]["agent"], "Ray is back", 0.5)
     until(lambda: [pid for pid in before if alive(pid)] == [], "nothing of the old Ray is left")
     assert (served.pid_of(NAME), served.model(NAME)["failures"]) == (rank, 0)
-    assert _paris(served)
-
-
-def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> None:
-    rank = served.pid_of(NAME)
-    below = descendants([rank], table())
-    core = max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))  # it holds the weights
-    os.kill(core, signal.SIGKILL)
-    until(lambda: served.model(NAME)["failures"] == 1, "the failure is seen")
-    events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
-    told = [event["message"] for event in events if (event["kind"], event["model"]) == ("failed", NAME)][-1]
-    assert re.search(r"ended by itself \(its (?:engine core|worker \S+) was lost(?:, by SIGKILL)?\)\.", told), told
-    served.wait_for(NAME, "READY")
-
-    assert served.pid_of(NAME) != rank
-    assert not alive(core)
     assert _paris(served)
 
 

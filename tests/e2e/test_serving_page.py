@@ -12,7 +12,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
 from tests.web.browser import Tab, chromium, context_of
 
-pytestmark = [pytest.mark.xdist_group("served"), pytest.mark.rest]
+pytestmark = pytest.mark.rest
 
 
 def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> None:

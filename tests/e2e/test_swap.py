@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import NAME, QUANTIZED
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, alive
 from tests.support.waiting import until
+from workers.host.processes import descendants, table
 
 QUESTION = "What is the capital of France?"
-pytestmark = pytest.mark.xdist_group("served")
 
 
-def test_two_models_take_turns_and_a_quantized_one_is_read_from_its_cache_the_second_time(
+def test_two_models_take_turns_and_a_quantized_one_that_is_killed_comes_back_from_its_cache(
     served: DaemonProcess, foreign_python: Path
 ) -> None:
     assert subprocess.run([str(foreign_python), "-c", "import sparkd"], capture_output=True, check=False, cwd="/").returncode != 0
@@ -30,10 +31,15 @@ def test_two_models_take_turns_and_a_quantized_one_is_read_from_its_cache_the_se
     assert served.metric("sparkd_model_load_read_bytes", f'model="{QUANTIZED}"') >= first["bytes_total"]
     kept = until(lambda: written(served), "the quantized cache")
 
-    served.unload(QUANTIZED)
-    served.wait_for(QUANTIZED, "STOPPED")
-    served.load(QUANTIZED)
+    # A killed engine core comes back by itself, from the cache.
+    shim = served.pid_of(QUANTIZED)
+    core = max(descendants([shim], table()), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))  # it holds the weights
+    os.kill(core, signal.SIGKILL)
+    until(lambda: served.model(QUANTIZED)["failures"] == 1, "the failure is seen")
+    assert [re.search(r"its (?:engine core|worker \S+) was lost", message) is not None for message in told(served, "failed")] == [True]
     served.wait_for(QUANTIZED, "READY")
+    assert served.pid_of(QUANTIZED) != shim
+    assert not alive(core)
     second = served.model(QUANTIZED)["progress"]
     assert (second["source"], second["failure"]) == ("cache", None)
     assert second["bytes_total"] < 0.6 * first["bytes_total"]
@@ -42,8 +48,13 @@ def test_two_models_take_turns_and_a_quantized_one_is_read_from_its_cache_the_se
 
     knows_a_capital(served, NAME)
     assert served.model(QUANTIZED)["state"] == "STOPPED"
+    assert told(served, "swap", NAME) and told(served, "swap")
+
+
+def told(served: DaemonProcess, kind: str, model: str = QUANTIZED) -> list[str]:
+    """The messages of a model's events of a kind."""
     events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
-    assert {NAME, QUANTIZED} <= {event["model"] for event in events if event["kind"] == "swap"}
+    return [event["message"] for event in events if (event["kind"], event["model"]) == (kind, model)]
 
 
 def knows_a_capital(served: DaemonProcess, model: str) -> None:

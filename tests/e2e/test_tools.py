@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import openai
 
 
-pytestmark = pytest.mark.xdist_group("served")
 
 QUESTION = "What is the weather in Paris?"
 CITIES = ("Paris", "Rome")

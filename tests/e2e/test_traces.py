@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
 from tests.support.otlp_receiver import Receiver, tree_of
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.xdist_group("served")
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CHAT = "POST /v1/chat/completions"

@@ -92,6 +92,14 @@ def followed(keys: dict[str, Any], cure: Cure) -> dict[str, Any]:
     return made
 
 
+def test_a_load_that_is_refused_gets_a_cure(folder: Path) -> None:
+    """Else no entry of the following tests would be followed anywhere."""
+    spec = parsed(folder, {"max_model_len": 131_072, "cache": {"tokens": 1 << 20}})
+    assert spec is not None
+    found = refused(spec, 16)
+    assert found is not None and [cure for cure in found.cures if cure.settings]
+
+
 @settings(max_examples=150, deadline=None)
 @given(ENTRIES, st.integers(4, 60))
 def test_an_entry_that_follows_the_cure_of_a_load_is_not_refused_again(folder: Path, keys: dict[str, Any], most_gib: int) -> None:

@@ -257,6 +257,7 @@ def test_an_engine_does_not_belong_to_the_ray_that_started_it(head: RayHead, fol
         assert head.costs() == []
     finally:
         assert agent.destroy(handle, 2.0)["gone"]
+        agent.sentry.stop()
 
 
 # What it costs, and where it listens

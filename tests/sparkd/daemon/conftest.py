@@ -1,4 +1,4 @@
-"""The daemon that the tests of this folder share; a file that does carries `pytest.mark.xdist_group("stage")`."""
+"""The daemon that the tests of this folder share; tests/conftest.py names their files."""
 
 from __future__ import annotations
 

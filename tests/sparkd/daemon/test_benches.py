@@ -24,7 +24,7 @@ from tests.support.daemon_process import ROOT
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.rest, pytest.mark.xdist_group("stage")]
+pytestmark = pytest.mark.rest
 
 TOKENIZER = ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"
 COMMON = "skip_coherence: true, latency_mode: none, runs: 1"

@@ -22,8 +22,6 @@ from tests.support.stage import USER, Stage, members
 from tests.support.stream import held
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.xdist_group("stage")
-
 GIB = 1 << 30
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 

@@ -14,7 +14,7 @@ from sparkd.bench.figures import WAYS, one_line
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.rest, pytest.mark.xdist_group("stage")]
+pytestmark = pytest.mark.rest
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from sparkd.bench.result import text_label
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.rest, pytest.mark.xdist_group("stage")]
+pytestmark = pytest.mark.rest
 
 CONFIGURED = ["broken", "held", "own", "plain", "quick"]
 FORMATS = ["fp8", "int4-g32", "nvfp4", "mxfp4"]

@@ -24,8 +24,6 @@ from tests.support.stage import ADMIN_KEY, CANARY, KEY, USER, Stage, stored
 from tests.support.stream import held
 from tests.support.waiting import HUNG_S, until
 
-pytestmark = pytest.mark.xdist_group("stage")
-
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SAYS: dict[str, Any] = {
     "model": "quick", "max_tokens": 100, "messages": [{"role": "user", "content": CANARY}], "user": CANARY, "metadata": {CANARY: CANARY},

@@ -13,8 +13,6 @@ from tests.support.otlp_receiver import Receiver, Span, receiver, tree_of
 from tests.support.stage import USER, Stage
 from tests.support.waiting import HUNG_S, until
 
-pytestmark = pytest.mark.xdist_group("stage")
-
 CANARY = "canary-51c9e2"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CHAT = "POST /v1/chat/completions"

@@ -21,8 +21,6 @@ from tests.conftest import VllmAnswers
 from tests.support.published_headers import checkpoint_of, config_of
 from workers.quantization.recipe import QuantizationRecipe
 
-pytestmark = pytest.mark.xdist_group("models")
-
 # A published configuration of each. On two ranks too: one for each way in which heads and experts are split.
 FIXTURES = {
     "DeepseekV2ForCausalLM": "deepseek-v2-lite",

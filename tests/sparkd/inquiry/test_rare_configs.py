@@ -17,8 +17,6 @@ from tests.conftest import VllmAnswers
 from tests.support.plan_verdicts import MARKED, RIGHT, UNKNOWN, judged
 from tests.support.rare_configs import RARE, REFUSED, UNANSWERED, question_of
 
-pytestmark = pytest.mark.xdist_group("models")
-
 # One that vLLM answers where sparkd has no formula, one that nobody answers, one that vLLM refuses.
 OUTCOMES = ("minicpm3", UNANSWERED[0], REFUSED[0])
 OTHERS = [name for name in RARE if name not in OUTCOMES]

@@ -297,7 +297,7 @@ def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> Non
     link = Path(made.run_dir, "plugin", "workers")
     link.unlink()
     link.symlink_to("/an/older/release/workers")
-    Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc"))
+    Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc")).sentry.stop()
 
     assert link.resolve() == Path(module.__file__).resolve().parents[1]
     assert sorted(os.listdir(link.parent)) == SHOWN

@@ -16,8 +16,6 @@ from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
 from workers.engine.model_question import DRAFT as MOVED
 
-pytestmark = pytest.mark.xdist_group("models")
-
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 DRAFT = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
 # Of the small one's two layers, its embedding and its head.

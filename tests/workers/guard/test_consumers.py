@@ -18,7 +18,7 @@ class Asked:
         self.holders, self.ids, self.answer = Holders(str(folder), unified=unified), ["m-1"], ProgramOutput("")
         self.commands: list[tuple[str, ...]] = []
         self.wanted: list[bool] = []
-        monkeypatch.setattr(consumers, "rank_ids", lambda run_dir: self.ids)
+        monkeypatch.setattr(consumers, "rank_ids", lambda run_dir: self.ids if run_dir == str(folder) else [])
         monkeypatch.setattr(consumers, "ask", self._ask)
         monkeypatch.setattr(self.holders.meter, "want", self.wanted.append)
 
