@@ -50,7 +50,7 @@ test: dev promtool chromium page
 	$(PYTEST) -m "not rest"
 
 test-all: dev promtool chromium page
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile=search
 
 test-repeat: dev promtool chromium page
 	"$(BIN)/python" -m tests.repeat --times $(N) --load $(LOAD) -- $(PYTEST) -m "not rest"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.observability import find_promtool
@@ -59,6 +60,10 @@ CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Processes that each have a thread for every core spend most of their time on waiting for one another's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same examples in every run: what `make test` says of a tree is the same twice. `make test-all` searches anew.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("same")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
