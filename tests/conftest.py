@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
-
-from tests.support.observability import find_promtool
 
 if TYPE_CHECKING:
     from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
@@ -48,14 +45,6 @@ SHARED = {
         "sparkd/vllm/test_arg_check.py", "security/test_media.py",
     ),
 }  # fmt: skip
-# Not run where promtool is missing; `make test` says so (deploy/promtool.sh).
-PROMTOOL = ("test_alert_rules.py", "test_metrics_page.py")
-# Not run where npm is missing; `make page` says so.
-TYPESCRIPT = ("test_tsc.py",)
-TSC = TESTS / "web" / "node_modules" / ".bin" / "tsc"
-# Not run where chromium is missing; `make test` says so (deploy/chromium.sh).
-CHROMIUM = ("web/test_page.py", "e2e/test_serving_page.py")
-
 # A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Processes that each have a thread for every core spend most of their time on waiting for one another's.
@@ -64,16 +53,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("same")
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if collection_path.name in PROMTOOL and find_promtool() is None:
-        return True
-    if collection_path.name in TYPESCRIPT and not TSC.exists():
-        return True
-    if collection_path.as_posix().endswith(CHROMIUM) and shutil.which("chromium") is None:
-        return True
-    return None
 
 
 @pytest.hookimpl(trylast=True)

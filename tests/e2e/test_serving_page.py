@@ -10,9 +10,9 @@ from playwright.sync_api import expect
 from tests.e2e.conftest import NAME
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
-from tests.web.browser import Tab, chromium, context_of
+from tests.web.browser import CHROMIUM, Tab, chromium, context_of
 
-pytestmark = pytest.mark.rest
+pytestmark = [pytest.mark.rest, pytest.mark.skipif(CHROMIUM is None, reason="chromium is missing: run `make chromium`")]
 
 
 def test_a_model_is_loaded_and_asked_from_the_page(served: DaemonProcess) -> None:

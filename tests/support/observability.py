@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +53,8 @@ def complaints_of(page: bytes) -> list[str]:
     return [line for line in lines if not any(own.fullmatch(line) for own in _VLLMS_OWN)]
 
 
-def find_promtool() -> str | None:
-    return shutil.which("promtool") or shutil.which(OWN_PROMTOOL)
-
-
 def promtool() -> str:
-    path = find_promtool()
-    assert path, "promtool is missing: run `make promtool`, or install the Debian package prometheus"
+    path = shutil.which("promtool") or shutil.which(OWN_PROMTOOL)
+    if path is None:
+        pytest.skip("promtool is missing: run `make promtool`, or install the Debian package prometheus")
     return path

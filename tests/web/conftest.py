@@ -66,8 +66,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[BrowserContext]:
-    from tests.web.browser import chromium, context_of
+    from tests.web.browser import CHROMIUM, chromium, context_of
 
+    if CHROMIUM is None:
+        pytest.skip("chromium is missing: run `make chromium`")
     with chromium() as browser:
         yield context_of(browser)
 
