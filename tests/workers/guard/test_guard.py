@@ -35,7 +35,7 @@ from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.support import memory_hog
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
-from tests.support.memory_hog import show
+from tests.support.memory_hog import descriptors_in, show
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
 from workers.guard import consumers, incidents
@@ -263,14 +263,15 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     made.store.close()
 
 
-def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents) -> None:
+def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents, folder: Path) -> None:
     first, second = agents.start(), agents.start()
     until(lambda: first.sentry._lock_fd >= 0 or second.sentry._lock_fd >= 0)
     holder, other = (first, second) if first.sentry._lock_fd >= 0 else (second, first)
-    assert other.sentry._lock_fd < 0
+    assert other.sentry._lock_fd < 0 and not other.sentry._may_act()
     holder.sentry.claims = False
     until(lambda: other.sentry._lock_fd >= 0)
     assert holder.sentry._lock_fd < 0
+    until(lambda: len(descriptors_in(folder / "run")) == 1, "who did not get the lock has closed its file")
 
 
 def test_who_only_watches_kills_nobody_and_who_may_kill_does_so_once(agents: Agents, folder: Path) -> None:

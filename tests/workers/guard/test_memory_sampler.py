@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.memory_hog import PSI, show
+from tests.support.memory_hog import PSI, descriptors_in, show
 from workers.guard.consumers import device_bytes
 from workers.guard.memory_sampler import MemorySample, Vitals
 from workers.guard.policy import GIB
@@ -35,6 +35,13 @@ def test_a_look_reads_a_spark_s_own_files(tmp_path: Path) -> None:
     assert look is not None
     assert (look.scanned, look.swapped, look.psi_full_us) == (300, 12, 77)
     assert Vitals(tmp_path / "nowhere").look(1.0) is None
+
+
+def test_looks_leave_nothing_open(tmp_path: Path) -> None:
+    show(tmp_path, 9.9)
+    vitals = Vitals(tmp_path)
+    assert all(vitals.look(float(second)) for second in range(3))
+    assert descriptors_in(tmp_path) == []
 
 
 def test_slopes_and_rates_are_of_what_happened() -> None:
