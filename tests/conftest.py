@@ -10,7 +10,7 @@ import gc
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+
+from tests.support.descriptors import descriptors_in
 
 if TYPE_CHECKING:
     from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
@@ -69,11 +71,18 @@ def pytest_collection_finish() -> None:
     _settle()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """A file imports vLLM in one of its tests, and the files after it would pay for that at every collection."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Whatever opened a file in the test's own folder has closed it.
+
+    A file imports vLLM in one of its tests, and the files after it would pay for that at every collection.
+    """
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    yield
     if nextitem is not None and nextitem.path != item.path:
         _settle()
+    if folder is not None:
+        assert descriptors_in(folder) == []
 
 
 def _settle() -> None:

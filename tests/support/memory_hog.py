@@ -8,7 +8,6 @@ file that `show` writes then says.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -32,12 +31,6 @@ def show(folder: Path, available_gib: float) -> None:
     fresh = folder / ".fresh"
     fresh.write_text(f"MemTotal: {TOTAL_KIB} kB\nMemFree: {kib // 2} kB\nMemAvailable: {kib} kB\nCached: {kib // 2} kB\n")
     fresh.rename(folder / "meminfo")
-
-
-def descriptors_in(folder: Path) -> list[Path]:
-    """The files in a folder that this process holds open, one for each descriptor."""
-    opened = [Path(os.path.realpath(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd")]
-    return [path for path in opened if folder in path.parents]
 
 
 def start(folder: Path, first_gib: float, last_gib: float, seconds: float) -> subprocess.Popen[bytes]:

@@ -33,9 +33,10 @@ from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.support import memory_hog
+from tests.support.descriptors import descriptors_in
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
-from tests.support.memory_hog import descriptors_in, show
+from tests.support.memory_hog import show
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
 from workers.guard import consumers, incidents

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.memory_hog import PSI, descriptors_in, show
+from tests.support.descriptors import descriptors_in
+from tests.support.memory_hog import PSI, show
 from workers.guard.consumers import device_bytes
 from workers.guard.memory_sampler import MemorySample, Vitals
 from workers.guard.policy import GIB
