@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sparkd.capacity.footprint import (
     CONTEXT_BYTES,
-    ENCODER_BYTES,
     GRAPH_LAYER_BYTES,
     NCCL_BYTES,
     PROCESS_BYTES,
@@ -25,7 +24,7 @@ from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost
-from tests.support.checkpoints import Tensor, dense, tensors_of
+from tests.support.checkpoints import dense, tensors_of
 from tests.support.inventories import known, models
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -87,11 +86,6 @@ def test_what_each_kind_of_machine_adds() -> None:
     assert of(serving=Serving(4096, pipeline_parallel=2)).parts["graphs"] == graphs // 2
 
 
-@pytest.mark.parametrize(("more", "sizes"), [({"max_num_seqs": 4}, 4), ({"max_num_seqs": 4, "speculative_tokens": 3}, 7), ({}, 51)])
-def test_graphs_are_captured_for_what_decodes_at_once(more: dict[str, int], sizes: int) -> None:
-    assert of(serving=Serving(4096, **more)).parts["graphs"] == GRAPH_LAYER_BYTES * sizes * 4
-
-
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
     found = of(learned=MeasuredPeaks(peak=123, graphs=45))
 
@@ -109,11 +103,6 @@ def test_a_model_fits_where_it_can_be_loaded_and_served() -> None:
     assert (at(least).fits, at(least).free_bytes, at(least - 1).fits, at(least - 1).free_bytes) == (True, 0, False, -1)
     loading = SPARK.system_bytes + found.load_peak_bytes + found.parts["processes"] + found.parts["context"]
     assert (at(loading).load_free_bytes, at(loading - 1).load_free_bytes) == (0, -1)
-
-
-def test_an_encoder_has_a_batch_of_its_own() -> None:
-    seeing: list[Tensor] = [("visual.merger.norm.weight", (512,), "BF16")]
-    assert of(inventory=known(dense(), tensors_of(dense()) + seeing)).parts["peak"] == of().parts["peak"] + ENCODER_BYTES
 
 
 def test_how_long_a_load_takes_at_most_of_the_disk() -> None:
@@ -137,12 +126,6 @@ def test_a_token_takes_as_long_as_reading_what_it_uses(ranks: int, stages: int) 
     sums = 2 * 4 * (SPARK.link_latency_s + 512 * 2 / SPARK.link_bytes_s) if ranks > 1 else 0.0
     hops = SPARK.link_latency_s if stages > 1 else 0.0
     assert 1 / found.decode_tokens_s == pytest.approx(active / SPARK.bandwidth_bytes_s + sums + hops)
-
-
-def test_where_nothing_is_read_there_is_no_bound() -> None:
-    rows: list[Tensor] = [("model.embed_tokens.weight", (1000, 512), "BF16")]
-
-    assert of(inventory=known(dense(), rows)).decode_tokens_s == 0.0
 
 
 def test_a_cpu_that_decodes_weights_has_no_rate() -> None:

@@ -401,8 +401,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
 ) -> None:
     """Of its own models, and of those of a sparkd.yaml that is named; unless the machine is named."""
     file = tmp_path / "mine.yaml"
-    entries = {"mine": {"model": str(folder)}, "one": {"model": str(folder), "tensor_parallel": 1}}
-    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
     whose = f"sparkd at {served['url']}"
     own = plan_for_node.hardware_here("node")
     found = plan(capsys, "m")["hardware"]
