@@ -25,10 +25,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
     [
         ("Qwen3-8B-NVFP4", "Qwen3-8B", True),
         ("qwen3-8b_fp8-dynamic", "Qwen3-8B", True),
-        ("Qwen3-8B-GPTQ-Int4-g128", "Qwen3-8B", True),
         ("Qwen3-8B", "Qwen3-8B", False),
         ("Qwen3-8B-Instruct-FP8", "Qwen3-8B", False),
-        ("Qwen3-8B-dynamic", "Qwen3-8B", False),
         ("My-Qwen3-8B-FP8", "Qwen3-8B", False),
     ],
 )
@@ -81,8 +79,6 @@ def test_beside_a_folder(tmp_path: Path) -> None:
     [
         ("", False),
         ("base_model: meta/m", True),
-        ("base_model:\n- meta/m\nbase_model_relation: quantized", True),
-        ("base_model: other/m", False),
     ],
 )
 def test_another_owners_card_has_to_name_the_model(tmp_path: Path, base: str, found: bool) -> None:
@@ -126,18 +122,6 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 ASKED = ("--ctx", "256", "--batch", "16", "--margin", "0", "--eager")
 
 
-def test_what_fits_as_it_is_goes_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(model), *ASKED)
-
-    assert [(one["format"], one["prequantized"]) for one in found["options"][:3]] == [
-        ("as stored", None),
-        ("as stored", "awq"),
-        ("fp8", None),
-    ]
-    assert found["choice"]["config"]["model"] == found["choice"]["model"] == str(model)
-    assert any(lacking(note, f"{model}-AWQ", "this machine", "`model:`") == [] for note in found["notes"])
-
-
 def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = machine(tmp_path, 1 << 20)
     sizes = {
@@ -161,15 +145,6 @@ def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.C
     assert "awq (m-awq)" in capsys.readouterr().out
     # Who names a format gets that one.
     assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)
-
-
-def test_a_configured_model_that_would_be_quantized_hears_of_it(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"models: {{m: {{model: {model}, quantize: auto, max_model_len: 256}}, n: {{model: {model}, max_model_len: 256}}}}")
-    assert any(note.startswith(f"{model}-AWQ ") for note in planned(capsys, "m", "--config", str(file))["notes"])
-    assert planned(capsys, "n", "--config", str(file))["notes"] == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
