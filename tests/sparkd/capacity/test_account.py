@@ -99,25 +99,6 @@ def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tm
     assert needed_gib(share, "cpu", 100, {}, 80.0, found) == max(50, ceil((found.fixed + 4096 * 16 * TOKEN_BYTES) / GIB))
 
 
-def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path: Path) -> None:
-    config = Config.model_validate({"state_dir": tmp_path})
-    spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
-    told = too_large(requirement_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node")
-    assert lacking(told, "m", "--num-gpu-blocks-override is 64", "8,192 tokens", "65 blocks") == []
-    assert lacking(told, "set --num-gpu-blocks-override 65", "set max_model_len: 8064") == []
-    many = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "99999"])
-    told = too_large(requirement_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") or ""
-    assert lacking(told, "(--num-gpu-blocks-override 99999)") == []
-    fitting = re.search(r"set --num-gpu-blocks-override (\d+) \(", told)
-    assert fitting is not None
-    less = many.model_copy(update={"extra_args": ["--num-gpu-blocks-override", fitting[1]]})
-    assert too_large(requirement_of(less, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node") is None
-    longest = requirement_of(
-        spec.model_copy(update={"max_model_len": "auto"}), config, Runtime("e", platform="cpu"), 100.0, 100.0
-    ).spec.max_model_len
-    assert isinstance(longest, int) and 0 < longest <= 63 * 128
-
-
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> None:
     """As vLLM takes it where nobody names one."""
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
@@ -331,24 +312,6 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
     if list(size) == ["sequences"]:
         shorter = int(re.findall(r"set max_model_len: ([0-9]+)", why)[0])
         assert refused(size, max_model_len=shorter) is None
-
-
-def test_of_a_cache_that_holds_no_request_what_would_is_told(folder: Path) -> None:
-    def refused(most_gib: int = 100, **more: Any) -> str | None:
-        spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16} | more)
-        found = account(spec, SPARK, {})
-        assert found is not None
-        return too_large(needing(spec, "cuda", 10, found), most_gib, "this node")
-
-    for size in ({"tokens": 100}, {"bytes": "100MiB"}, {"sequences": 1, "at": 100}):
-        why = refused(kv_cache=size)
-        assert why is not None and "0.0 GiB" not in why
-        larger = yaml.safe_load(re.findall(r"set kv_cache: (\{[^}]*\})", why)[0])
-        shorter = int(re.findall(r"set max_model_len: ([0-9]+)", why)[0])
-        assert refused(kv_cache=larger) is None and refused(kv_cache=size, max_model_len=shorter) is None
-        assert refused(kv_cache=size, max_model_len=shorter + 16) is not None
-        # Where a node holds no request at all, a larger cache is no cure.
-        assert "set kv_cache" not in (refused(kv_cache=size, most_gib=10) or "")
 
 
 class Runtime:

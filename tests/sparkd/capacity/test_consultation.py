@@ -28,7 +28,7 @@ from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal, Tensor
 from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
-from tests.support.accounts import account, illegal, misfits, needed_gib
+from tests.support.accounts import account, misfits, needed_gib
 from tests.support.checkpoints import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -271,16 +271,6 @@ def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_len
     free = spec.model_copy(update={"memory_gib": "auto"})
     assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
-
-
-def test_an_account_takes_the_answer_and_the_upper_end_of_a_guess(folder: Path) -> None:
-    spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
-    plain = account(spec, SPARK, {})
-    exact = account(spec, SPARK, {}, Evidence(ask=Vllm(answer(FULL, blocks=1))))
-    assert plain is not None and exact is not None and exact.kv.least == 257 * 1000 < plain.kv.least
-    refused = Evidence(ask=Vllm(replace(answer(), refusal=ODD)))
-    assert account(spec, SPARK, {}, refused) is None
-    assert illegal(spec, SPARK, {}, (2, 1), refused) == "9 heads are odd" and illegal(spec, SPARK, {}, (1, 1)) is None
 
 
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparkd.capacity.footprint import (
     CONTEXT_BYTES,
@@ -25,7 +23,7 @@ from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense, tensors_of
-from tests.support.inventories import known, models
+from tests.support.inventories import known
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")
@@ -132,18 +130,3 @@ def test_a_cpu_that_decodes_weights_has_no_rate() -> None:
     cpu = replace(SPARK, platform="cpu")
     assert of(hardware=cpu).decode_tokens_s
     assert of(QuantizationRecipe.parse("nvfp4"), hardware=cpu).decode_tokens_s is None
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    models(), st.sampled_from(["bf16", "nvfp4"]), st.lists(st.integers(1, 65536), min_size=2, max_size=2), st.integers(1, 16), st.booleans()
-)
-def test_more_is_never_less(inventory: Inventory, spelling: str, lengths: list[int], requests: int, unified: bool) -> None:
-    recipe, hardware = QuantizationRecipe.parse(spelling), replace(SPARK, unified=unified)
-
-    def total(tokens: int, count: int) -> int:
-        return of(recipe, hardware, Serving(tokens), inventory, requests=count).total
-
-    assert total(min(lengths), requests) <= total(max(lengths), requests) <= total(max(lengths), requests + 1)
-    two = of(recipe, hardware, Serving(max(lengths), tensor_parallel=2), inventory, requests=requests)
-    assert two.parts["weights"] <= of(recipe, hardware, Serving(max(lengths)), inventory, requests=requests).parts["weights"]

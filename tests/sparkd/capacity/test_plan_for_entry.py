@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,20 +25,15 @@ from sparkd.capacity.plan_report import OWN
 from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
-from sparkd.checkpoint import read_checkpoint
 from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
-from sparkd.inquiry.model_answers import ModelRefusal
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import values_of
-from tests.sparkd.capacity.test_consultation import Vllm
-from tests.sparkd.capacity.test_vllm_figures import FULL
-from tests.sparkd.capacity.test_vllm_figures import answer as model_answer
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large
 from tests.support.checkpoints import mixture, tensors_of, write
@@ -47,7 +42,7 @@ from tests.support.hub_server import COMMIT
 from tests.support.published_headers import checkpoint_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
-from workers.kv.settings import CPU_KV_SPACE, VARIABLE
+from workers.kv.settings import VARIABLE
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 
@@ -276,22 +271,6 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     assert fits(capsys, file, "--hardware", "spark")[0]
 
 
-def test_what_is_said_to_fit_fits_within_the_entrys_own_limits(
-    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "sparkd.yaml"
-    entry: dict[str, Any] = {"model": str(folder), "max_model_len": 262_144, "memory_gib": 4.2}
-    file.write_text(json.dumps({"models": {"m": entry}}))
-    chosen, reasons, found = fits(capsys, file)
-    assert not chosen, reasons
-    shorter = [number for note in found["notes"] for number in re.findall(r"set max_model_len: (\d+)", note)]
-    assert len(shorter) == 1
-    entry["max_model_len"] = int(shorter[0])
-    assert entry["max_model_len"] < 262_144
-    file.write_text(json.dumps({"models": {"m": entry}}))
-    assert fits(capsys, file)[0]
-
-
 def test_what_the_command_line_says_goes_before_the_entry(
     folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,29 +288,6 @@ def test_what_the_command_line_says_goes_before_the_entry(
     assert [json.loads(text)["method"] for _, _, text in values_of(command, "speculative-config")] == ["mtp"]
     told = json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
-
-
-def test_what_the_command_line_says_goes_before_the_entry_also_where_it_is_what_nobody_says(
-    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One request, a cache of `auto`, one node; and flags of its extra_args, of which vLLM would take the last."""
-    file = tmp_path / "sparkd.yaml"
-    entry: dict[str, Any] = {"model": str(folder), "max_model_len": 8192, "kv_cache": {"sequences": 2}, "kv_cache_dtype": "fp8"}
-    entry |= {"tensor_parallel": 2, "extra_args": ["--max-num-batched-tokens=512", "--enforce-eager", "--seed", "7"]}
-    file.write_text(json.dumps({"models": {"m": entry}}))
-    argv = ("--seqs", 1, "--kv-dtype", "auto", "--nodes", 1, "--batch", 2048, "--eager")
-    chosen, _, found = fits(capsys, file, *argv)
-    command = found["choice"]["ranks"][0]["command"]
-    assert chosen and found["asked"]["requests"] == 1 and found["asked"]["nodes"] == 1 and found["choice"]["nodes"] == 1
-    assert json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])["sequences"] == 1
-    assert [text for _, _, text in values_of(command, "max-num-batched-tokens")] == ["2048"] and command.count("--enforce-eager") == 1
-    assert [text for _, _, text in values_of(command, "kv-cache-dtype")] == ["auto"] and "--seed" in command
-    assert [] in [lacking(note, "2 nodes", "tensor_parallel", "1") for note in found["notes"]]
-    # More nodes than it asks for take nothing from it.
-    entry["extra_args"] = []
-    file.write_text(json.dumps({"models": {"m": entry}}))
-    chosen, _, found = fits(capsys, file, "--nodes", 3)
-    assert chosen and found["choice"]["nodes"] == 2 and found["asked"]["requests"] == 2 and found["choice"]["footprint"]["requests"] == 2
 
 
 @pytest.fixture
@@ -474,20 +430,6 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
     assert [await nodes(model="m", hardware="spark"), await nodes(model=str(folder))] == [1, 1]
 
 
-@pytest.mark.usefixtures("in_this_process")
-async def test_the_cache_that_a_variable_gives_a_cpus_engine_is_counted(folder: Path, hub: Path, tmp_path: Path) -> None:
-    file = tmp_path / "sparkd.yaml"
-    entries = {"m": {"model": str(folder), "env": {CPU_KV_SPACE: "2"}, "max_model_len": 1024}}
-    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries, "engine": {"platform": "cpu"}}))
-    config = load_config(file, environ={})
-
-    async def unlinked(*, rdma: bool) -> Mapping[int, str]:
-        return {}
-
-    found = await plan_for_node.planned_here(plan_for_node.QuestionHere(model="m"), config.lookup, unlinked, config)
-    assert found["options"][0]["footprint"]["kv"] == 2 * GIB
-
-
 def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
     served: dict[str, Any], folder: Path, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -554,59 +496,6 @@ def test_an_image_is_the_recipes_unless_another_is_named(
     assert image.image in words and "recipe qwen3.5-122b-a10b-nvfp4" in out
     words, out = printed("m", "--docker", "--image", "me/mine:1")
     assert words[words.index("me/mine:1") + 1 :][:2] == ["vllm", "serve"] and "#" not in out
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"extra_args": ["--hf-overrides", "{}"], "max_model_len": "auto"}, "--hf-overrides"),
-        ({"quantization": "fp8"}, "quantization: fp8"),
-        ({"extra_args": ["--speculative-config", '{"model": "o/none", "method": "eagle3", "num_speculative_tokens": 2}']}, "draft"),
-    ],
-)
-def test_a_flag_that_no_formula_has_leaves_a_guess_and_is_named(
-    keys: dict[str, Any], named: str, folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}, "plain": {"model": str(folder)}}}))
-    found = plan(capsys, "m", "--config", file)
-    assert found["choice"]["footprint"]["sureness"] == "guess"
-    assert [note for note in found["notes"] if named in note]
-    assert not any("guess" in note for note in plan(capsys, "plain", "--config", file)["notes"])
-
-
-def test_a_plan_says_what_kept_vllm_from_an_answer(folder: Path, tmp_path: Path) -> None:
-    spec = parse_model("m", {"model": str(folder), "kv_cache_dtype": "nvfp4"}, over_admin=False)
-    doubt = ModelRefusal("model", "ValueError", "No valid attention backend found." + " x" * 1000, False)
-    for refusal, quoted in ((doubt, True), (replace(doubt, certain=True), False), (None, False)):
-        reply = replace(model_answer(FULL, blocks=1), refusal=refusal)
-        entry = PlannedEntry(spec, Config.model_validate({"state_dir": tmp_path}), None, API_SERVER)
-        checkpoint, ask = read_checkpoint(str(folder)), Vllm(reply)
-        found = plan_for_entry.answer(entry, PlanRequest("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
-        assert any("No valid attention" in note and len(note) < 600 for note in found["notes"]) is quoted
-
-
-@pytest.mark.parametrize(
-    ("flags", "keys"),
-    [
-        (["--max-num-seqs", "4"], {"max_num_seqs": 4}),
-        (["--max-model-len", "4096"], {"max_model_len": 4096}),
-        (["--enforce-eager"], {"enforce_eager": True}),
-        (["--gpu-memory-utilization", "0.3"], {"gpu_memory_utilization": 0.3}),
-    ],
-)
-def test_a_number_in_a_flag_counts_as_the_key_of_its_name(
-    flags: list[str], keys: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = {"quantize": "auto"} if "max_model_len" in keys else {"kv_cache": {"tokens": 300_000}} if "max_num_seqs" in keys else {}
-    file = tmp_path / "sparkd.yaml"
-    entries = {"flags": {"extra_args": flags}, "keys": keys}
-    file.write_text(json.dumps({"models": {name: {"model": str(folder), **base, **one} for name, one in entries.items()}}))
-
-    by_flags, by_keys = (plan(capsys, name, "--config", file) for name in entries)
-
-    assert [option["footprint"] for option in by_flags["options"]] == [option["footprint"] for option in by_keys["options"]]
-    assert by_flags["choice"] is not None
 
 
 # Recipe -> the fixture whose headers are its model's, and how they are stored.

@@ -71,13 +71,3 @@ def test_the_same_formats_are_named_everywhere(spelling: str, fits: str, folder:
 
     (note,) = layers_of(read_checkpoint(folder), QuantizationRecipe.parse(spelling)).notes
     assert only_names(fits, note)
-
-
-def test_the_type_that_a_model_computes_in_changes_no_group(folder: Path, tmp_path: Path) -> None:
-    def judged(quantize: Any) -> str | None:
-        entry = {"model": str(folder), "max_model_len": 4096, "quantize": quantize, "dtype": "float32"}
-        config = load_config(None, flags={"models": {"m": entry}, "state_dir": str(tmp_path)}, environ={})
-        return uneven(engine_args(config.models["m"], {}))
-
-    assert only_names(FITS["nf4-g512"], judged("nf4-g512"))
-    assert judged("nf4-g64") is None

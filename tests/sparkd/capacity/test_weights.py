@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.capacity.weights import AHEAD, Inventory, Weights
-from sparkd.errors import CheckpointError
 from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
-from tests.support.facts import lacking
 from tests.support.inventories import architecture, known, models
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
@@ -144,24 +141,6 @@ def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
     assert known(dense(tie_word_embeddings=None), tensors_of(config)).formatted(BF16).weights() == tied.formatted(BF16).weights()
 
 
-def test_a_float32_checkpoint_is_half_as_large_in_memory() -> None:
-    stored = known(dense(torch_dtype="float32"), tensors_of(dense(), dtype="F32"))
-
-    assert stored.formatted(BF16).weights() == replace(
-        known(dense(), tensors_of(dense())).formatted(BF16).weights(), disk_bytes=stored.checkpoint.total_bytes
-    )
-    kept: list[Tensor] = [("model.layers.0.mlp.gate.e_score_correction_bias", (8,), "F32"), ("model.layers.0.mixer.A_log", (64,), "F32")]
-    assert held(kept, 1) == 4 * 72
-
-
-def test_latent_attention_holds_a_quantized_projection_in_its_own_precision_too() -> None:
-    name = "model.layers.0.self_attn.kv_b_proj.weight"
-
-    assert [held([(name, (2048, 512), "F8_E4M3")], ranks) for ranks in (1, 2)] == [3 * 2048 * 512, 3 * 1024 * 512]
-    assert held([(name, (2048, 256), "U8")], 1) == 2048 * 256 + 2 * 2048 * 512
-    assert held([(name, (2048, 512), "BF16")], 1) == 2 * 2048 * 512
-
-
 def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     config = dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     stem = "model.layers.0.mlp.gate_proj"
@@ -182,14 +161,6 @@ def test_what_is_quantized_already_stays() -> None:
 
     assert (found.bytes, found.changed) == (512 * 128 * 4, False)
     assert "quantized already (awq)" in found.notes[0]
-
-
-def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
-    found = known(dense(), tensors_of(dense()))
-    assert lacking(found.formatted(QuantizationRecipe.parse({"keep": ["nowhere"], "format": "fp8"})).weights().notes[0], "nowhere") == []
-    packed = known(mixture(), [("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")])
-    with pytest.raises(CheckpointError):
-        packed.formatted(QuantizationRecipe.parse("nvfp4")).weights()
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:

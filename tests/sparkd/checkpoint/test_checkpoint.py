@@ -342,10 +342,3 @@ def test_a_folder_without_a_configuration_is_told_what_may_be_meant(
     assert type(caught.value) is kind
     assert named in (caught.value.cure or "") + caught.value.reason
     assert f"{tmp_path}." not in f"{caught.value.cure}.", "who gave the folder is not told to give it"
-
-
-def test_a_key_that_stands_twice_in_a_configuration_is_read_as_python_reads_it(tmp_path: Path) -> None:
-    write_folder(tmp_path, SHARDS, index=True)
-    text = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text('{"rope_theta": 1, "rope_theta": 2, ' + text.lstrip()[1:])
-    assert read_checkpoint(tmp_path).config["rope_theta"] == 2

@@ -16,10 +16,8 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.inquiry.model_answers import SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
 from tests.support.checkpoints import dense, tensors_of, write
-from tests.support.facts import lacking
 from tests.support.kept_answer import kept
 from workers.engine.model_question import DRAFT
-from workers.host.runtime import cpu_abilities
 
 LAYER = {
     "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "block": 16, "page_bytes": 65536, "token_bytes": 4096.0,
@@ -192,22 +190,6 @@ def test_another_release_or_plugin_is_asked_anew(engine: Engine) -> None:
     assert kept(one(), engine) is None
 
 
-def test_another_cpu_is_asked_anew_about_its_own_platform(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A home folder may be that of several machines, and a machine may get another CPU."""
-    cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr("sparkd.inquiry.model_answers.cpu_abilities", lambda: cpu_abilities.__wrapped__(str(cpuinfo)))
-    engine.says(own=[{"question": 0, "answer": answer()}], spark=[{"question": 0, "answer": answer()}])
-    machines = ["flags : fpu avx2", "flags : fpu avx2 avx512_bf16", "Features : fp bf16 sve"]
-    for text in machines:
-        cpuinfo.write_text(f"processor : 0\n{text}\n")
-        assert kept(one(), engine) is None
-        ask([one(), one(platform=SPARK)], engine)
-        assert kept(one(), engine) is not None
-    assert len(engine.asked()) == len(machines) + 1
-    cpuinfo.write_text("flags : fpu avx2 another\n")
-    assert kept(one(), engine) is not None
-
-
 def test_a_damaged_answer_is_no_answer(engine: Engine) -> None:
     engine.says(own=[{"question": 0, "answer": answer()}])
     ask([one()], engine)
@@ -225,18 +207,6 @@ def test_a_refusal_is_kept_but_not_a_limit_of_this_machine(engine: Engine) -> No
     slow = {"step": "deadline", "type": "TimeoutError", "message": "no answer within 60 s", "certain": False}
     engine.says(own=[{"question": 0, "answer": answer(refusal=slow, stages=[], cache=None)}])
     assert answered(engine, one(tensor_parallel=2)).refusal is not None and kept(one(tensor_parallel=2), engine) is None
-
-
-def test_a_kept_refusal_names_no_place_that_is_gone(engine: Engine, tmp_path: Path) -> None:
-    shape = dense()
-    draft = replace(read_checkpoint(str(write(tmp_path / "draft", shape, tensors_of(shape)))), folder="hf://o/draft@0")
-    args = ("--speculative-config", json.dumps({"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}))
-    own = write(tmp_path / "m", shape, tensors_of(shape))
-    for question, place in ((one(args=args, draft=draft), "its folder"), (ModelQuestion(folder=own, args=args, draft=draft), str(own))):
-        refusal = {**REFUSAL, "message": "THE DRAFT is not for THE FOLDER"}
-        engine.says(own=[{"question": 0, "answer": answer(refusal=refusal, stages=[], cache=None)}])
-        refused = answered(engine, question).refusal
-        assert refused is not None and lacking(refused.message, "draft", str(place)) == [] and "THE " not in refused.message
 
 
 def test_what_the_imitation_of_a_gpu_cannot_say_is_asked_of_no_other_platform(engine: Engine) -> None:

@@ -136,15 +136,6 @@ def test_a_header_takes_one_request_where_the_index_tells_how_long_it_is(tmp_pat
     assert there.sent < 2_000_000 < found.total_bytes
 
 
-def test_a_server_without_ranges_is_left_once_the_header_is_there(tmp_path: Path) -> None:
-    tensors = layered(2000, {"mlp.up_proj.weight": (64, 128)})  # 32 MB, more than sockets hold
-    with serving(Repository(write_folder(tmp_path / "there", {"model.safetensors": tensors}), ranges=False)) as there:
-        found = read(there)
-
-    assert content(found) == content(read_checkpoint(there.folder))
-    assert there.sent < found.total_bytes
-
-
 def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
     read(repository)
 
@@ -278,22 +269,6 @@ def test_what_is_no_id_and_no_address(repository: Repository) -> None:
 
 
 # Threads
-
-
-def test_the_first_error_ends_it() -> None:
-    begun: list[int] = []
-    release = threading.Event()
-
-    def job(at: int) -> None:
-        begun.append(at)
-        if at == 0:
-            raise CheckpointError("broken")
-        release.wait(HUNG_S)
-
-    with pytest.raises(CheckpointError, match="broken"):
-        list(hub.in_parallel([lambda at=at: job(at) for at in range(100)]))  # type: ignore[misc]
-    release.set()
-    assert len(begun) <= hub.THREADS + 1
 
 
 def test_an_interrupt_does_not_wait_for_the_hub(tmp_path: Path) -> None:

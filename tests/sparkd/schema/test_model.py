@@ -181,14 +181,6 @@ def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: s
     json.dumps(fields, allow_nan=False)
 
 
-def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> None:
-    config = from_text(tmp_path, "engine: {env: {VLLM_MXFP4_LAYERS: moe}}")
-    told = [loader_of(config, model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
-
-    assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0]
-    assert config_hash(model(quantize=""), EngineSettings()) != config_hash(model(), EngineSettings())
-
-
 @pytest.mark.parametrize("args", [["--load-format=auto"], ["-q", "fp8"], ["--model-loader-extra-config", "{}"]])
 def test_two_loaders_exclude_each_other(args: list[str]) -> None:
     assert model(extra_args=["--seed", "1", *args]).extra_args
@@ -212,9 +204,7 @@ def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
     [
         ("env: {VLLM_FP8_LAYERS: all}", ["VLLM_FP8_LAYERS", "without quantize"]),
         ("allow_missing_weights: true", ["allow_missing_weights", "without quantize"]),
-        ("quantize: fp8, env: {VLLM_FP8_LAYERS: all}", ["VLLM_FP8_LAYERS", "not used"]),
         ("quantize: '', env: {VLLM_FP8_LAYERS: all}", []),
-        ("quantize: fp8", []),
     ],
 )
 def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words: list[str]) -> None:

@@ -102,19 +102,6 @@ def test_the_batch_limit_of_speculation_becomes_a_schedule() -> None:
     assert translated(["--speculative-config=nonsense"], {}, NOW).args == ("--speculative-config=nonsense",)
 
 
-def test_what_a_drafts_experts_run_on_becomes_a_field_of_it() -> None:
-    name = "VLLM_USE_FLASHINFER_MOE_FP16"
-    mtp = {"method": "nemotron_h_mtp", "num_speculative_tokens": 5}
-    own = {"method": "mtp", "num_speculative_tokens": 1, "moe_backend": "marlin"}
-
-    for config, backend in ((mtp, "triton"), (own, "marlin")):
-        found = translated(["--speculative-config", json.dumps(config)], {name: "0"}, NOW)
-        assert config_of(found) == config | {"moe_backend": backend}
-        assert found.refused == () and found.env == {} and len(found.notes) == 1
-    assert translated(["--speculative-config", json.dumps(mtp)], {name: "0"}, (0, 22)).env == {name: "0"}
-    assert "--moe-backend triton" in translated(["--speculative-config", '{"method": "ngram"}'], {name: "0"}, NOW).refused[0]
-
-
 def test_values_are_found_and_taken_out_in_both_spellings() -> None:
     args = ["--a", "1", "--moe_backend=x", "--moe-backend", "y", "--moe-backend.z=1", "--moe_backend.z", "2"]
 
