@@ -284,18 +284,14 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
         ({"sequences": 400}, "sequences", 1),
     ],
 )
-@pytest.mark.parametrize("memory_gib", [None, 30])
-def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
-    folder: Path, size: dict[str, Any], way: str, step: int, memory_gib: int | None
-) -> None:
+def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(folder: Path, size: dict[str, Any], way: str, step: int) -> None:
     """The terms are the sum, the cache among them as its entry has it."""
 
     def refused(given: Any, **more: Any) -> str | None:
-        own = {} if memory_gib is None else {"memory_gib": memory_gib}
-        spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16, "kv_cache": given, **own, **more})
+        spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16, "kv_cache": given, **more})
         found = account(spec, SPARK, {})
         assert found is not None
-        return too_large(needing(spec, "cuda", memory_gib or 1, found), 30, "this node")
+        return too_large(needing(spec, "cuda", 1, found), 30, "this node")
 
     why = refused(size)
     assert why is not None and f"(kv_cache: {spelled(kv_cache(size))}), " in why
@@ -307,8 +303,7 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
     most = yaml.safe_load(re.findall(r"set kv_cache: (\{[^}]*\})", why)[0])
     assert list(most) == list(size) and refused(most) is None
     more = kv_cache(most)
-    if memory_gib is None:
-        assert refused({**more, way: more[way] + step}) is not None
+    assert refused({**more, way: more[way] + step}) is not None
     if list(size) == ["sequences"]:
         shorter = int(re.findall(r"set max_model_len: ([0-9]+)", why)[0])
         assert refused(size, max_model_len=shorter) is None

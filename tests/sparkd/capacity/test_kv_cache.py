@@ -102,15 +102,6 @@ def test_a_state_costs_the_same_at_every_length() -> None:
     assert state_bytes(STATE, shape_, replace(serving, tensor_parallel=2)) == size // 2
 
 
-def test_mamba_2_keeps_the_end_of_a_block_within_a_long_prompt_too() -> None:
-    mamba, serving = of([RecurrentState(4096, 3, 64, 64, 128, 8, 128)]), Serving(1000)
-
-    assert kv_cost(mamba, serving).blocks == 3
-    assert kv_cost(mamba, replace(serving, speculative_tokens=2)).blocks == 5
-    assert kv_cost(mamba, replace(serving, state_checkpoints=0)).blocks == 2
-    assert kv_cost(mamba, replace(serving, prefix_caching=False)).blocks == 1
-
-
 def test_heads_fewer_than_ranks_are_on_several_and_a_latent_one_is_on_all() -> None:
     def bytes_of(one: Attention, **more: Any) -> list[int]:
         return [token_bytes(one, of([one]), Serving(1, tensor_parallel=ranks, **more)) for ranks in (1, 2, 8, 16)]

@@ -120,12 +120,6 @@ def test_a_little_more_memory_gives_the_same_mix(folder: Path) -> None:
     assert len({chosen(folder, 19 + step / 100)[0] for step in range(4)}) <= 2
 
 
-def test_where_nothing_fits_the_smallest_mix_is_refused(folder: Path) -> None:
-    recipe, size = chosen(folder, 4)
-    assert recipe.quantizes
-    assert size == min(chosen(folder, gib)[1] for gib in (4, 14, 60))
-
-
 def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     args, hardware = asked(folder, "auto"), machine("cuda", 121 * GIB, 0)
     headers = headers_here(args)

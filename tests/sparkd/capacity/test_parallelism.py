@@ -111,19 +111,6 @@ def test_a_group_with_one_scale_is_not_cut(quantize: str, sides: tuple[int, int]
     assert names(said(dense(), [(name, sides, "BF16")], ranks, quantize=quantize), [name, *told] if told else [])
 
 
-@pytest.mark.parametrize(
-    ("quantize", "columns", "told"),
-    [
-        ("int4-g128", 576, ["576 columns", "groups of 128", "int4-g64", "int4-g32"]),
-        ("nvfp4", 584, ["584 columns", "groups of 16", "fp8"]),
-    ],
-)
-def test_groups_divide_the_columns_on_one_rank_too(quantize: str, columns: int, told: list[str]) -> None:
-    name = f"{MLP}.gate_proj.weight"
-
-    assert names(said(dense(), [(name, (512, columns), "BF16")], 1, quantize=quantize), [name, *told] if told else [])
-
-
 def test_groups_lie_across_the_columns_and_blocks_across_both() -> None:
     square: list[Tensor] = [(f"{MLP}.up_proj.weight", (1056, 1056), "BF16")]
     blocked: list[Tensor] = [(f"{MLP}.up_proj.weight", (1152, 512), "BF16")]

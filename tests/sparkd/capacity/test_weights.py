@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sparkd.capacity.weights import AHEAD, Inventory, Weights
+from sparkd.capacity.weights import AHEAD, Weights
 from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
-from tests.support.inventories import architecture, known, models
+from tests.support.inventories import architecture, known
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -74,14 +72,6 @@ def test_a_tensor_is_cut_as_its_layer_is(name: str, sides: tuple[int, ...], of_t
 )
 def test_what_is_stored_quantized_is_cut_with_its_scales(name: str, sides: tuple[int, ...], dtype: str, of_two: int) -> None:
     assert held([(f"model.layers.0.self_attn.{name}", sides, dtype)], 2) == of_two
-
-
-def test_a_vocabulary_is_padded_before_it_is_cut() -> None:
-    def rows(vocabulary: int, ranks: int) -> int:
-        return held([("model.embed_tokens.weight", (vocabulary, 512), "BF16")], ranks) // 1024
-
-    assert [rows(1000, ranks) for ranks in (1, 2, 4)] == [1024, 512, 256]
-    assert [rows(1024, 1), rows(1025, 1), rows(1025, 2)] == [1024, 1088, 544]
 
 
 @pytest.mark.parametrize(("spelling", "bytes_of"), [(name, Format.parse(name).nbytes) for name in (*FORMATS, "fp8-block", "int4-g128")])
@@ -153,16 +143,6 @@ def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
 
 
-def test_what_is_quantized_already_stays() -> None:
-    config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    found = (
-        known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).formatted(QuantizationRecipe.parse("nvfp4")).weights()
-    )
-
-    assert (found.bytes, found.changed) == (512 * 128 * 4, False)
-    assert "quantized already (awq)" in found.notes[0]
-
-
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
     config = mixture(num_experts=16, num_experts_per_tok=4)
     found = known(config, tensors_of(config)).formatted(BF16).weights()
@@ -186,17 +166,3 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert held([*layers, ("visual.merger.mlp.0.weight", (512, 512), "BF16")], 1, config=config, stages=5) == 2 * layer
     whole = known(config, layers + ends)
     assert whole.formatted(BF16).weights(1, 3).active_bytes == whole.formatted(BF16).weights().active_bytes == 5 * layer + matrix
-
-
-SOME = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-@SOME
-@given(models(), st.sampled_from([2, 4]), st.sampled_from(["bf16", *FORMATS]))
-def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ranks: int, spelling: str) -> None:
-    recipe = QuantizationRecipe.parse(spelling)
-    one, split = inventory.formatted(recipe).weights(), inventory.formatted(recipe).weights(ranks)
-
-    assert one.bytes / ranks <= split.bytes <= one.bytes
-    assert one.active_bytes / ranks <= split.active_bytes <= one.active_bytes <= one.bytes
-    assert inventory.formatted(recipe).weights(ranks, 2).bytes <= split.bytes

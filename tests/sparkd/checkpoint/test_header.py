@@ -185,12 +185,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@settings(max_examples=100, deadline=None)
-@given(raw=st.binary(max_size=200))
-def test_any_bytes(folder: Path, raw: bytes) -> None:
-    outcome(folder, raw)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, len(GOOD) + 20))
 @example([(0, GOOD[0])], len(GOOD))

@@ -15,7 +15,6 @@ from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
 from tests.support.checkpoints import dense, tensors_of, write
-from tests.support.facts import lacking
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
@@ -107,44 +106,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return checkpoint(tmp_path / "m", packed=False, hidden_size=4096, num_hidden_layers=8)
 
 
-def machine(folder: Path, memory_mib: int) -> str:
-    file = folder / "small.yaml"
-    file.write_text(f"memory_bytes: {memory_mib << 20}\nsystem_bytes: 0\nunified: false\n")
-    return str(file)
-
-
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     exit_code(["plan", "--quick", "--json", *argv])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-ASKED = ("--ctx", "256", "--batch", "16", "--margin", "0", "--eager")
-
-
-def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large = machine(tmp_path, 1 << 20)
-    sizes = {
-        one["format"]: one["footprint"]
-        for one in planned(capsys, str(model), *ASKED, "--hardware", large)["options"]
-        if not one["prequantized"]
-    }
-    total = {name: each["total"] >> 20 for name, each in sizes.items()}
-    small = machine(tmp_path, total["as stored"] - 64)
-    found = planned(capsys, str(model), *ASKED, "--hardware", small)
-
-    assert [(one["format"], one["prequantized"], one["fits"]) for one in found["options"][:2]] == [
-        ("as stored", "awq", True),
-        ("fp8", None, True),
-    ]
-    assert (
-        found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
-    )
-    assert any(lacking(note, f"{model}-AWQ", "quantize") == [] for note in found["notes"])
-    assert exit_code(["plan", "--quick", str(model), *ASKED, "--hardware", small]) == 0
-    assert "awq (m-awq)" in capsys.readouterr().out
-    # Who names a format gets that one.
-    assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -255,21 +255,6 @@ def test_what_keeps_its_precision_by_default(name: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "is_kept"),
-    [
-        ({"model_type": "granite_speech", "text_config": {}, "encoder_config": {}, "projector_config": {}}, True),
-        ({"model_type": "bert"}, False),
-    ],
-)
-def test_an_encoder_is_kept_beside_a_language_model_and_quantized_where_it_is_the_model(config: dict[str, Any], is_kept: bool) -> None:
-    name = "encoder.layers.0.attn.to_q"
-    tensors = {f"{name}.weight": ("BF16", W)}
-
-    assert (name in QuantizationRecipe.parse("nvfp4").assign(checkpoint_of(tensors, config=config))) == (not is_kept)
-    assert name in QuantizationRecipe.parse({"layers": {"encoder": "fp8"}}).assign(checkpoint_of(tensors, config=config))
-
-
-@pytest.mark.parametrize(
     ("name", "rule", "kind"),
     [
         ("model.embed_tokens.weight", "embed_tokens", "embedding"),
@@ -507,10 +492,6 @@ def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: b
     assert {form.spelling for form in made.values()} == {spelling}
 
 
-def test_blocks_that_a_rule_does_not_name_become_fp8_where_they_do_not_fit() -> None:
-    assert of(chosen({"layers": {"self_attn": "fp8-block"}}, ODD), "[qkv]_proj") == {"fp8"}
-
-
 @pytest.mark.parametrize("rule", ["self_attn.k_proj", "class:attention"])
 def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -582,17 +563,6 @@ def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], ten
     with pytest.raises(CheckpointError) as caught:
         QuantizationRecipe.parse("nvfp4").assign(checkpoint)
     assert caught.value.tensor == f"model.layers.0.{tensor}.weight"
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"cross_attn.q_proj": W, "cross_attn.k_proj": (128, 256)},
-        {f"mlp.experts.{number}.w1": W if number < 2 else (64, 128) for number in range(4)},
-    ],
-)
-def test_what_vllm_does_not_run_as_one_or_where_no_shape_is_the_usual_one_may_differ(tensors: dict[str, tuple[int, int]]) -> None:
-    assert len(chosen("nvfp4", {f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})) == len(tensors)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mlp.experts.gate_up_proj", (4, *W)), ("mlp.input_linear.weight", (4, *W))])
