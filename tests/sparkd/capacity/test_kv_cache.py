@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import yaml
 
 from sparkd.capacity.kv_cache import KvCost, Serving, stages_of, state_bytes, token_bytes
 from sparkd.hardware import GIB
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
-from tests.support.inventories import CONFIGS, architecture, shape
+from tests.support.inventories import architecture, shape
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
 STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
@@ -24,34 +22,22 @@ def of(mixers: list[Mixer | None]) -> Shape:
     return replace(shape_of(dense(max_position_embeddings=1 << 20)), layers=len(mixers), mixers=tuple(mixers))
 
 
-@cache
-def published() -> list[dict[str, Any]]:
-    loaded: list[dict[str, Any]] = yaml.safe_load((CONFIGS.parent / "published.yaml").read_text())
-    return loaded
-
-
-def figures(model: str, **conditions: Any) -> list[dict[str, Any]]:
-    """Published numbers of tokens that a cache of stated size held, with all of these conditions."""
-    found = [one for one in published() if one["model"] == model and one["what"] == "kv_tokens"]
-    return [one for one in found if all(one["conditions"].get(key) == value for key, value in conditions.items())]
-
-
 @pytest.mark.parametrize(
-    ("model", "available_gib", "serving"),
+    ("fixture", "available_gib", "serving", "tokens", "requests"),
     [
-        ("Qwen3.6-35B-A3B-NVFP4", 76.49, Serving(65536, kv_dtype="fp8", speculative_tokens=3, draft_layers=1)),
-        ("Qwen3.8-27B-FP8", 4.99, Serving(131072, kv_dtype="fp8", tensor_parallel=2)),
+        # vLLM 0.23 on a Spark: spark-vllm-guide.txt, section 8, startup log.
+        ("qwen3.6-35b-a3b-nvfp4", 76.49, Serving(65536, kv_dtype="fp8", speculative_tokens=3, draft_layers=1), 4_843_965, 73.91),
+        # mitchross/talos-argocd-proxmox#1995
+        ("qwen3.8-27b-fp8", 4.99, Serving(131072, kv_dtype="fp8", tensor_parallel=2), 302_921, 2.31),
     ],
 )
-def test_a_published_cache_is_reproduced_to_the_token(model: str, available_gib: float, serving: Serving) -> None:
-    (entry,) = figures(model, available_kv_gib=available_gib, kv_dtype="fp8", max_model_len=serving.max_model_len)
-    found = kv_cost(shape(entry["fixture"]), serving)
+def test_a_published_cache_is_reproduced_to_the_token(
+    fixture: str, available_gib: float, serving: Serving, tokens: int, requests: float
+) -> None:
+    found, pool = kv_cost(shape(fixture), serving), int(available_gib * GIB)
 
-    pool = int(available_gib * GIB)
-    assert found.tokens(pool) == entry["value"]
-    assert round(found.requests(pool), 2) == entry["conditions"]["concurrency"]
-    if tokens := entry["conditions"].get("attention_block_tokens"):
-        assert found.block_tokens == tokens
+    assert found.tokens(pool) == tokens
+    assert round(found.requests(pool), 2) == requests
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,6 @@ def test_files_that_the_index_does_not_name_do_not_count(tmp_path: Path) -> None
     assert "stray" not in read_checkpoint(tmp_path).tensors
 
 
-def test_the_index_decides_between_two_copies(tmp_path: Path) -> None:
-    write_folder(tmp_path, {"a.safetensors": {**A, **B}, "b.safetensors": B})
-    weight_map = {**dict.fromkeys(A, "a.safetensors"), **dict.fromkeys(B, "b.safetensors")}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    assert Path(read_checkpoint(tmp_path).tensors["lm_head.weight"].path).name == "b.safetensors"
-
-
 def test_mistrals_second_copy_does_not_count(tmp_path: Path) -> None:
     write_folder(tmp_path, {"consolidated-00001.safetensors": {"wq": ("BF16", (1,))}, "model-1.safetensors": A})
     assert list(read_checkpoint(tmp_path).tensors) == list(A)

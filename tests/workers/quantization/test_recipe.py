@@ -480,18 +480,6 @@ def test_where_blocks_fit(shapes: Mapping[str, Shape], config: Mapping[str, Any]
     assert len(made) == len(shapes) and len(made.adjustments) == (0 if fits else 1)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("width", "spelling"), [(192, "fp8"), (256, "fp8-block")])
-def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: bool) -> None:
-    up, down = (128, 2 * width), (width, 128)
-    stem = "model.layers.0.mlp.experts"
-    shapes = {"gate_up_proj": up if transposed else up[::-1], "down_proj": down if transposed else down[::-1]}
-    tensors = {f"{stem}.{name}": ("BF16", (4, *shape)) for name, shape in shapes.items()}
-    made = QuantizationRecipe.parse("fp8-block").assign(checkpoint_of(tensors, {"hidden_size": 128}))
-
-    assert {form.spelling for form in made.values()} == {spelling}
-
-
 @pytest.mark.parametrize("rule", ["self_attn.k_proj", "class:attention"])
 def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str) -> None:
     with pytest.raises(CheckpointError) as caught:
