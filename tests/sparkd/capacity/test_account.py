@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -75,28 +74,6 @@ def test_a_cache_of_a_given_size_is_reserved_and_no_more(folder: Path, size: dic
     found = of(folder, max_model_len=8192, kv_cache=size)
     assert found.total is not None
     assert found.total - found.fixed == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
-
-
-def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tmp_path: Path) -> None:
-    """As it does for the worker: 4,096 blocks of 16 tokens on a GPU, of 128 on a CPU."""
-    config = Config.model_validate({"state_dir": tmp_path})
-    blocks = ["--num-gpu-blocks-override", "4096"]
-    for keys in ({}, {"kv_cache": {"tokens": 1000}}, {"kv_cache": {"bytes": "90GiB"}}):
-        found = of(folder, max_model_len=8192, extra_args=blocks, **keys)
-        assert found.cache == 4096 * 16 * TOKEN_BYTES
-        for platform, tokens in (("cuda", 16), ("cpu", 128)):
-            need = requirement_of(
-                spec_of(folder, max_model_len=8192, extra_args=blocks, **keys), config, Runtime("e", platform=platform), 200.0, 200.0
-            )
-            assert need.account is not None and need.account.cache == 4096 * tokens * TOKEN_BYTES
-            assert need.gib == ceil((need.account.fixed + need.account.cache) / GIB)
-    # Without the headers nobody knows what a block takes; with memory_gib the owner has said it.
-    hub = parse_model("m", {"model": "owner/name", "extra_args": blocks}, over_admin=False)
-    assert [needed_gib(hub, platform, 100, {}, 80.0) for platform in ("cuda", "cpu")] == [80, 80]
-    assert needed_gib(hub.model_copy(update={"memory_gib": 7}), "cpu", 100, {}, 80.0) == 7
-    # vLLM's own sizing wants its share free beside that, at its start.
-    share = spec_of(folder, max_model_len=8192, extra_args=blocks, gpu_memory_utilization=0.5)
-    assert needed_gib(share, "cpu", 100, {}, 80.0, found) == max(50, ceil((found.fixed + 4096 * 16 * TOKEN_BYTES) / GIB))
 
 
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> None:
