@@ -931,7 +931,7 @@ def _references(value: Any) -> list[str]:
 KEYS = st.sampled_from([
     "model", "aliases", "ttl", "metadata", "env", "extra_args", "memory_gib", "concurrency_limit", "max_model_len", "preload",
     "tensor_parallel", "served_model_name", "gpu_memory_utilization", "kv_cache", "revision", "dtype", "unlisted", "wait_for_load_s",
-    "executor",
+    "executor", "quantize",
 ])  # fmt: skip
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),

@@ -53,14 +53,6 @@ def test_the_first_load_reads_the_model_once_more_and_starts_a_child(folder: Pat
     assert calibrated["calibration_free"] == stored + 12 * GIB == stored + BESIDE_BYTES + SPARE_BYTES
 
 
-def test_the_plan_says_what_it_counted(folder: Path) -> None:
-    plan = planned(folder, "nvfp4-a4")
-    parts = plan["choice"]["footprint"]
-    (note,) = (note for note in plan["notes"] if "calibrated" in note)
-    assert f"{parts['calibration_s']:.0f}" in facts(note) and f"{parts['calibration_free'] / GIB:.1f}" in facts(note)
-    assert not any("calibrated" in note for note in planned(folder, "nvfp4")["notes"])
-
-
 def test_what_is_kept_is_counted_no_more(folder: Path, tmp_path: Path) -> None:
     keep(folder, tmp_path, content="")
     assert planned(folder, "nvfp4-a4", tmp_path)["choice"]["footprint"]["calibration_s"] > 0, "a load that measures has it open"

@@ -28,7 +28,7 @@ from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal, Tensor
 from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
-from tests.support.accounts import account, illegal, misfits, needed_gib
+from tests.support.accounts import account, misfits, needed_gib
 from tests.support.checkpoints import dense, tensors_of, write
 from workers.engine.model_question import DRAFT
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -102,12 +102,8 @@ def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reply", "counted"),
     [
-        ({"extra_args": ["--block-size", "24"]}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, groups=False), False),
-        ({"extra_args": ["--speculative-config", '{"model": "/none", "num_speculative_tokens": 2}']}, answer(FULL, blocks=1), True),
-        ({"kv_cache_dtype": "nvfp4"}, answer(FULL, blocks=1), True),
-        ({"dtype": "float32", "quantize": "fp8"}, answer(FULL, blocks=1), True),
         ({"extra_args": ["--kv-offloading-size", "4"]}, answer(FULL, blocks=1), False),
     ],
 )
@@ -121,21 +117,6 @@ def test_vllms_answer_accounts_for_what_no_formula_has(folder: Path, keys: dict[
     assert reserved[0] == 112 and (reserved[1] < 20) is counted
 
 
-def test_the_length_of_an_overridden_configuration_is_vllms(folder: Path) -> None:
-    spec = parse_model("m", {"model": str(folder), "extra_args": ["--hf-overrides", "{}"]}, over_admin=False)
-    longer = replace(answer(FULL, blocks=1), facts={"max_model_len": 1 << 20})
-    found = account(spec, SPARK, {}, Evidence(ask=Vllm(longer)))
-    assert found is not None and found.max_model_len == 1 << 20
-
-
-def test_no_formula_refuses_a_split_of_a_configuration_that_flags_change(folder: Path) -> None:
-    keys = {"model": str(folder), "extra_args": ["--hf-overrides", "{}"]}
-    spec = parse_model("m", keys, over_admin=False)
-    assert illegal(spec, SPARK, {}, (3, 1)) is None
-    assert illegal(spec, SPARK, {}, (3, 1), Evidence(ask=Vllm(replace(answer(), refusal=ODD)))) == "9 heads are odd"
-    assert illegal(parse_model("m", {"model": str(folder)}, over_admin=False), SPARK, {}, (3, 1)) is not None
-
-
 def test_a_model_elsewhere_is_asked_about_by_its_headers_in_any_format(folder: Path) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
     checkpoint = replace(read_checkpoint(str(folder)), folder="hf://owner/name@0")
@@ -147,13 +128,6 @@ def test_a_model_elsewhere_is_asked_about_by_its_headers_in_any_format(folder: P
     assert json.loads(fp8.args[-1])["quantize"] == FP8.canonical()
     exact = consultation.exact(FP8, Serving(4096))
     assert exact is not None and exact.layout is not None and exact.weight_bytes == 1000
-
-
-def test_a_format_that_was_not_asked_about_has_the_cache_of_the_model_as_stored(folder: Path) -> None:
-    consultation = Consultation(Vllm(answer(FULL, blocks=1)), read_checkpoint(str(folder)), [], {}, SPARK)
-    consultation.ask([(AS_IT_IS, 1, 1)])
-    exact = consultation.exact(FP8, Serving(4096))
-    assert exact is not None and exact.layout is not None and exact.weight_bytes is None
 
 
 def test_what_vllm_refuses_of_a_stored_format_refuses_no_other(folder: Path) -> None:
@@ -202,26 +176,6 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
         assert option.reason == reason
 
 
-def test_an_answer_without_numbers_stands_for_no_refusal_of_the_formulas(folder: Path, tmp_path: Path) -> None:
-    """vLLM came to none of the cache's sizes, and its stages are not those of the question."""
-    vllm = Vllm(replace(answer(refusal=ModelRefusal("cache", "KeyError", "page", False)), stages=()))
-    checkpoint = read_checkpoint(str(folder))
-    _, wish = Consultation(vllm, checkpoint, [], {}, SPARK).informed(
-        inventory(checkpoint, shape_of(checkpoint.config)),
-        FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0), nodes=3, ways=((3, 1),)),
-    )
-    (option,) = choose(inventory(checkpoint, shape_of(checkpoint.config)), SPARK, wish).options
-    assert option.cause == "split"
-    spec = parse_model("m", {"model": str(folder), "tensor_parallel": 3}, over_admin=False)
-    evidence = Evidence(ask=vllm)
-    assert illegal(spec, SPARK, {}, (3, 1), evidence) == illegal(spec, SPARK, {}, (3, 1)) is not None
-    assert "tensor_parallel" in dict(misfits(spec, {}, "cuda", evidence))
-    config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None)
-    path = str(write(tmp_path / "n", config, [("model.embed.weight", (512, 512), "BF16")]))
-    with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), ask=vllm)
-
-
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
@@ -231,18 +185,6 @@ def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason
     (option,) = found["options"]
     assert option["reason"] == reason and (option["footprint"] or {}).get("sureness") == sureness
     assert any("its pages are odd" in note for note in found["notes"]) is (not certain)
-
-
-def test_a_format_whose_weights_vllm_did_not_count_is_no_surer_than_its_formula(tmp_path: Path) -> None:
-    for architecture, sureness in (("LlamaForCausalLM", "known"), ("NobodysForCausalLM", "guess")):
-        config = dense(architectures=[architecture])
-        checkpoint = read_checkpoint(str(write(tmp_path / architecture, config, tensors_of(config))))
-        known = inventory(checkpoint, shape_of(config))
-        consultation = Consultation(Vllm(answer(FULL, blocks=1)), checkpoint, [], {}, SPARK)
-        consultation.ask([(AS_IT_IS, 1, 1)])
-        wish = FitRequest(8192, quantize=QuantizationRecipe.parse("fp8"), serving=Serving(0), exact=consultation.exact)
-        (option,) = choose(known, SPARK, wish).options
-        assert option.footprint is not None and option.footprint.kv.per_request == 512 * 1000 and option.footprint.sureness == sureness
 
 
 @pytest.mark.parametrize(("built", "error"), [(6, CheckpointIncomplete), (3, CheckpointError), (4, None)])
@@ -271,31 +213,6 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
         assert ("model", caught.value.message) in misfits(spec, {}, "cuda", Evidence(ask=vllm))
 
 
-def test_an_answer_that_lacks_a_stage_of_the_pipeline_contradicts_no_file(tmp_path: Path) -> None:
-    config = dense(num_hidden_layers=None)
-    checkpoint = read_checkpoint(str(write(tmp_path / "m", config, tensors_of(dense()))))
-    plain = answer(refusal=ModelRefusal("model", "ImportError", "no such kernel", False))
-    parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(2))
-    consultation = Consultation(Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),))), checkpoint, [], {}, SPARK)
-    consultation.ask([(AS_IT_IS, 1, 2)])
-    assert consultation.completed(inventory(checkpoint, shape_of(config))).shape.layers == 4
-
-
-def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(tmp_path: Path) -> None:
-    kinds = ["sliding_attention"] * dense()["num_hidden_layers"]
-    shape = dense(architectures=["NobodysForCausalLM"], sliding_window=128, layer_types=kinds)
-    checkpoint = read_checkpoint(str(write(tmp_path / "m", shape, tensors_of(shape))))
-    known = inventory(checkpoint, shape_of(checkpoint.config))
-    options = choose(
-        known, SPARK, FitRequest(8192, quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0, max_num_batched_tokens=512))
-    ).options
-    found = options[0].footprint
-    assert found is not None and found.sureness == "guess" and found.upper_bytes > found.parts["kv"]
-    spare = found.free_bytes
-    there = found.memory_bytes - found.system_bytes - found.margin_bytes
-    assert spare == there - found.total - found.upper_bytes
-
-
 def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_plan_does_not_know(tmp_path: Path) -> None:
     config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None, max_position_embeddings=None)
     path = str(write(tmp_path / "m", config, [("model.embed.weight", (512, 512), "BF16")]))
@@ -313,25 +230,12 @@ def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_pla
     assert account(spec, SPARK, {}) is None and account(spec, SPARK, {}, Evidence(ask=vllm)) is not None
 
 
-def test_mistrals_own_format_is_planned_and_names_no_architecture(tmp_path: Path) -> None:
-    params = {"dim": 512, "n_layers": 4, "head_dim": 64, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 1024, "vocab_size": 512}
-    folder = Path(write(tmp_path / "m", params, [(f"layers.{number}.attention.wq.weight", (512, 512), "BF16") for number in range(4)]))
-    (folder / "config.json").rename(folder / "params.json")
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    checkpoint = read_checkpoint(str(folder))
-    found = plan(PlanRequest(str(folder), quantize="bf16"), SPARK, lambda _name: (str(folder), checkpoint, None))
-    assert found["options"][0]["footprint"]["kv_bytes_per_token"] == 4 * 2 * 2 * 64 * 2
-    assert found["options"][0]["footprint"]["sureness"] == "guess" and not any("architecture" in note for note in found["notes"])
-
-
 @pytest.mark.parametrize(
     ("more", "word"),
     [
         ({"quantization_config": {"quant_method": "tomorrows"}}, "tomorrows"),
         ({"num_key_value_heads_per_layer": [4, 4, 2, 2]}, "num_key_value_heads_per_layer"),
-        ({"num_local_experts": 8}, "num_local_experts"),
-        ({"sliding_window": 512, "sliding_window_pattern": 2}, "sliding_window_pattern"),
-        ({"v_head_dim": 32}, "v_head_dim"),
+        ({"layer_types": ["retention"] * 4}, "retention"),
         ({"num_attention_heads": None}, "num_attention_heads"),
     ],
 )
@@ -345,34 +249,15 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
         assert any(word in note for note in found["notes"]) is (sureness == "guess")
 
 
-def test_layers_without_a_formula_are_a_guess_of_an_architecture_that_is_known(tmp_path: Path) -> None:
-    for gap, more in (("retention", {"layer_types": ["retention"] * 4}), ("per_layer_config", {"per_layer_config": {"1": {}}})):
-        config = dense(**more)
-        path = str(write(tmp_path / gap, config, tensors_of(config)))
-        found = plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name, path=path: (path, read_checkpoint(path), None))
-        assert found["options"][0]["footprint"]["sureness"] == "guess"
-        assert any(gap in note for note in found["notes"])
-
-
-def test_what_vllm_has_built_is_not_said_to_be_unknown_to_it(tmp_path: Path) -> None:
-    config = dense(architectures=[])
-    path = str(write(tmp_path / "m", config, tensors_of(config)))
-    find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
-    for ask, noted in (({}, True), ({"ask": Vllm(answer(FULL, blocks=1))}, False)):
-        found = plan(PlanRequest(path, quantize="bf16"), SPARK, find, **ask)
-        assert any("no architecture" in note for note in found["notes"]) is noted
-
-
 def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) -> None:
     doubt = ModelRefusal("model", "KeyError", "the kernel of\nretention" + " x" * 1000, False)
     vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))
-    for gaps in ({"layer_types": ["retention"] * 4}, {"architectures": ["NobodysForCausalLM"]}):
-        config = dense(**gaps)
-        path = str(write(tmp_path / next(iter(gaps)), config, tensors_of(config)))
-        find = lambda _name, path=path: (path, read_checkpoint(path), None)  # noqa: E731
-        quoted = [note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
-        assert len(quoted) == 1 and len(quoted[0]) < 500
-        assert not any("asked" in note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find)["notes"])
+    config = dense(layer_types=["retention"] * 4)
+    path = str(write(tmp_path / "m", config, tensors_of(config)))
+    find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
+    quoted = [note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
+    assert len(quoted) == 1 and len(quoted[0]) < 500
+    assert not any("asked" in note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find)["notes"])
 
 
 def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_lends(tmp_path: Path) -> None:
@@ -386,16 +271,6 @@ def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_len
     free = spec.model_copy(update={"memory_gib": "auto"})
     assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
-
-
-def test_an_account_takes_the_answer_and_the_upper_end_of_a_guess(folder: Path) -> None:
-    spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
-    plain = account(spec, SPARK, {})
-    exact = account(spec, SPARK, {}, Evidence(ask=Vllm(answer(FULL, blocks=1))))
-    assert plain is not None and exact is not None and exact.kv.least == 257 * 1000 < plain.kv.least
-    refused = Evidence(ask=Vllm(replace(answer(), refusal=ODD)))
-    assert account(spec, SPARK, {}, refused) is None
-    assert illegal(spec, SPARK, {}, (2, 1), refused) == "9 heads are odd" and illegal(spec, SPARK, {}, (1, 1)) is None
 
 
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:
@@ -429,9 +304,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
         (SPARK, "cuda:12.1", True),
         (SPARK, "cpu", False),
         (SPARK, "cuda:9.0", False),
-        (KNOWN["h200"], "cuda:9.0", True),
         (replace(SPARK, name="node"), "cuda:9.0", True),
-        (replace(SPARK, name="node"), "cpu", False),
     ],
 )
 def test_an_answer_about_another_device_says_nothing(folder: Path, hardware: Hardware, platform: str, taken: bool) -> None:

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparkd.capacity.footprint import (
     CONTEXT_BYTES,
-    ENCODER_BYTES,
     GRAPH_LAYER_BYTES,
     NCCL_BYTES,
     PROCESS_BYTES,
@@ -25,8 +22,8 @@ from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost
-from tests.support.checkpoints import Tensor, dense, tensors_of
-from tests.support.inventories import known, models
+from tests.support.checkpoints import dense, tensors_of
+from tests.support.inventories import known
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")
@@ -87,11 +84,6 @@ def test_what_each_kind_of_machine_adds() -> None:
     assert of(serving=Serving(4096, pipeline_parallel=2)).parts["graphs"] == graphs // 2
 
 
-@pytest.mark.parametrize(("more", "sizes"), [({"max_num_seqs": 4}, 4), ({"max_num_seqs": 4, "speculative_tokens": 3}, 7), ({}, 51)])
-def test_graphs_are_captured_for_what_decodes_at_once(more: dict[str, int], sizes: int) -> None:
-    assert of(serving=Serving(4096, **more)).parts["graphs"] == GRAPH_LAYER_BYTES * sizes * 4
-
-
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
     found = of(learned=MeasuredPeaks(peak=123, graphs=45))
 
@@ -109,11 +101,6 @@ def test_a_model_fits_where_it_can_be_loaded_and_served() -> None:
     assert (at(least).fits, at(least).free_bytes, at(least - 1).fits, at(least - 1).free_bytes) == (True, 0, False, -1)
     loading = SPARK.system_bytes + found.load_peak_bytes + found.parts["processes"] + found.parts["context"]
     assert (at(loading).load_free_bytes, at(loading - 1).load_free_bytes) == (0, -1)
-
-
-def test_an_encoder_has_a_batch_of_its_own() -> None:
-    seeing: list[Tensor] = [("visual.merger.norm.weight", (512,), "BF16")]
-    assert of(inventory=known(dense(), tensors_of(dense()) + seeing)).parts["peak"] == of().parts["peak"] + ENCODER_BYTES
 
 
 def test_how_long_a_load_takes_at_most_of_the_disk() -> None:
@@ -139,28 +126,7 @@ def test_a_token_takes_as_long_as_reading_what_it_uses(ranks: int, stages: int) 
     assert 1 / found.decode_tokens_s == pytest.approx(active / SPARK.bandwidth_bytes_s + sums + hops)
 
 
-def test_where_nothing_is_read_there_is_no_bound() -> None:
-    rows: list[Tensor] = [("model.embed_tokens.weight", (1000, 512), "BF16")]
-
-    assert of(inventory=known(dense(), rows)).decode_tokens_s == 0.0
-
-
 def test_a_cpu_that_decodes_weights_has_no_rate() -> None:
     cpu = replace(SPARK, platform="cpu")
     assert of(hardware=cpu).decode_tokens_s
     assert of(QuantizationRecipe.parse("nvfp4"), hardware=cpu).decode_tokens_s is None
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    models(), st.sampled_from(["bf16", "nvfp4"]), st.lists(st.integers(1, 65536), min_size=2, max_size=2), st.integers(1, 16), st.booleans()
-)
-def test_more_is_never_less(inventory: Inventory, spelling: str, lengths: list[int], requests: int, unified: bool) -> None:
-    recipe, hardware = QuantizationRecipe.parse(spelling), replace(SPARK, unified=unified)
-
-    def total(tokens: int, count: int) -> int:
-        return of(recipe, hardware, Serving(tokens), inventory, requests=count).total
-
-    assert total(min(lengths), requests) <= total(max(lengths), requests) <= total(max(lengths), requests + 1)
-    two = of(recipe, hardware, Serving(max(lengths), tensor_parallel=2), inventory, requests=requests)
-    assert two.parts["weights"] <= of(recipe, hardware, Serving(max(lengths)), inventory, requests=requests).parts["weights"]

@@ -22,9 +22,8 @@ def test_nothing_learned_writes_nothing(tmp_path: Path) -> None:
     assert learned_rates(tmp_path) == {} and not (tmp_path / FILE).exists()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"disk_bytes_s": "fast", "bandwidth_bytes_s": -1}'])
-def test_a_broken_file_is_as_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+def test_a_broken_file_is_as_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
     assert learned_rates(tmp_path) == {}
 
 

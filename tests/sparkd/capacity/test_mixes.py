@@ -73,15 +73,11 @@ def test_the_mixes_of_a_model_are_from_as_stored_to_the_smallest(name: str) -> N
     assert max(gaps) < (1.06 if name == "dense" else 1.2)  # which has more units
 
 
-@pytest.mark.parametrize("gib", [5.0, 6.0, 8.0, 12.0])
+@pytest.mark.parametrize("gib", [5.0, 12.0])
 def test_a_mix_of_a_given_size_has_it(folder: Path, gib: float) -> None:
     recipe, size = chosen(folder, 100, {"format": "best", "gib": gib})
     assert recipe.quantizes
     assert 0.98 * gib < size / GIB <= gib * 1.001
-
-
-def test_a_size_above_the_stored_model_keeps_everything(folder: Path) -> None:
-    assert chosen(folder, 100, {"format": "best", "gib": 99})[0] == AS_IT_IS
 
 
 def test_a_size_below_the_smallest_mix_is_refused(folder: Path) -> None:
@@ -124,12 +120,6 @@ def test_a_little_more_memory_gives_the_same_mix(folder: Path) -> None:
     assert len({chosen(folder, 19 + step / 100)[0] for step in range(4)}) <= 2
 
 
-def test_where_nothing_fits_the_smallest_mix_is_refused(folder: Path) -> None:
-    recipe, size = chosen(folder, 4)
-    assert recipe.quantizes
-    assert size == min(chosen(folder, gib)[1] for gib in (4, 14, 60))
-
-
 def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     args, hardware = asked(folder, "auto"), machine("cuda", 121 * GIB, 0)
     headers = headers_here(args)
@@ -164,13 +154,6 @@ def test_what_was_measured_decides(folder: Path, tmp_path: Path) -> None:
         if module not in formats or formats[module].spelling == "fp8"
     }
     assert precise == {"model.layers.7.mlp.down_proj"}
-
-
-def test_every_rank_gets_whole_groups(tmp_path: Path) -> None:
-    config = dense(hidden_size=768, num_attention_heads=12, intermediate_size=768, num_key_value_heads=4)
-    model = known(config, tensors_of(config))
-    spellings = {rule.format.spelling for recipe in mixes_of(model, BestWish(), UNMEASURED, 4) for rule in recipe.rules}
-    assert "int4-g128" not in spellings
 
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.unloaded_weights import unloaded_part
 from sparkd.capacity.weights import AHEAD, inventory
-from sparkd.checkpoint import tensor_class
 from sparkd.models.shape import shape_of
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, mixture, tensors_of, write
 from workers.quantization.recipe import QuantizationRecipe
@@ -27,45 +26,25 @@ MODELS = {
         "thinker.model.layers.0.mlp.experts.0.gate_proj": CHANGED,
         "thinker.lm_head": KEPT,
         "thinker.audio_tower.layers.0.self_attn.q_proj": KEPT,
-        "thinker.audio_tower.conv_out": KEPT,
         "thinker.visual.blocks.0.attn.qkv": KEPT,
-        "thinker.visual.merger_list.0.mlp.0": KEPT,
         "talker.model.layers.0.mlp.experts.0.gate_proj": "talker",
-        "talker.code_predictor.model.layers.0.self_attn.q_proj": "talker",
-        "talker.text_projection.linear_fc1": "talker",
-        "talker.codec_head": "talker",
         "code2wav.pre_transformer.layers.0.mlp.gate_proj": "code2wav",
-        "code2wav.code_embedding": "code2wav",
     },
     "Phi4MMForCausalLM": {
         "model.layers.0.self_attn.qkv_proj.base_layer": CHANGED,
-        "model.layers.0.mlp.down_proj.base_layer": CHANGED,
         "model.layers.0.mlp.down_proj.lora_A.speech": "adapters",
-        "model.layers.0.self_attn.qkv_proj.lora_B.vision": "adapters",
         "model.embed_tokens_extend.audio_embed.encoder.encoders.0.self_attn.linear_q": KEPT,
-        "model.embed_tokens_extend.audio_embed.audio_projection.speech.0": KEPT,
-        "model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0.mlp.fc1": KEPT,
     },
     "Gemma3nForConditionalGeneration": {
         "model.language_model.layers.0.self_attn.q_proj": CHANGED,
-        "model.language_model.layers.0.mlp.gate_proj": CHANGED,
         "model.audio_tower.conformer.0.attention.attn.q_proj": KEPT,
-        "model.vision_tower.timm_model.blocks.0.0.conv_exp": KEPT,
-        "model.embed_audio.embedding_projection": KEPT,
         "model.embed_vision.embedding_projection": KEPT,
         "model.language_model.per_layer_model_projection": KEPT,
-    },
-    "Gemma3nForCausalLM": {
-        "model.language_model.layers.0.mlp.gate_proj": CHANGED,
-        "model.audio_tower.conformer.0.attention.attn.q_proj": "audio_tower",
-        "model.embed_vision.embedding_projection": "embed_vision",
     },
     "MiniCPMO": {
         "llm.model.layers.0.self_attn.q_proj": CHANGED,
         "vpm.encoder.layers.0.self_attn.q_proj": KEPT,
-        "apm.layers.0.fc1": KEPT,
         "resampler.attn.in_proj": KEPT,
-        "audio_projection_layer.linear1": KEPT,
         "tts.model.layers.0.mlp.gate_proj": "tts",
     },
 }
@@ -80,23 +59,11 @@ def test_a_format_for_all_changes_the_language_model_alone(architecture: str) ->
     assert not set(unchanged).intersection(formats)
 
 
-@pytest.mark.parametrize(
-    ("rule", "module"),
-    [
-        ("talker", "talker.model.layers.0.mlp.gate_proj"),
-        ("lora_A", "model.layers.0.mlp.down_proj.lora_A.speech"),
-        ("vpm.**.q_proj", "vpm.encoder.layers.0.self_attn.q_proj"),
-    ],
-)
-def test_a_rule_that_names_a_part_changes_it(rule: str, module: str) -> None:
+def test_a_rule_that_names_a_part_changes_it() -> None:
+    module = "talker.model.layers.0.mlp.gate_proj"
     found = checkpoint_of([(f"{module}.weight", SIDES, "BF16")])
-    assert module in QuantizationRecipe.parse({"layers": {rule: "fp8"}}).assign(found)
-    assert module not in QuantizationRecipe.parse({"layers": {"*_proj": "fp8", "speech": "fp8"}}).assign(found)
-
-
-def test_a_model_that_answers_in_text_is_no_other_modality() -> None:
-    for name in ("model.layers.0.self_attn.q_proj", "transformer.h.0.mlp.fc1", "encoder.layer.0.output.dense", "decoder.layers.0.fc1"):
-        assert tensor_class(f"{name}.weight", SIDES) != "vision" and unloaded_part(f"{name}.weight", "LlamaForCausalLM") is None
+    assert module in QuantizationRecipe.parse({"layers": {"talker": "fp8"}}).assign(found)
+    assert module not in QuantizationRecipe.parse({"layers": {"*_proj": "fp8"}}).assign(found)
 
 
 def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +81,6 @@ def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Pa
     folder = str(write(tmp_path / "m", config, [*tensors, *speech, *ahead]))
     assert exit_code(["--json", "plan", "--quick", folder]) == 0
     assert json.loads(capsys.readouterr().out)["unloaded"] == {"talker": (1 << 30) + 2 * 256 * 256, AHEAD: 2 * 256 * 256}
-    assert exit_code(["plan", "--quick", folder]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert "1.0 GiB" in first and "talker" in first and AHEAD in first
 
 
 @pytest.mark.parametrize(
@@ -141,7 +105,5 @@ def test_experts_that_no_format_changes_are_named_at_the_top_of_a_plan(
     assert sum(plan["unknown_experts"].values()) == size
     assert set(plan["unknown_experts"]) == ({f"model.layers.*.{leaf}" for leaf in leaves} if size else set())
     assert any("layout" in note and "known" in note for note in plan["choice"]["footprint"]["notes"]) is bool(size)
-    assert exit_code(["plan", "--quick", "--quantize", "nvfp4", folder]) == 0
-    assert ("model.layers.*." in capsys.readouterr().out.splitlines()[1]) is bool(size)
     assert exit_code(["--json", "plan", "--quick", "--quantize", "bf16", folder]) == 0
     assert json.loads(capsys.readouterr().out)["unknown_experts"] == {}

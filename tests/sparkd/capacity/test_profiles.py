@@ -12,7 +12,6 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_report
 from sparkd.capacity.account import Evidence, machine
 from sparkd.capacity.launch_spec import rank_fields
-from sparkd.capacity.profiles import engine_of
 from sparkd.capacity.requirement import said_to
 from sparkd.config.config import Config, parse_model
 from sparkd.hardware import GIB
@@ -70,16 +69,10 @@ def test_the_same_engine_is_believed(folder: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"enforce_eager": True},
-        {"kv_cache_dtype": "fp8"},
-        {"max_model_len": 4000},
         {"max_num_seqs": 9},
-        {"max_num_batched_tokens": 4096},
         {"quantize": "mxfp4"},
-        {"quantize": None},
         {"env": {"VLLM_ATTENTION": "b"}},
         {"extra_args": ["--attention-backend", "TRITON_ATTN"]},
-        {"extra_args": ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']},
     ],
 )
 def test_another_engine_is_not(folder: str, tmp_path: Path, more: dict[str, Any]) -> None:
@@ -108,14 +101,6 @@ def test_a_hub_id_is_known_by_its_snapshot(folder: str, tmp_path: Path) -> None:
     other = dense(max_position_embeddings=8192, tie_word_embeddings=False)
     write(Path(f"{folder}-new"), other, tensors_of(other))
     assert not believed(config, spec)
-
-
-def test_the_name_of_an_engine_says_nothing_of_its_secrets(folder: str) -> None:
-    spec = spec_of(folder)
-    keys = spec.vllm_flags(), spec.quantize
-    plain = engine_of(*keys, {}, None, "cuda")
-    assert engine_of(*keys, {"HF_TOKEN": "a"}, None, "cuda") == plain != engine_of(*keys, {"VLLM_A": ""}, None, "cuda")
-    assert engine_of(*keys, {}, None, "cpu") != plain
 
 
 def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(

@@ -41,15 +41,9 @@ def folder(tmp_path: Path) -> Path:
         ({}, 112),
         ({"gpu_memory_utilization": 0.5}, 61),
         ({"extra_args": [UTILIZATION, "0.5"]}, 61),
-        ({"extra_args": ["--gpu_memory_utilization=0.5"]}, 61),
-        ({"extra_args": [UTILIZATION, "0.3", "--seed", "1", UTILIZATION, "0.25"]}, 31),
-        ({"extra_args": ["--kv-cache-memory-bytes", "2G"]}, 112),
         ({"gpu_memory_utilization": 0.5, "memory_gib": 7.2}, 8),
-        ({"memory_gib": 3}, 3),
         ({"kv_cache": "auto"}, 112),
-        ({"kv_cache": {"sequences": 4}}, 112),
         ({"kv_cache": {"utilization": 0.5}}, 61),
-        ({"kv_cache": {"bytes": "8GiB"}}, 112),
     ],
 )
 def test_on_cuda_what_vllm_will_take(keys: dict[str, Any], gib: int) -> None:
@@ -62,18 +56,10 @@ def test_on_cuda_what_vllm_will_take(keys: dict[str, Any], gib: int) -> None:
     [
         ({}, {}, 11 + CPU_KV_CACHE_GIB + 2),
         ({}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
-        ({}, {"VLLM_CPU_KVCACHE_SPACE": ""}, 11 + CPU_KV_CACHE_GIB + 2),
         ({"extra_args": ["--kv-cache-memory-bytes", "3G"]}, {}, 16),
-        ({"extra_args": ["--kv-cache-memory-bytes=3221225472"]}, {}, 16),
-        ({"extra_args": ["--kv-cache-memory-bytes", "3221225.472k"]}, {}, 16),
-        ({"extra_args": ["--kv-cache-memory-bytes", "3G"]}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
-        ({"gpu_memory_utilization": 0.5}, {}, 61),
         ({"gpu_memory_utilization": 0.5}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
-        ({"memory_gib": 2.5}, {}, 3),
         ({"kv_cache": {"bytes": "8GiB"}}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 21),
         ({"kv_cache": "auto"}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 112),
-        ({"kv_cache": {"tokens": 1000}}, {}, 112),
-        ({"kv_cache": {"utilization": 0.5}}, {}, 61),
     ],
 )
 def test_on_the_cpu_weights_kv_cache_and_processes(folder: Path, keys: dict[str, Any], env: dict[str, str], gib: int) -> None:
@@ -88,7 +74,6 @@ def test_a_cache_of_so_many_bytes_leaves_room_for_other_models(folder: Path) -> 
     ("platform", "keys", "gib"),
     [
         ("cuda", {}, 100),
-        ("cuda", {"kv_cache": "auto"}, 100),
         ("cpu", {"kv_cache": "auto"}, 100),
         ("cuda", {"gpu_memory_utilization": 0.9}, 110),
         ("cpu", {}, 11 + CPU_KV_CACHE_GIB + 2),
@@ -100,24 +85,22 @@ def test_all_that_is_left_is_no_more_than_the_node_lends(folder: Path, platform:
     assert needed_gib(spec, platform, SPARK_GIB, {}, 100.7) == gib
 
 
-@pytest.mark.parametrize("platform", ["cuda", "cpu"])
-@pytest.mark.parametrize("value", ["much", "0", "1.5", "-1", "nan", "inf", ""])
-def test_a_share_that_vllm_would_not_read(platform: str, value: str) -> None:
+@pytest.mark.parametrize("value", ["much", "0", "1.5", "nan"])
+def test_a_share_that_vllm_would_not_read(value: str) -> None:
     with pytest.raises(ConfigError, match=r"gpu.memory.utilization.*\b0\b.*\b1\b"):
-        need(platform, extra_args=[f"{UTILIZATION}={value}"])
+        need("cuda", extra_args=[UTILIZATION, value])
 
 
-@pytest.mark.parametrize("env", ["4GB", "1.5", "nan", "inf", "-1", "²", "9" * 5000])
+@pytest.mark.parametrize("env", ["4GB", "-1"])
 def test_a_kv_cache_space_that_vllm_would_not_read(env: str) -> None:
     with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE\b.*GiB") as caught:
         need("cpu", env={"VLLM_CPU_KVCACHE_SPACE": env})
     assert env not in caught.value.message
 
 
-@pytest.mark.parametrize("args", [["--kv-cache-memory-bytes", "lots"], ["--kv-cache-memory-bytes", "1e9"]])
-def test_a_kv_cache_size_that_vllm_would_not_read(args: list[str]) -> None:
+def test_a_kv_cache_size_that_vllm_would_not_read() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
-        need("cpu", extra_args=args)
+        need("cpu", extra_args=["--kv-cache-memory-bytes", "lots"])
 
 
 def test_what_is_not_on_disk_weighs_nothing(tmp_path: Path) -> None:

@@ -45,15 +45,6 @@ def test_a_release_decides_how_many_blocks_a_state_takes(each: int) -> None:
     assert exact.layout.cost(1600).blocks == each + 100
 
 
-def test_a_state_that_is_kept_again_and_again_has_no_layout() -> None:
-    """--mamba-cache-mode all: a block of it for each block of tokens."""
-    plain = answer(STATE, FULL, blocks=2)
-    for last, has_layout in ((1 + 64, True), (11 + 64, False)):
-        stage = replace(plain.stages[0], requests=((1, 2000), (1024, 1000 * last)))
-        exact = exact_of(replace(plain, stages=(stage,)), SERVING, same_format=True)
-        assert exact is not None and (exact.layout is not None) is has_layout
-
-
 @pytest.mark.parametrize(("blocks", "batches"), [(1 + 16 + 2, 2), (1 + 12 + 2, 1), (1 + 12 + 3, None)])
 def test_vllm_decides_how_many_batches_are_in_flight(blocks: int, batches: int | None) -> None:
     """A pooling model has one; a window keeps what each of them may add. Sizes that no number of them gives are no layout."""
@@ -87,17 +78,9 @@ def test_a_release_without_groups_says_nothing_of_the_cache() -> None:
     assert exact == Exact()
 
 
-def test_a_cache_whose_blocks_take_nothing_is_none() -> None:
-    whole = answer(STATE, FULL, blocks=2)
-    empty = replace(whole, stages=(replace(whole.stages[0], block_bytes=0),))
-    assert exact_of(empty, SERVING, same_format=False) == Exact()
-
-
-@pytest.mark.parametrize("step", ["arguments", "config", "model", "cache"])
 @pytest.mark.parametrize(("certain", "refusal"), [(True, "9 heads are odd"), (False, None)])
-def test_only_vllms_own_word_refuses(step: str, certain: bool, refusal: str | None) -> None:
-    """At whatever step: an engine takes each of them before it serves."""
-    exact = exact_of(answer(refusal=ModelRefusal(step, "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
+def test_only_vllms_own_word_refuses(certain: bool, refusal: str | None) -> None:
+    exact = exact_of(answer(refusal=ModelRefusal("config", "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
     assert (exact.refusal if exact is not None else None) == refusal
 
 
@@ -128,15 +111,3 @@ def test_weights_and_cache_are_rated_each_by_themselves(
     quantization = None if source is None else SourceQuantization(source)
     worse = max(weights, cache, key=(EXACT, KNOWN, GUESS).index)
     assert of_both(LLAMA, quantization, exact, unknown) == (weights, cache, worse)
-
-
-@pytest.mark.parametrize(("exact", "weights", "cache"), [(Exact(LAYOUT), GUESS, EXACT), (Exact(None, 1000), EXACT, GUESS)])
-def test_an_architecture_that_no_test_knows_is_as_sure_as_vllms_answer(exact: Exact, weights: str, cache: str) -> None:
-    shape = shape_of(dense(architectures=["NobodysForCausalLM"]))
-    assert of_both(shape, None, exact)[:2] == (weights, cache)
-
-
-def test_a_refusal_of_several_lines_is_told_in_one() -> None:
-    refused = replace(answer(FULL, blocks=1), refusal=ModelRefusal("config", "ValueError", "no model type `foo`.\n\n  Update it.\n", True))
-    exact = exact_of(refused, Serving(1), same_format=True)
-    assert exact is not None and exact.refusal == "no model type `foo`. Update it"

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sparkd.capacity.weights import AHEAD, Inventory, Weights
-from sparkd.errors import CheckpointError
+from sparkd.capacity.weights import AHEAD, Weights
 from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
-from tests.support.facts import lacking
-from tests.support.inventories import architecture, known, models
+from tests.support.inventories import architecture, known
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -44,32 +38,19 @@ def test_what_an_engine_was_measured_to_hold(name: str, measured: int) -> None:
     ("name", "sides", "of_two", "of_eight"),
     [
         ("model.embed_tokens.weight", (1000, 512), 512 * 512, 128 * 512),
-        ("lm_head.weight", (1000, 512), 512 * 512, 128 * 512),
         ("model.layers.0.self_attn.q_proj.weight", (512, 512), 256 * 512, 64 * 512),
-        ("model.layers.0.self_attn.q_proj.bias", (512,), 256, 64),
         # Four heads of keys: on eight ranks each of them is on two.
         ("model.layers.0.self_attn.k_proj.weight", (256, 512), 128 * 512, 64 * 512),
-        ("model.layers.0.self_attn.o_proj.weight", (512, 512), 512 * 256, 512 * 64),
-        ("model.layers.0.mlp.gate_proj.weight", (1024, 512), 512 * 512, 128 * 512),
         ("model.layers.0.mlp.down_proj.weight", (512, 1024), 512 * 512, 512 * 128),
-        ("model.layers.0.mlp.experts.3.w1.weight", (256, 512), 128 * 512, 32 * 512),
         ("model.layers.0.mlp.experts.3.w2.weight", (512, 256), 512 * 128, 512 * 32),
         ("model.layers.0.mlp.experts.gate_up_proj", (8, 512, 512), 8 * 256 * 512, 8 * 64 * 512),
         ("model.layers.0.mlp.experts.down_proj", (8, 512, 256), 8 * 512 * 128, 8 * 512 * 32),
-        ("model.layers.0.mlp.experts.gate_up_proj_bias", (8, 512), 8 * 256, 8 * 64),
-        ("model.layers.0.mlp.experts.down_proj_bias", (8, 512), 8 * 512, 8 * 512),
         ("model.layers.0.mlp.gate.weight", (8, 512), 8 * 512, 8 * 512),
-        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 512), 512, 512),
-        ("model.layers.0.input_layernorm.weight", (512,), 512, 512),
         ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (576, 512), 576 * 512, 576 * 512),
         ("model.layers.0.self_attn.kv_b_proj.weight", (2048, 512), 1024 * 512, 256 * 512),
         ("model.layers.0.linear_attn.in_proj_qkvz.weight", (3072, 512), 1536 * 512, 384 * 512),
         ("model.layers.0.linear_attn.conv1d.weight", (2048, 1, 4), 1024 * 4, 256 * 4),
-        ("model.layers.0.linear_attn.out_proj.weight", (512, 1024), 512 * 512, 512 * 128),
-        ("model.layers.0.self_attn.sinks", (64,), 32, 8),
         ("model.visual.blocks.0.attn.qkv.weight", (768, 256), 384 * 256, 96 * 256),
-        ("model.visual.blocks.0.attn.proj.weight", (256, 256), 256 * 128, 256 * 32),
-        ("model.visual.patch_embed.proj.weight", (256, 3, 2, 14, 14), 256 * 1176, 256 * 1176),
     ],
 )
 def test_a_tensor_is_cut_as_its_layer_is(name: str, sides: tuple[int, ...], of_two: int, of_eight: int) -> None:
@@ -81,29 +62,16 @@ def test_a_tensor_is_cut_as_its_layer_is(name: str, sides: tuple[int, ...], of_t
     ("name", "sides", "dtype", "of_two"),
     [
         ("q_proj.weight", (512, 512), "F8_E4M3", 256 * 512),
-        ("q_proj.weight_scale", (512, 1), "F32", 256 * 4),
         ("q_proj.weight_scale_inv", (4, 4), "F32", 2 * 4 * 4),
-        ("q_proj.input_scale", (1,), "F32", 4),
         ("o_proj.weight_scale_inv", (4, 4), "F32", 4 * 2 * 4),
         ("o_proj.weight_packed", (512, 256), "U8", 512 * 128),
         ("o_proj.weight_scale", (512, 32), "F8_E4M3", 512 * 16),
         ("o_proj.qweight", (64, 512), "I32", 32 * 512 * 4),
-        ("o_proj.scales", (4, 512), "F16", 2 * 512 * 2),
-        ("experts.0.down_proj.weight_scale", (512, 1), "F32", 512 * 4),
         ("experts.down_proj_blocks", (8, 512, 8, 16), "U8", 8 * 512 * 4 * 16),
-        ("experts.gate_up_proj_scales", (8, 512, 16), "U8", 8 * 256 * 16),
     ],
 )
 def test_what_is_stored_quantized_is_cut_with_its_scales(name: str, sides: tuple[int, ...], dtype: str, of_two: int) -> None:
     assert held([(f"model.layers.0.self_attn.{name}", sides, dtype)], 2) == of_two
-
-
-def test_a_vocabulary_is_padded_before_it_is_cut() -> None:
-    def rows(vocabulary: int, ranks: int) -> int:
-        return held([("model.embed_tokens.weight", (vocabulary, 512), "BF16")], ranks) // 1024
-
-    assert [rows(1000, ranks) for ranks in (1, 2, 4)] == [1024, 512, 256]
-    assert [rows(1024, 1), rows(1025, 1), rows(1025, 2)] == [1024, 1088, 544]
 
 
 @pytest.mark.parametrize(("spelling", "bytes_of"), [(name, Format.parse(name).nbytes) for name in (*FORMATS, "fp8-block", "int4-g128")])
@@ -113,34 +81,6 @@ def test_a_format_is_counted_as_it_lies_on_a_rank(spelling: str, bytes_of: Any) 
 
     assert [held([column], ranks, recipe) for ranks in (1, 2)] == [bytes_of(1024, 512), bytes_of(512, 512)]
     assert [held([row], ranks, recipe) for ranks in (1, 2)] == [bytes_of(512, 1024), bytes_of(512, 512)]
-
-
-def test_packed_experts_may_lie_either_way_round() -> None:
-    """[experts, 2 inner, hidden] and [experts, hidden, inner], or both transposed."""
-    config, recipe = mixture(), QuantizationRecipe.parse("fp8")
-    stem = "model.layers.0.mlp.experts"
-    linear = [(f"{stem}.gate_up_proj", (8, 768, 512), "BF16"), (f"{stem}.down_proj", (8, 512, 384), "BF16")]
-    turned = [(name, (sides[0], sides[2], sides[1]), dtype) for name, sides, dtype in linear]
-    fp8 = Format.parse("fp8").nbytes
-
-    for tensors in (linear, turned):
-        assert held(tensors, 1, recipe, config) == 8 * (fp8(768, 512) + fp8(512, 384))
-        assert held(tensors, 2, recipe, config) == 8 * (fp8(384, 512) + fp8(512, 192))
-
-
-def test_granites_experts_are_experts_under_other_names() -> None:
-    config, recipe = mixture(), QuantizationRecipe.parse("nvfp4")
-    shapes, moe = ((8, 768, 512), (8, 512, 384)), "model.layers.0.block_sparse_moe"
-    usual, granites = (
-        known(config, [(name, shape, "BF16") for name, shape in zip(names, shapes, strict=True)])
-        for names in (
-            (f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj"),
-            (f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
-        )
-    )
-
-    for chosen, ranks in itertools.product((BF16, recipe), (1, 2)):
-        assert usual.formatted(chosen).weights(ranks) == granites.formatted(chosen).weights(ranks)
 
 
 def test_experts_one_by_one_are_experts_packed() -> None:
@@ -154,13 +94,6 @@ def test_experts_one_by_one_are_experts_packed() -> None:
             single.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).by_kind
             == packed.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).by_kind
         )
-
-
-def test_an_expert_that_is_stored_otherwise_is_counted_for_itself() -> None:
-    stem = "model.layers.0.mlp.experts"
-    tensors: list[Tensor] = [(f"{stem}.{number}.up_proj.weight", (256, 512), "F8_E4M3" if number == 5 else "BF16") for number in range(8)]
-
-    assert held(tensors, 1, config=mixture()) == (7 * 2 + 1) * 256 * 512
 
 
 def test_layers_that_predict_ahead_are_left_on_the_disk() -> None:
@@ -198,47 +131,6 @@ def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
     assert known(dense(tie_word_embeddings=None), tensors_of(config)).formatted(BF16).weights() == tied.formatted(BF16).weights()
 
 
-def test_a_float32_checkpoint_is_half_as_large_in_memory() -> None:
-    stored = known(dense(torch_dtype="float32"), tensors_of(dense(), dtype="F32"))
-
-    assert stored.formatted(BF16).weights() == replace(
-        known(dense(), tensors_of(dense())).formatted(BF16).weights(), disk_bytes=stored.checkpoint.total_bytes
-    )
-    kept: list[Tensor] = [("model.layers.0.mlp.gate.e_score_correction_bias", (8,), "F32"), ("model.layers.0.mixer.A_log", (64,), "F32")]
-    assert held(kept, 1) == 4 * 72
-
-
-def test_keys_that_are_the_values_too_are_held_twice() -> None:
-    config = dense(attention_k_eq_v=True)
-    name = "model.layers.{}.self_attn.{}_proj.weight"
-    tensors: list[Tensor] = [(name.format(0, "k"), (256, 512), "BF16"), (name.format(1, "k"), (256, 512), "BF16")]
-    tensors.append((name.format(1, "v"), (256, 512), "BF16"))
-
-    assert held(tensors, 1, config=config) == 4 * 256 * 512 * 2
-    assert held(tensors, 1) == 3 * 256 * 512 * 2
-
-
-def test_keys_of_another_width_have_heads_of_their_own() -> None:
-    """Gemma 4: few wide heads in the layers that see all tokens."""
-    kinds = ["sliding_attention", "full_attention"] * 2
-    config = dense(layer_types=kinds, sliding_window=64, global_head_dim=256, num_global_key_value_heads=2)
-    narrow, wide = (
-        ("model.layers.0.self_attn.k_proj.weight", (256, 512), "BF16"),
-        ("model.layers.1.self_attn.k_proj.weight", (512, 512), "BF16"),
-    )
-
-    assert [held([narrow], ranks, config=config) for ranks in (2, 4, 8)] == [128 * 1024, 64 * 1024, 64 * 1024]
-    assert [held([wide], ranks, config=config) for ranks in (2, 4, 8)] == [256 * 1024] * 3
-
-
-def test_latent_attention_holds_a_quantized_projection_in_its_own_precision_too() -> None:
-    name = "model.layers.0.self_attn.kv_b_proj.weight"
-
-    assert [held([(name, (2048, 512), "F8_E4M3")], ranks) for ranks in (1, 2)] == [3 * 2048 * 512, 3 * 1024 * 512]
-    assert held([(name, (2048, 256), "U8")], 1) == 2048 * 256 + 2 * 2048 * 512
-    assert held([(name, (2048, 512), "BF16")], 1) == 2 * 2048 * 512
-
-
 def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     config = dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     stem = "model.layers.0.mlp.gate_proj"
@@ -249,45 +141,6 @@ def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
         {"mlp": 1024 * 512, "scale": 128}, 1024 * 512 + 128, 1024 * 512 + 128, False
     )
     assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
-
-
-def test_so_do_packed_experts_in_fp8() -> None:
-    stem = "model.layers.0.mlp.experts.down_proj"
-    config = mixture()
-    tensors: list[Tensor] = [(stem, (8, 512, 256), "F8_E4M3"), (f"{stem}_scale_inv", (8, 4, 2), "F32")]
-    plain: list[Tensor] = [(stem, (8, 512, 256), "BF16")]
-
-    quantized = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    for recipe in (QuantizationRecipe.parse("mxfp4"), QuantizationRecipe.parse("int4-g64")):
-        assert held(tensors, 1, recipe, quantized) == held(plain, 1, recipe, config)
-
-
-def test_what_is_quantized_already_stays() -> None:
-    config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    found = (
-        known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).formatted(QuantizationRecipe.parse("nvfp4")).weights()
-    )
-
-    assert (found.bytes, found.changed) == (512 * 128 * 4, False)
-    assert "quantized already (awq)" in found.notes[0]
-
-
-def test_fp8_that_no_rule_quantizes_takes_its_bf16_beside_what_is_quantized() -> None:
-    kept, other = "model.layers.0.self_attn.indexer.wq_b", "model.layers.0.self_attn.o_proj"
-    tensors: list[Tensor] = [(f"{kept}.weight", (1024, 512), "F8_E4M3"), (f"{kept}.weight_scale_inv", (8, 4), "F32")]
-    more: list[Tensor] = [(f"{other}.weight", (512, 512), "F8_E4M3"), (f"{other}.weight_scale_inv", (4, 4), "F32")]
-    nvfp4 = QuantizationRecipe.parse("nvfp4")
-
-    assert held([*tensors, *more], 1, nvfp4) - held(more, 1, nvfp4) == 2 * 1024 * 512
-    assert held([*tensors, *more], 1) - held(more, 1) == 1024 * 512 + 4 * 8 * 4
-
-
-def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
-    found = known(dense(), tensors_of(dense()))
-    assert lacking(found.formatted(QuantizationRecipe.parse({"keep": ["nowhere"], "format": "fp8"})).weights().notes[0], "nowhere") == []
-    packed = known(mixture(), [("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")])
-    with pytest.raises(CheckpointError):
-        packed.formatted(QuantizationRecipe.parse("nvfp4")).weights()
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
@@ -313,34 +166,3 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert held([*layers, ("visual.merger.mlp.0.weight", (512, 512), "BF16")], 1, config=config, stages=5) == 2 * layer
     whole = known(config, layers + ends)
     assert whole.formatted(BF16).weights(1, 3).active_bytes == whole.formatted(BF16).weights().active_bytes == 5 * layer + matrix
-
-
-SOME = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-@SOME
-@given(models(), st.sampled_from([2, 4]), st.sampled_from(["bf16", *FORMATS]))
-def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ranks: int, spelling: str) -> None:
-    recipe = QuantizationRecipe.parse(spelling)
-    one, split = inventory.formatted(recipe).weights(), inventory.formatted(recipe).weights(ranks)
-
-    assert one.bytes / ranks <= split.bytes <= one.bytes
-    assert one.active_bytes / ranks <= split.active_bytes <= one.active_bytes <= one.bytes
-    assert inventory.formatted(recipe).weights(ranks, 2).bytes <= split.bytes
-
-
-@SOME
-@given(models(), st.sampled_from([1, 2]))
-def test_a_smaller_format_is_never_larger(inventory: Inventory, ranks: int) -> None:
-    sizes = [
-        inventory.formatted(QuantizationRecipe.parse(name)).weights(ranks).bytes
-        for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")
-    ]
-
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] <= inventory.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).bytes * 1.01
-    assert (
-        inventory.formatted(QuantizationRecipe.parse("mxfp4")).weights(ranks).bytes
-        <= inventory.formatted(QuantizationRecipe.parse("nvfp4")).weights(ranks).bytes
-        <= sizes[1]
-    )

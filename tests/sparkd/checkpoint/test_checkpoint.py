@@ -56,14 +56,6 @@ def test_files_that_the_index_does_not_name_do_not_count(tmp_path: Path) -> None
     assert "stray" not in read_checkpoint(tmp_path).tensors
 
 
-def test_the_index_decides_between_two_copies(tmp_path: Path) -> None:
-    write_folder(tmp_path, {"a.safetensors": {**A, **B}, "b.safetensors": B})
-    weight_map = {**dict.fromkeys(A, "a.safetensors"), **dict.fromkeys(B, "b.safetensors")}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    assert Path(read_checkpoint(tmp_path).tensors["lm_head.weight"].path).name == "b.safetensors"
-
-
 def test_mistrals_second_copy_does_not_count(tmp_path: Path) -> None:
     write_folder(tmp_path, {"consolidated-00001.safetensors": {"wq": ("BF16", (1,))}, "model-1.safetensors": A})
     assert list(read_checkpoint(tmp_path).tensors) == list(A)
@@ -82,15 +74,6 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     found = read_checkpoint(snapshot)
     assert list(found.tensors) == [*A, *B]
     assert all(tensor.path.startswith(str(snapshot)) for tensor in found.tensors.values())
-
-
-def test_a_relative_folder_gives_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "m", {"model.safetensors": A})
-    monkeypatch.chdir(tmp_path)
-
-    found = read_checkpoint("m")
-    assert found.folder == str(tmp_path / "m")
-    assert {tensor.path for tensor in found.tensors.values()} == {str(tmp_path / "m" / "model.safetensors")}
 
 
 def _index(folder: Path, value: Any) -> None:
@@ -118,12 +101,10 @@ def _dangling(folder: Path) -> None:
         (_dangling, SECOND, None, ["links to"]),
         (lambda f: os.truncate(f / SECOND, 150), SECOND, "lm_head.weight", ["cut off"]),
         (lambda f: (f / "config.json").write_text("{"), "config.json", None, ["JSON", "line 1"]),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json", None, ["JSON object"]),
         (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json", None, ["nested"]),
         (lambda f: os.truncate(f / "config.json", 33 << 20), "config.json", None, ["32 MiB"]),
         (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json", None, ["JSON object"]),
         (lambda f: _index(f, {}), INDEX, None, ["weight_map"]),
-        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "c", None, ["not there"]),
         (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), INDEX, "t", ["weight_map", "../x.safetensors"]),
         (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), INDEX, "t", ["weight_map", "/etc/passwd"]),
         (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), INDEX, "t", ["weight_map", "'a\\x00b'"]),
@@ -149,10 +130,7 @@ def test_what_is_wrong_names_its_file_its_tensor_and_a_cure(
     assert "\n" not in error.message
 
 
-@pytest.mark.parametrize(
-    ("folder", "told"),
-    [("none", "not there"), ("file", "a file"), ("a\0b", "be read")],
-)
+@pytest.mark.parametrize(("folder", "told"), [("none", "not there"), ("file", "a file")])
 def test_what_is_no_folder(tmp_path: Path, folder: str, told: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=told):
@@ -220,35 +198,23 @@ INTEGERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "grou
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8(("BF16", (2, 3)), suffix="weight_scale_inv"), "fp8_block"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, {}, "other"),
         ({"quant_method": "fp8"}, fp8(("F32", (1,))), "fp8_tensor"),
-        ({"quant_method": "fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
-        ({"quant_method": "fp8"}, fp8(("F32", (7, 7))), "other"),
         ({"quant_method": "fbgemm_fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
+        ({"quant_method": "fp8"}, fp8(("F32", (7, 7))), "other"),
         (compressed("float-quantized", floats("channel")), {}, "fp8_channel"),
         (compressed("float-quantized", floats("tensor")), {}, "fp8_tensor"),
         (compressed("float-quantized", floats("block", block_structure=[128, 128])), {}, "fp8_block"),
-        (compressed("float-quantized", floats("block", block_structure="128x128")), {}, "fp8_block"),
         (compressed("float-quantized", floats("channel"), floats("tensor")), {}, "compressed-tensors"),
-        (compressed("float-quantized", floats("group", group_size=32)), {}, "compressed-tensors"),
         (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "nvfp4"),
         (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}), {}, "nvfp4-a4"),
         (compressed("mxfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "mxfp4"),
         (compressed("pack-quantized", INTEGERS), {}, "compressed-tensors"),
-        (
-            compressed("mixed-precision", {**floats("channel"), "format": "float-quantized"}, {**INTEGERS, "format": "pack-quantized"}),
-            {},
-            "compressed-tensors",
-        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8(("F32", ())), "fp8_tensor"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {}, "fp8_channel"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8(("F32", (2, 3))), "fp8_block"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "modelopt_mixed"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {}, "other"),
-        ({"quant_algo": "NVFP4", "group_size": 16}, {}, "nvfp4"),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "nvfp4"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": []}, {}, "mxfp4"),
         ({"quant_method": "awq", "bits": 4}, {}, "awq"),
-        ({"quant_method": "gptq", "bits": 4}, {}, "gptq"),
         ({"something": 1}, {}, "other"),
     ],
 )
@@ -266,11 +232,8 @@ def test_what_the_configuration_says(config: dict[str, Any], tensors: dict[str, 
         ({"compression_config": compressed("nvfp4-pack-quantized", {})}, None, "nvfp4"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, None, "awq"),
         ({}, {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "nvfp4"),
-        ({}, {"quantization": {"quant_algo": "MIXED_PRECISION"}}, "modelopt_mixed"),
-        ({}, {"quantization": {"quant_algo": None}}, None),
         ({"quantization_config": {"quant_method": "gptq"}}, {"quantization": {"quant_algo": "FP8"}}, "gptq"),
         ({"quantization_config": None}, None, None),
-        ({"quantization_config": {}}, None, None),
     ],
 )
 def test_where_it_may_be_said(config: dict[str, Any], modelopt: dict[str, Any] | None, method: str | None) -> None:
@@ -287,12 +250,9 @@ FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
     [
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": FP8_CACHE}, None, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, None, "fp8"),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, None, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, None, "auto"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": None}, None, "auto"),
         ({**compressed("nvfp4-pack-quantized", {}), "kv_cache_scheme": FP8_CACHE}, None, "fp8"),
         ({**compressed("nvfp4-pack-quantized", {}), "kv_cache_scheme": None}, None, "auto"),
-        ({"quant_method": "awq", "kv_cache_scheme": FP8_CACHE}, None, "auto"),
         (None, {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, "fp8"),
     ],
 )
@@ -339,7 +299,6 @@ def test_numbers_that_python_writes_are_read_in_a_publishers_json(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "missing"),
     [
-        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], ["model-00002-of-00003.safetensors"]),
         (["model-00002-of-00003.safetensors"], ["model-00001-of-00003.safetensors", "1 more"]),
         (["a-00001-of-00001.safetensors", "b-00001-of-00002.safetensors"], ["b-00002-of-00002.safetensors"]),
     ],
@@ -375,17 +334,3 @@ def test_a_folder_without_a_configuration_is_told_what_may_be_meant(
     assert type(caught.value) is kind
     assert named in (caught.value.cure or "") + caught.value.reason
     assert f"{tmp_path}." not in f"{caught.value.cure}.", "who gave the folder is not told to give it"
-
-
-def test_a_key_that_stands_twice_in_a_configuration_is_read_as_python_reads_it(tmp_path: Path) -> None:
-    write_folder(tmp_path, SHARDS, index=True)
-    text = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text('{"rope_theta": 1, "rope_theta": 2, ' + text.lstrip()[1:])
-    assert read_checkpoint(tmp_path).config["rope_theta"] == 2
-
-
-def test_a_place_in_the_hubs_cache_is_named_by_its_id(tmp_path: Path) -> None:
-    (tmp_path / "models--owner--a--b" / "snapshots").mkdir(parents=True)
-    with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(tmp_path / "models--owner--a--b")
-    assert "owner/a--b" in caught.value.cure

@@ -13,19 +13,14 @@ NAMES = {
         "model.embed_tokens.weight": "embedding",
         "model.layers.0.self_attn.q_proj.weight": "attention",
         "model.layers.0.self_attn.q_proj.bias": "attention",
-        "model.layers.11.self_attn.o_proj.weight": "attention",
         "model.layers.0.self_attn.q_norm.weight": "norm",
-        "model.layers.0.input_layernorm.weight": "norm",
         "model.layers.0.mlp.down_proj.weight": "mlp",
         "model.norm.weight": "norm",
         "lm_head.weight": "lm_head",
     },
     "Phi, GPT-NeoX, Falcon": {
         "model.layers.0.self_attn.qkv_proj.weight": "attention",
-        "model.layers.0.mlp.gate_up_proj.weight": "mlp",
-        "model.layers.0.self_attn.qkv_proj.base_layer.weight": "attention",
         "model.layers.0.mlp.down_proj.base_layer.weight": "mlp",
-        "gpt_neox.layers.0.attention.query_key_value.weight": "attention",
         "gpt_neox.layers.0.attention.dense.weight": "attention",
         "gpt_neox.layers.0.mlp.dense_h_to_4h.weight": "mlp",
         "transformer.h.0.ln_1.weight": "norm",
@@ -33,7 +28,6 @@ NAMES = {
     },
     "Gemma": {
         "language_model.model.layers.0.pre_feedforward_layernorm.weight": "norm",
-        "language_model.model.layers.0.mlp.up_proj.weight": "mlp",
         "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight": "vision",
         "multi_modal_projector.mm_input_projection_weight": "vision",
         "model.language_model.embed_tokens_per_layer.weight": "embedding",
@@ -45,43 +39,31 @@ NAMES = {
         "model.layers.0.mlp.shared_expert_gate.weight": "router",
         "model.layers.0.linear_attn.in_proj_qkvz.weight": "attention",
         "model.layers.0.linear_attn.in_proj_ba.weight": "state_space",
-        "model.layers.0.linear_attn.out_proj.weight": "attention",
         "model.layers.0.linear_attn.conv1d.weight": "state_space",
         "model.layers.0.linear_attn.A_log": "state_space",
-        "model.layers.0.linear_attn.dt_bias": "state_space",
         "model.layers.0.linear_attn.norm.weight": "norm",
         "mtp.fc.weight": "other",
-        "mtp.pre_fc_norm_hidden.weight": "norm",
         "mtp.layers.0.mlp.experts.3.gate_proj.weight": "expert",
     },
     "Qwen3.5": {
-        "model.language_model.layers.0.linear_attn.in_proj_qkv.weight": "attention",
         "model.language_model.layers.0.linear_attn.in_proj_z.weight": "attention",
         "model.language_model.layers.0.linear_attn.in_proj_a.weight": "state_space",
-        "model.language_model.layers.0.linear_attn.in_proj_b.weight": "state_space",
         "model.visual.blocks.0.attn.qkv.weight": "vision",
-        "model.visual.merger.linear_fc1.weight": "vision",
     },
     "gpt-oss": {
         "model.layers.0.self_attn.sinks": "attention",
         "model.layers.0.mlp.router.weight": "router",
-        "model.layers.0.mlp.router.bias": "router",
         "model.layers.0.mlp.experts.gate_up_proj_blocks": "expert",
         "model.layers.0.mlp.experts.gate_up_proj_scales": "scale",
         "model.layers.0.mlp.experts.gate_up_proj_bias": "expert",
     },
     "DeepSeek": {
-        "model.layers.0.self_attn.q_a_proj.weight": "attention",
-        "model.layers.0.self_attn.q_a_layernorm.weight": "norm",
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": "attention",
-        "model.layers.0.self_attn.kv_b_proj.weight": "attention",
         "model.layers.0.self_attn.kv_b_proj.weight_scale_inv": "scale",
         "model.layers.0.self_attn.indexer.wq_b.weight": "attention",
         "model.layers.3.mlp.gate.e_score_correction_bias": "router",
         "model.layers.3.mlp.shared_experts.down_proj.weight": "mlp",
         "model.layers.61.shared_head.head.weight": "lm_head",
-        "model.layers.61.shared_head.norm.weight": "norm",
-        "model.layers.61.enorm.weight": "norm",
         "model.layers.61.eh_proj.weight": "other",
     },
     "Mixtral": {
@@ -92,19 +74,13 @@ NAMES = {
         "backbone.embeddings.weight": "embedding",
         "backbone.layers.0.norm.weight": "norm",
         "backbone.layers.0.mixer.in_proj.weight": "attention",
-        "backbone.layers.0.mixer.out_proj.weight": "attention",
-        "backbone.layers.0.mixer.conv1d.weight": "state_space",
         "backbone.layers.0.mixer.conv1d.bias": "state_space",
-        "backbone.layers.0.mixer.A_log": "state_space",
         "backbone.layers.0.mixer.D": "state_space",
         "backbone.layers.0.mixer.x_proj.weight": "state_space",
-        "backbone.layers.0.mixer.norm.weight": "norm",
         "backbone.layers.1.mixer.gate.weight": "router",
-        "backbone.layers.1.mixer.gate.e_score_correction_bias": "router",
         "backbone.layers.1.mixer.experts.0.up_proj.weight": "expert",
         "backbone.layers.1.mixer.shared_experts.down_proj.weight": "mlp",
         "backbone.layers.1.mixer.fc1_latent_proj.weight": "mlp",
-        "backbone.layers.2.mixer.q_proj.weight": "attention",
         "backbone.norm_f.weight": "norm",
     },
     "Hunyuan, Granite, InternVL, Whisper": {
@@ -117,7 +93,6 @@ NAMES = {
         "model.layers.0.mlp.down_proj.weight_packed": "mlp",
         "model.layers.0.mlp.down_proj.qweight": "mlp",
         "model.layers.0.mlp.down_proj.qzeros": "scale",
-        "model.layers.0.mlp.down_proj.weight_scale": "scale",
         "model.layers.0.mlp.down_proj.weight_scale_2": "scale",
         "model.layers.0.mlp.down_proj.input_scale": "scale",
         "model.layers.0.mlp.experts.0.down_proj.weight_global_scale": "scale",
@@ -144,12 +119,6 @@ def test_three_dimensions_are_packed_experts(name: str) -> None:
 
 def test_every_class_occurs() -> None:
     assert {kind for names in NAMES.values() for kind in names.values()} == set(CLASSES)
-
-
-def test_numbers_do_not_matter() -> None:
-    assert tensor_class("model.layers.7.mlp.experts.3.up_proj.weight", (1, 1)) == tensor_class(
-        "model.layers.0.mlp.experts.0.up_proj.weight", (1, 1)
-    )
 
 
 def test_this_module_stands_for_itself() -> None:

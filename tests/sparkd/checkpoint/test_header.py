@@ -47,12 +47,6 @@ def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
     assert [tensor.name for tensor in read_header(str(tmp_path / "x"))[1]] == ["early", "empty", "late"]
 
 
-def test_every_dtype_of_the_format_is_known(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "x", {dtype: (dtype, (8, 2)) for dtype in DTYPE_BITS})
-
-    assert {tensor.name: tensor.nbytes for tensor in read_header(str(path))[1]} == {name: 2 * bits for name, bits in DTYPE_BITS.items()}
-
-
 def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
     assert next(iter(read_header(str(write_shard(tmp_path / "x", {"scale": ("F32", ())})))[1])).shape == ()
     assert list(read_header(str(write_shard(tmp_path / "y", {})))[1]) == []
@@ -69,21 +63,17 @@ def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
         (pack(b"[]", 0), None, ["JSON array"]),
         (pack(b"[" * 100_000, 0), None, ["nested"]),
         (pack(b'{"a": 1, "a": 2}', 0), None, ["key a", "twice"]),
-        (pack(b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0), None, ["key dtype", "twice"]),
         (pack(b'{"__metadata__": NaN}', 0), None, ["NaN"]),
         (pack(b'{"a": ' + b"9" * 5000 + b"}", 0), None, ["number", "long"]),
         (pack(b'{"__metadata__": 3}', 0), None, ["__metadata__", "number"]),
         (pack({"a": 5}, 0), "a", ["entry"]),
         (pack({"a": {"dtype": "F32", "shape": [2]}}, 8), "a", ["entry"]),
-        (pack({"a": entry(offsets="08")}, 8), "a", ["offsets"]),
         (pack({"a": entry("F33")}, 8), "a", ["dtype F33"]),
         (pack({"a": entry(shape=[1] * 65)}, 8), "a", ["shape", "array", "64"]),
-        (pack({"a": entry(shape=[-2])}, 8), "a", ["shape [-2]"]),
         (pack({"a": entry(shape=[True, 2])}, 8), "a", ["shape [True, 2]"]),
         (pack({"a": entry(shape=[2**63, 2**63])}, 8), "a", ["shape [9223372036854775808", "member"]),
         (pack({"a": entry(shape=[2**62] * 60)}, 8), "a", ["hold 8 bytes", "F32 of shape"]),
         (pack({"a": entry(offsets=[8, 0])}, 8), "a", ["offsets [8, 0]", "ascending"]),
-        (pack({"a": entry(offsets=[-8, 0])}, 8), "a", ["offsets [-8, 0]"]),
         (pack({"a": entry(offsets=[2**64, 2**64 + 8])}, 8), "a", ["offsets [18446744073709551616"]),
         (pack({"a": entry(shape=[3])}, 8), "a", ["8 bytes", "F32 of shape [3]", "96 bits"]),
         (pack({"a": entry("F4", [3], [0, 1])}, 1), "a", ["F4 of shape [3]", "12 bits"]),
@@ -91,7 +81,6 @@ def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
         (pack({"a": entry()}, 9), None, ["1 bytes"]),
         (pack({"a": entry(), "b": entry(offsets=[4, 12])}, 12), "b", ["overlaps", "of a"]),
         (pack({"a": entry(), "b": entry(offsets=[12, 20])}, 20), "b", ["hole", "of a"]),
-        (pack({"": entry()}, 8), "''", ["empty", "control"]),
         (pack({"a\0b": entry()}, 8), "'a\\x00b'", ["empty", "control"]),
         (pack({"x" * 9000: entry("F33")}, 8), "x" * 120 + "...", ["dtype F33"]),
     ],
@@ -194,12 +183,6 @@ def outcome(folder: Path, raw: bytes) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
-
-
-@settings(max_examples=100, deadline=None)
-@given(raw=st.binary(max_size=200))
-def test_any_bytes(folder: Path, raw: bytes) -> None:
-    outcome(folder, raw)
 
 
 @settings(max_examples=150, deadline=None)

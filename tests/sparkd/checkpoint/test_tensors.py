@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import header as safetensors
 from sparkd.checkpoint import index, read_checkpoint
 from sparkd.checkpoint.header import parse_header
-from sparkd.checkpoint.tensors import FileTensors, TensorGroup, TensorKind, TensorRef, Tensors, alike, any_twice
+from sparkd.checkpoint.tensors import FileTensors, TensorGroup, TensorKind, TensorRef, Tensors, alike
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import header_of, write_folder, write_shard
 
@@ -74,20 +74,6 @@ def test_alike_tensors_are_counted() -> None:
     assert list(alike(Tensors([A, B]), re.compile(r"\.\d"), ".0")) == [
         TensorGroup("x.0.w", REFS[0], 1), TensorGroup("x.0.w", REFS[1], 1), TensorGroup("né", REFS[2], 1), TensorGroup("y", REFS[3], 1),
     ]  # fmt: skip
-
-
-def test_two_of_a_kind_in_one_file() -> None:
-    mixed = file_of("/m/a", ("l.experts.0.w", F32), ("l.experts.1.w", BF16), ("l.experts.2.w", F32))
-
-    assert [(group.first.name, group.total) for group in alike(Tensors([mixed]), EXPERT, ".experts.0.")] == [
-        ("l.experts.0.w", 2),
-        ("l.experts.1.w", 1),
-    ]
-
-
-@given(st.lists(st.text(max_size=2), max_size=60))
-def test_a_name_that_stands_twice(names: list[str]) -> None:
-    assert any_twice(names) == (len(set(names)) < len(names))
 
 
 # What is recognised as a whole is what is taken apart entry by entry

@@ -88,9 +88,7 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
 @pytest.mark.parametrize(
     ("entry", "facts"),
     [
-        ("modle: /x", ["models.a.modle", "model"]),
         ("model: o/a, sampling: {temprature: 1}", ["models.a.sampling.temprature", "temperature"]),
-        ("recipe: gpt-oss-120b, extra_args: yes", ["models.a.extra_args", "a list", '["--max-num-seqs", "8"]']),
         ("recipe: gpt-oss-120b, profile: {x: y}", ["models.a.profile", "a map", "'single-user', 'balanced' or 'throughput'"]),
     ],
 )
@@ -133,17 +131,15 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
     ("text", "line", "facts"),
     [
         ("lisen: x", 1, ["lisen", "listen?"]),
-        ("models:\n a:\n  model: o/a\n  quantize: nf4-g48", 4, ["models.a.quantize", "48", "built"]),
         ("models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]", 4, ["models.a.quantize", "layers[0]", "'fp9'"]),
         (
-            "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load_format=auto]",
-            *(5, ["models.a", "'--load_format' and quantize", "exclude"]),
+            "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load-format=auto]",
+            *(5, ["models.a", "'--load-format' and quantize", "exclude"]),
         ),
         ("wait_for_load_s: .inf", 1, ["wait_for_load_s is inf", "finite"]),
         ("max_queued_requests: true", 1, ["max_queued_requests", "a number", "true"]),
         ("listen: :4000", 1, ["listen", "host:port", "127.0.0.1:4000", "0.0.0.0:4000", "[::1]:4000"]),
         ("listen:", 1, ["listen is empty", "text"]),
-        ("models: {a: {model: -x}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a/../b: {model: o/a}}", 1, ["models", "'a/../b'", "name"]),
         ("models: {a: {model: o/a, dtype: --host}}", 1, ["models.a.dtype", "'-'"]),
@@ -192,13 +188,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     [
         f"keys: {{inference: [{KEY}, 5]}}",
         f"keys: {{inferense: [{KEY}]}}",
-        f"engine: {{env: {{VLLM_API_KEY: {KEY}}}}}",
         f"models: {{a: {{model: o/a, env: {{HF_TOKEN: [{KEY}]}}}}}}",
         f"models: {{a: {{model: o/a, extra_args: [--hf-token={KEY}]}}}}",
-        "models: {a: {model: '-${env.CANARY}'}}",
         "limits: {max_body_bytes: '${env.CANARY}'}",
         "models: {a: {model: o/a, quantize: '${env.CANARY}'}}",
-        f"models: {{a: {{model: o/a, quantize: fp8, extra_args: [--load-format={KEY}]}}}}",
+        "models: {a: {model: o/a, kv_cache: {bytes: '${env.CANARY}'}}}",
     ],
 )
 def test_no_complaint_repeats_a_secret(complain, text: str) -> None:

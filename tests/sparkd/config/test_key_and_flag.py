@@ -13,15 +13,12 @@ from sparkd.errors import ConfigError
 from sparkd.schema.engine_flags import contradictions
 
 DIFFERENT: list[tuple[str, Any, list[str]]] = [
-    ("max_num_seqs", 8, ["--max_num_seqs", "8", "--max-num-seqs", "4"]), ("max_model_len", "8K", ["--max-model-len=8000"]),
-    ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.6"]), ("tool_call_parser", "hermes", ["--tool-call-parser", "xlam"]),
-    ("enforce_eager", True, ["--no-enforce-eager"]),
+    ("max_model_len", "8K", ["--max-model-len=8000"]), ("enforce_eager", True, ["--no-enforce-eager"]),
     ("sampling", {"temperature": 0.5}, ["--override-generation-config", '{"temperature":0.7}']),
 ]  # fmt: skip
 EQUAL: list[tuple[str, Any, list[str]]] = [
     ("max_model_len", "8k", ["--max-model-len", "8000"]), ("max_model_len", "auto", ["--max-model-len", "-1"]),
-    ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.50"]), ("enforce_eager", True, ["--enforce-eager"]),
-    ("gpu_memory_utilization", "auto", ["--gpu-memory-utilization", "0.5"]), ("max_num_seqs", 8, ["--max-num-batched-tokens", "4"]),
+    ("gpu_memory_utilization", 0.5, ["--gpu-memory-utilization", "0.50"]), ("max_num_seqs", 8, ["--max-num-batched-tokens", "4"]),
     ("sampling", {"max_tokens": 9}, ["--override-generation-config", '{"max_new_tokens": 9}']),
 ]  # fmt: skip
 

@@ -31,7 +31,6 @@ def load(tmp_path: Path):
 @pytest.mark.parametrize(
     ("listen", "host", "port", "loopback"),
     [
-        ("127.0.0.1:4000", "127.0.0.1", 4000, True),
         ("localhost:80", "127.0.0.1", 80, True),
         ("[::1]:4000", "::1", 4000, True),
         ("[::ffff:127.0.0.1]:1", "::ffff:127.0.0.1", 1, True),

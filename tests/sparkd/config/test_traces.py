@@ -32,7 +32,6 @@ def load(folder: Path, text: str) -> Config:
 @pytest.mark.parametrize(
     ("endpoint", "url"),
     [
-        (URL, f"{URL}/v1/traces"),
         (f"{URL}/", f"{URL}/v1/traces"),
         ("https://[fd00::1]:4318/otlp", "https://[fd00::1]:4318/otlp/v1/traces"),
         (None, None),
@@ -47,12 +46,6 @@ def test_an_address_with_a_secret_or_without_a_scheme_is_refused(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"traces\.endpoint") as refused:
         load(tmp_path, f'traces: {{endpoint: "{endpoint}"}}')
     assert "hunter2" not in refused.value.message
-
-
-@pytest.mark.parametrize("ratio", ["1.1", "true"])
-def test_a_ratio_is_a_share(tmp_path: Path, ratio: str) -> None:
-    with pytest.raises(ConfigError, match=r"traces\.ratio"):
-        load(tmp_path, f"traces: {{ratio: {ratio}}}")
 
 
 def test_packages_that_are_missing_are_an_error_where_they_are_needed(
@@ -70,21 +63,12 @@ def test_packages_that_are_missing_are_an_error_where_they_are_needed(
     assert load(tmp_path, "traces: {ratio: 0.5}").traces.url is None
 
 
-def engine(entrypoint: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None, endpoint: str | None = URL) -> RankSpec:
+def engine(entrypoint: str, args: tuple[str, ...] = (), endpoint: str | None = URL) -> RankSpec:
     config = Config(traces=TraceSettings(endpoint=endpoint))
     spec = parse_model("m", {"model": "/models/m", "kv_cache": "auto"}, over_admin=False)
     fields = rank_fields(config, spec, "cuda", entrypoint, Translation(args, {}), None)
-    own = {
-        "rank_id": "r",
-        "generation": 0,
-        "node_id": "n",
-        "run_dir": "/run/sparkd",
-        "log_path": "/dev/null",
-        "config_hash": "",
-        "rank": 0,
-        "world": 1,
-    }
-    return RankSpec.from_dict({**fields, **own, "env": fields["env"] | (env or {})})
+    own = {"rank_id": "r", "generation": 0, "node_id": "n", "run_dir": "/run/sparkd", "log_path": "/dev/null", "config_hash": ""}
+    return RankSpec.from_dict({**fields, **own, "rank": 0, "world": 1})
 
 
 @pytest.mark.parametrize("entrypoint", [API_SERVER, COMMAND_LINE])
@@ -102,16 +86,11 @@ def test_an_engine_of_vllm_sends_its_spans_to_the_same_collector(entrypoint: str
         engine(API_SERVER, endpoint=None),
         engine("workers.stub"),
         engine(API_SERVER, (FLAG, "http://other:4317")),
-        engine(API_SERVER, ("--otlp_traces_endpoint=http://other:4317",)),
     ],
 )
 def test_another_engine_and_an_entry_with_a_collector_of_its_own_are_left_alone(rank: RankSpec) -> None:
     assert f"{URL}/v1/traces" not in build_command(rank)
     assert PROTOCOL not in build_environment(rank, {})
-
-
-def test_the_entrys_own_variables_win() -> None:
-    assert build_environment(engine(API_SERVER, env={"OTEL_SERVICE_NAME": "mine"}), {})["OTEL_SERVICE_NAME"] == "mine"
 
 
 def test_an_engine_that_runs_is_adopted_with_and_without_a_collector() -> None:

@@ -176,9 +176,7 @@ async def use(made: Scene) -> None:
 
 
 @pytest.mark.parametrize(("seam", "name", "faults"), CASES)
-async def test_whatever_is_raised_while_a_daemon_takes_over_what_runs_is_kept(
-    seam: str, name: str, faults: Faults, tmp_path: Path
-) -> None:
+async def test_whatever_is_raised_while_a_daemon_takes_over_what_runs_is_kept(seam: str, name: str, faults: Faults, tmp_path: Path) -> None:
     """Over two nodes, so that it is judged how the ranks talk, too."""
     faulty, cluster = Faulty(), FakeCluster()
     cluster.nodes = cluster.agents = ("n", "o")

@@ -63,17 +63,6 @@ async def test_without_a_key_no_authorization(engine: RawEngine) -> None:
     assert "authorization" not in engine.heard[0].headers
 
 
-async def test_over_tcp(engine: RawEngine) -> None:
-    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    upstream = Upstream(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-    await get(upstream)
-    await upstream.close()
-    server.close()
-
-    assert engine.heard[0].headers["host"] == f"127.0.0.1:{port}"
-
-
 async def test_it_keeps_no_cookies_and_its_connection(engine: RawEngine, upstream: Upstream) -> None:
     engine.replies(JSON_ANSWER.replace(b"server: engine", b"set-cookie: a=b; Path=/"))
     for _ in range(3):
@@ -102,11 +91,6 @@ async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upst
 
     assert await bodies[0].whole
     assert engine.connections == 1
-
-
-async def test_a_body_that_says_it_is_compressed_is_passed_on_as_it_is(engine: RawEngine, upstream: Upstream) -> None:
-    engine.replies(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nabcd")
-    assert await get(upstream) == b"abcd"
 
 
 async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream) -> None:
@@ -172,15 +156,10 @@ MANY = tuple(f"model-{number}" for number in range(5000))
         (answer(b'{"data": []}'), ServedModels(())),
         (answer(b'{"data": [%s]}' % b",".join(b'{"id": "%s"}' % name.encode() for name in MANY)), ServedModels(MANY)),
         (answer(b'{"data": [{"id": "m"}]}', b"503 Service Unavailable"), None),
-        (answer(b'{"data": [{"id": "m"}]}', b"401 Unauthorized"), None),
         (answer(b'{"data": [{"name": "m"}]}'), None),
-        (answer(b'{"data": null}'), None),
-        (answer(b'{"models": []}'), None),
         (answer(b"[]"), None),
         (answer(b"hello"), None),
-        (answer(b"\xff"), None),
         (answer(b" " * (MAX_MODEL_LIST_BYTES + 1)), None),
-        (b"garbage\r\n\r\n", None),
     ],
 )
 async def test_served_models(engine: RawEngine, upstream: Upstream, raw: bytes, models: ServedModels | None) -> None:
@@ -203,8 +182,6 @@ async def test_served_models_of_a_server_that_hangs_or_is_not_there(engine: RawE
         (answer(b'{"paths": {"/v1/embeddings": {}, "/ping": {}}}'), {"/v1/embeddings", "/ping"}),
         (answer(b'{"paths": {"/{path}": {}, "/v1/{path}": {}, "/health": {}}}'), None),
         (answer(b'{"paths": {}}'), None),
-        (answer(b'{"paths": null}'), None),
-        (answer(b"[]"), None),
         (answer(b"[" * 100_000), None),
         (answer(b'{"detail": "Not Found"}', b"404 Not Found"), None),
         (answer(b" " * (MAX_OPENAPI_BYTES + 1)), None),

@@ -85,12 +85,6 @@ async def test_what_the_hub_says_for_certain_is_its_owners_to_mend(tmp_path: Pat
         await absent(Scene(tmp_path, {A: 20.0}), spec_of(tmp_path, repository.hub))
 
 
-async def test_a_repository_without_a_model_is_refused(tmp_path: Path, repository: Repository) -> None:
-    (repository.folder / "config.json").rename(repository.folder / "readme.md")
-    with pytest.raises(ModelUnusable):
-        await absent(Scene(tmp_path, {A: 20.0}), spec_of(tmp_path, repository.hub))
-
-
 async def test_offline_without_the_model_is_refused_without_asking(tmp_path: Path, repository: Repository) -> None:
     with pytest.raises(ModelUnusable):
         await absent(Scene(tmp_path, {A: 20.0}), spec_of(tmp_path, repository.hub, env={"HF_HUB_OFFLINE": "1"}))

@@ -36,7 +36,7 @@ from workers.quantization.recipe import QuantizationRecipe
 pytestmark = pytest.mark.rest
 
 VOCABULARY = 4096
-RANKS = (1, 2, 4)
+RANKS = (1, 2)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float16": 2, "float8_e8m0fnu": 1}
 
@@ -59,11 +59,8 @@ class Model:
 
 MODELS = (
     Model("llama-3.1-8b"),
-    Model("qwen3-30b-a3b-base"),
     Model("deepseek-v2-lite", first=1),
-    Model("glm-4.5-air", first=1),
     Model("qwen3-30b-a3b-fp8"),
-    Model("qwen3-next-80b-a3b-instruct", period=4),
     Model("qwen3.5-35b-a3b", period=4),
     Model("gemma-4-26b-a4b", period=6),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
@@ -55,14 +54,6 @@ def test_one_that_is_cancelled_keeps_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "mixes").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", json.dumps({"errors": {"a": {"fp8": "x"}}, "sensitivities": {}}), json.dumps({"errors": 1, "sensitivities": 2})],
-)
-def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.json").write_text(text)
+def test_a_damaged_file_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
     assert mix_measure.kept_errors("x", tmp_path) is UNMEASURED
-
-
-def test_a_model_that_is_not_on_this_machine_has_none(tmp_path: Path) -> None:
-    assert mix_measure.kept_errors(None, tmp_path) is UNMEASURED

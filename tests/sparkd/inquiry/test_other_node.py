@@ -20,7 +20,7 @@ from sparkd.inquiry import other_node
 from sparkd.inquiry.answer_schema import checked
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import NodeInquiry
-from tests.sparkd.inquiry.test_model_answers import LAYER, REFUSAL, STAGE, Engine, answer, one
+from tests.sparkd.inquiry.test_model_answers import REFUSAL, STAGE, Engine, answer, one
 from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.kept_answer import kept
 from tests.support.waiting import until
@@ -31,11 +31,11 @@ THERE = "10.0.0.2"
 
 
 class Agents:
-    """The other node's agent, of which only questions are asked. tamper, state: what a stranger makes of its lines and of its answers."""
+    """The other node's agent, of which only questions are asked. tamper: what becomes of its lines."""
 
-    def __init__(self, tamper: Callable[[str], Any] = lambda line: line, state: Callable[[Any], Any] = lambda state: state) -> None:
+    def __init__(self, tamper: Callable[[str], Any] = lambda line: line) -> None:
         self.inquiries = Inquiries()
-        self.tamper, self.state = tamper, state
+        self.tamper = tamper
         self.lost = False
         self.sent: list[str] = []
         self.ended: list[str] = []
@@ -51,7 +51,7 @@ class Agents:
         if self.lost:
             raise AgentLost(f"The agent of node {THERE} did not answer.")
         state = self.inquiries.read(*arguments)
-        return self.state({**state, "lines": [self.tamper(line) for line in state["lines"]]})
+        return {**state, "lines": [self.tamper(line) for line in state["lines"]]}
 
 
 def exists(path: str) -> bool:
@@ -116,13 +116,12 @@ async def test_the_question_goes_as_data_and_no_code_with_it(engine: Engine, tmp
     assert not exists(there["questions"][0]["folder"]), "its files are gone with the question"
 
 
-@pytest.mark.parametrize("end", ["", "/"])
-async def test_a_draft_in_a_folder_of_this_node_goes_with_the_question(end: str, engine: Engine, tmp_path: Path) -> None:
+async def test_a_draft_in_a_folder_of_this_node_goes_with_the_question(engine: Engine, tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"model_type": "eagle"}')
     engine.says(own=[{"question": 0, "answer": answer()}])
-    args = ("--speculative-config", json.dumps({"method": "eagle", "model": f"{draft}{end}", "num_speculative_tokens": 2}))
+    args = ("--speculative-config", json.dumps({"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}))
     runtime, _ = await asked(engine, Agents(), [one(args=args)])
     (there,) = engine.asked()
     assert there["drafts"] == {"config.json": '{"model_type": "eagle"}'} and str(draft) not in json.dumps(there["questions"])
@@ -140,24 +139,13 @@ def test_a_name_that_leads_out_of_the_folder_is_not_written(engine: Engine, tmp_
     assert set(there["files"]) == {"config.json"} and there["questions"][0]["folder"] != "/etc" and not list(tmp_path.glob("out*"))
 
 
-def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in answer().items() if name != key}
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
-        "no object",
         [],
-        without("stages"),
+        {name: value for name, value in answer().items() if name != "stages"},
         answer(stages=[{**STAGE, "parameter_bytes": -1}]),
-        answer(stages=[{**STAGE, "parameters": [["model", "w", [2, 3.5], "bfloat16"]]}]),
-        answer(stages=[{**STAGE, "parameters": [["elsewhere", "w", [2], "bfloat16"]]}]),
-        answer(stages=[{**STAGE, "layers": [{**LAYER, "page_bytes": 1 << 70}]}]),
         answer(refusal={**REFUSAL, "step": "revenge"}),
-        answer(max_model_len={"deep": {}}),
-        answer(dtype="x" * 1_000_000),
-        answer(cache={"groups": [], "stages": [{"block_bytes": float("nan"), "requests": []}]}),
     ],
 )
 async def test_an_answer_that_is_none_is_not_taken(engine: Engine, damaged: Any) -> None:
@@ -168,19 +156,10 @@ async def test_an_answer_that_is_none_is_not_taken(engine: Engine, damaged: Any)
     assert not list(engine.root.glob("kept/*")) and len(agents.ended) == 1
 
 
-@pytest.mark.parametrize("line", [3, "{", "[" * 100_000, '{"question": 7, "answer": {}}'])
-async def test_a_line_that_nobody_can_read_ends_the_conversation(engine: Engine, line: Any) -> None:
+async def test_a_line_that_nobody_can_read_ends_the_conversation(engine: Engine) -> None:
     engine.says(own=[{"question": 0, "answer": answer()}])
     with pytest.raises(EngineError, match=THERE):
-        await asked(engine, Agents(lambda _: line), [one()])
-
-
-@pytest.mark.parametrize("state", [None, {"running": True}, {"running": True, "lines": 3}])
-async def test_what_is_no_state_of_a_conversation_ends_it(engine: Engine, state: Any) -> None:
-    agents = Agents(state=lambda _: state)
-    with pytest.raises(EngineError, match=THERE):
-        await asked(engine, agents, [one()])
-    assert len(agents.ended) == 1
+        await asked(engine, Agents(lambda _: "{"), [one()])
 
 
 def test_the_answers_of_the_program_have_that_shape() -> None:
@@ -224,12 +203,6 @@ def test_a_conversation_that_nobody_reads_ends(engine: Engine, monkeypatch: pyte
     inquiries.end(second)
 
 
-@pytest.mark.parametrize("text", ["{", '{"questions": [3]}'])
-def test_what_is_no_question_is_refused(engine: Engine, text: str) -> None:
-    with pytest.raises(RankError):
-        Inquiries().start(str(engine.python), text)
-
-
 def test_a_python_that_is_not_there_says_so(tmp_path: Path) -> None:
     inquiries = Inquiries()
     name = inquiries.start(str(tmp_path / "python"), json.dumps({"platform": "own", "questions": []}))
@@ -247,12 +220,9 @@ MISSING = RankError("The runtime /x cannot be run.")
     ("nodes", "node", "only"),
     [
         ([FACTS, FACTS], "0", None),
-        ([NONE, FACTS], "1", {"1"}),
         ([MISSING, AgentLost("silent"), FACTS], "2", {"2"}),
         ([MISSING, FACTS, NONE, FACTS | {"packages": "q"}], "1", {"1", "3"}),
-        ([MISSING, FACTS, FACTS | {"vllm": "0.33.0"}], "1", {"1"}),
         ([NONE, NONE], "0", None),
-        ([NONE, 3, {"vllm": "0.32.0"}, FACTS | {"vllm": ["x"]}, FACTS], "4", {"4"}),
     ],
 )
 async def test_another_nodes_runtime_counts_where_this_one_has_none(nodes: list[Any], node: str, only: set[str] | None) -> None:
@@ -274,11 +244,3 @@ async def test_each_release_is_named_once() -> None:
 
     found = await runtimes_in_sight(list(nodes), ask_one, vllm=True)
     assert found == [NodeRuntime(FACTS, "a"), NodeRuntime(newer, "c", frozenset({"c", "e"}))]
-
-
-async def test_where_no_node_has_it_this_one_says_why() -> None:
-    async def ask_one(_: str) -> Any:
-        raise MISSING
-
-    with pytest.raises(RankError, match="/x"):
-        await runtime_in_sight(["0", "1"], ask_one, vllm=True)

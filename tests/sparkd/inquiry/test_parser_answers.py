@@ -63,16 +63,7 @@ def test_it_is_asked_once_for_the_same_arguments_and_again_after_something_was_i
     assert asked(env) == 3
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "exit 1",
-        "printf '\\377'",
-        "echo",
-        """echo '{"refused": []}'""",
-        """echo '{"refused": [[{"flag": "a"}]]}'""",
-    ],
-)
+@pytest.mark.parametrize("script", ["exit 1", """echo '{"refused": [[{"flag": "a"}]]}'"""])
 def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, script: str) -> None:
     env = tmp_path / "env"
     runtime = python(env, script)
@@ -96,11 +87,10 @@ def test_a_kept_answer_that_is_damaged_is_asked_for_anew(tmp_path: Path, monkeyp
     runtime = python(env, SAYS)
     answers(ONE, runtime, [kept], ask=True)
     (file,) = kept.iterdir()
-    for text in ("", "{", "[1]", '{"flag": "a"}'):
-        file.write_text(text)
-        monkeypatch.setattr(parser_answers, "_answered", {})
-        assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
-    assert asked(env) == 5
+    file.write_text("{")
+    monkeypatch.setattr(parser_answers, "_answered", {})
+    assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 2
 
 
 def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,62 +1,97 @@
-"""That a plan of a model without a formula is vLLM's own where vLLM is asked, and otherwise says that it guesses or does not know.
+"""That a plan of a model without a formula is vLLM's own where vLLM is asked, and otherwise says that it guesses.
 
-Real vLLM answers, on the meta device, as for a Spark: `make test` asks for one of each outcome, `make test-all` for all.
+Real vLLM answers, on the meta device, as for a Spark: of one model that it serves, one that needs code of its own, one that it refuses.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_for_checkpoint import answer as plan
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.vllm_figures import exact_of
-from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from sparkd.hardware import SPARK as SPARK_MACHINE
+from sparkd.inquiry.model_answers import SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers
-from tests.support.plan_verdicts import MARKED, RIGHT, UNKNOWN, judged
-from tests.support.rare_configs import RARE, REFUSED, UNANSWERED, question_of
+from tests.support.checkpoints import checkpoint_of
 
-# One that vLLM answers where sparkd has no formula, one that nobody answers, one that vLLM refuses.
-OUTCOMES = ("minicpm3", UNANSWERED[0], REFUSED[0])
-OTHERS = [name for name in RARE if name not in OUTCOMES]
-Answers = Mapping[str, ModelAnswer | None]
+PLAIN = {
+    "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "vocab_size": 32_000, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    # Latent in its configuration, keys and values of all heads in vLLM.
+    "served": {
+        **PLAIN, "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "q_lora_rank": 768, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 16, "scale_emb": 12, "scale_depth": 1.4,
+        "dim_model_base": 256, "head_dim": 192,
+    },
+    # No question runs its code.
+    "its own code": {
+        **PLAIN, "architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas",
+        "auto_map": {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"},
+    },
+    # An architecture that is known, with layers that differ.
+    "refused": {
+        **PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "per_layer_config": {"1": {"num_key_value_heads": 2}},
+    },
+}  # fmt: skip
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def questions(_folder: Path) -> dict[str, ModelQuestion]:
-    return {name: question_of(name) for name in OUTCOMES}
+    return {name: ModelQuestion(files={"config.json": json.dumps(config).encode()}, platform=SPARK) for name, config in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_answers: VllmAnswers) -> Answers:
+def answers(vllm_answers: VllmAnswers) -> Mapping[str, ModelAnswer | None]:
     return vllm_answers.answers[__name__]
 
 
-@pytest.fixture(scope="module")
-def other_answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
-    return dict(zip(OTHERS, ask([question_of(name) for name in OTHERS], runtime), strict=True))
+def planned(answer: ModelAnswer, *, asked: bool) -> dict[str, Any]:
+    """The first option of a plan where every model fits, of a checkpoint with vLLM's own parameters. asked: whether it gets the answer."""
+    rows = [(one.name, one.shape, DTYPES[one.dtype]) for one in answer.stages[0].parameters if one.purpose == "model"]
+    checkpoint = checkpoint_of(rows, CONFIGS["served"])
+    facts = answer.facts
+    question = PlanRequest(
+        "nobody/model", quantize="bf16", max_num_seqs=facts["max_num_seqs"], max_num_batched_tokens=facts["max_num_batched_tokens"]
+    )
+    roomy = replace(SPARK_MACHINE, memory_bytes=1 << 50)
+    found = plan(question, roomy, lambda name: (name, checkpoint, None), ask=lambda asks: [answer if asked else None for _ in asks])
+    option: dict[str, Any] = found["options"][0]
+    return option
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_a_plan_is_vllms_or_says_that_it_is_not(answers: Answers, name: str) -> None:
-    check_plan(answers[name], name)
+def test_a_plan_is_vllms_own_or_says_that_it_guesses_and_how_much_at_most(answers: Mapping[str, ModelAnswer | None]) -> None:
+    answer = answers["served"]
+    assert answer is not None and answer.refusal is None, answer
+    (stage,) = answer.stages
+    tokens, size = stage.requests[-1]
+    weights = stage.parameter_bytes + stage.buffer_bytes
+
+    exact, guess = planned(answer, asked=True), planned(answer, asked=False)
+    found = exact["footprint"]
+    assert (exact["max_model_len"], found["kv_bytes_per_request"], found["weights"]) == (tokens, size, weights)
+    assert (found["sureness"], guess["footprint"]["sureness"]) == ("exact", "guess")
+    serving = Serving(1, max_num_seqs=answer.facts["max_num_seqs"], max_num_batched_tokens=answer.facts["max_num_batched_tokens"])
+    figures = exact_of(answer, serving, same_format=True)
+    assert figures is not None and figures.layout is not None
+    least = figures.layout.cost(guess["max_model_len"]).least
+    upper = guess["footprint"]
+    assert least <= upper["kv"] + upper["upper_kv"] and weights + least <= upper["weights"] + upper["kv"] + upper["upper"]
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_plan_of_the_others_is_vllms_or_says_that_it_is_not(other_answers: Answers, name: str) -> None:
-    check_plan(other_answers[name], name)
-
-
-def check_plan(answer: ModelAnswer | None, name: str) -> None:
-    assert answer is not None
-    if name in UNANSWERED + REFUSED:
-        assert answer.refusal is not None and answer.refusal.certain == (name in REFUSED), answer.refusal
-        exact = exact_of(answer, Serving(1), same_format=True)
-        assert exact is None if name in UNANSWERED else exact is not None and exact.refusal
-        return
-    assert answer.refusal is None, answer.refusal
-    exact_plan, formula = (judged(RARE[name], answer, asked=asked) for asked in (True, False))
-    assert exact_plan[0] == RIGHT, exact_plan
-    assert formula[0] in (MARKED, UNKNOWN), formula
+@pytest.mark.parametrize(("name", "certain"), [("its own code", False), ("refused", True)])
+def test_only_what_vllm_refuses_for_certain_is_refused(answers: Mapping[str, ModelAnswer | None], name: str, certain: bool) -> None:
+    answer = answers[name]
+    assert answer is not None and answer.refusal is not None and answer.refusal.certain is certain, answer
+    exact = exact_of(answer, Serving(1), same_format=True)
+    assert (exact is not None and exact.refusal is not None) is certain

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.__main__ import exit_code
 from sparkd.capacity.plan_for_node import checkpoint_here
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.folder import unusable
@@ -37,20 +36,6 @@ def test_one_wording_for_each_cause(place: Path, name: str) -> None:
         checkpoint_here(folder, None)
     assert (read.value.message, planned.value.message) == (fault.message, fault.message)
     assert read.value.param == planned.value.param == "model"
-
-
-@pytest.mark.parametrize("verb", ["serve", "export"])
-def test_a_verb_has_the_same_wording(place: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(place / "gone")
-    fault = unusable(folder, vllm=True)
-    argv = ["serve", "--state-dir", str(place), "--model", folder] if verb == "serve" else ["export", folder, str(place / "out")]
-    assert exit_code(argv) == 2
-    assert fault is not None and " ".join(capsys.readouterr().err.split()) == f"error: {fault.message}"
-
-
-def test_each_cause_has_words_of_its_own(place: Path) -> None:
-    faults = [unusable(str(place / name), vllm=True) for name in FAULTY]
-    assert len({fault.message.replace(str(place / name), "") for name, fault in zip(FAULTY, faults, strict=True) if fault}) == len(FAULTY)
 
 
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:

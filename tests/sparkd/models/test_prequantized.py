@@ -15,7 +15,6 @@ from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
 from tests.support.checkpoints import dense, tensors_of, write
-from tests.support.facts import lacking
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
@@ -25,10 +24,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
     [
         ("Qwen3-8B-NVFP4", "Qwen3-8B", True),
         ("qwen3-8b_fp8-dynamic", "Qwen3-8B", True),
-        ("Qwen3-8B-GPTQ-Int4-g128", "Qwen3-8B", True),
         ("Qwen3-8B", "Qwen3-8B", False),
         ("Qwen3-8B-Instruct-FP8", "Qwen3-8B", False),
-        ("Qwen3-8B-dynamic", "Qwen3-8B", False),
         ("My-Qwen3-8B-FP8", "Qwen3-8B", False),
     ],
 )
@@ -81,8 +78,6 @@ def test_beside_a_folder(tmp_path: Path) -> None:
     [
         ("", False),
         ("base_model: meta/m", True),
-        ("base_model:\n- meta/m\nbase_model_relation: quantized", True),
-        ("base_model: other/m", False),
     ],
 )
 def test_another_owners_card_has_to_name_the_model(tmp_path: Path, base: str, found: bool) -> None:
@@ -111,65 +106,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return checkpoint(tmp_path / "m", packed=False, hidden_size=4096, num_hidden_layers=8)
 
 
-def machine(folder: Path, memory_mib: int) -> str:
-    file = folder / "small.yaml"
-    file.write_text(f"memory_bytes: {memory_mib << 20}\nsystem_bytes: 0\nunified: false\n")
-    return str(file)
-
-
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     exit_code(["plan", "--quick", "--json", *argv])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-ASKED = ("--ctx", "256", "--batch", "16", "--margin", "0", "--eager")
-
-
-def test_what_fits_as_it_is_goes_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(model), *ASKED)
-
-    assert [(one["format"], one["prequantized"]) for one in found["options"][:3]] == [
-        ("as stored", None),
-        ("as stored", "awq"),
-        ("fp8", None),
-    ]
-    assert found["choice"]["config"]["model"] == found["choice"]["model"] == str(model)
-    assert any(lacking(note, f"{model}-AWQ", "this machine", "`model:`") == [] for note in found["notes"])
-
-
-def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large = machine(tmp_path, 1 << 20)
-    sizes = {
-        one["format"]: one["footprint"]
-        for one in planned(capsys, str(model), *ASKED, "--hardware", large)["options"]
-        if not one["prequantized"]
-    }
-    total = {name: each["total"] >> 20 for name, each in sizes.items()}
-    small = machine(tmp_path, total["as stored"] - 64)
-    found = planned(capsys, str(model), *ASKED, "--hardware", small)
-
-    assert [(one["format"], one["prequantized"], one["fits"]) for one in found["options"][:2]] == [
-        ("as stored", "awq", True),
-        ("fp8", None, True),
-    ]
-    assert (
-        found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
-    )
-    assert any(lacking(note, f"{model}-AWQ", "quantize") == [] for note in found["notes"])
-    assert exit_code(["plan", "--quick", str(model), *ASKED, "--hardware", small]) == 0
-    assert "awq (m-awq)" in capsys.readouterr().out
-    # Who names a format gets that one.
-    assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)
-
-
-def test_a_configured_model_that_would_be_quantized_hears_of_it(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"models: {{m: {{model: {model}, quantize: auto, max_model_len: 256}}, n: {{model: {model}, max_model_len: 256}}}}")
-    assert any(note.startswith(f"{model}-AWQ ") for note in planned(capsys, "m", "--config", str(file))["notes"])
-    assert planned(capsys, "n", "--config", str(file))["notes"] == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

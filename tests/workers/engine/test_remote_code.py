@@ -23,13 +23,10 @@ TRUSTED = Commits({"owner/name": [FIRST]})
 @pytest.mark.parametrize(
     ("repository", "revision", "commit"),
     [
-        ("owner/name", None, FIRST),
         ("owner/name", "main", FIRST),
-        ("owner/name", FIRST, FIRST),
         ("owner/name", SECOND, SECOND),
         ("owner/name", THIRD, FIRST),
         ("other/code", None, THIRD),
-        ("other/code", FIRST, THIRD),
     ],
 )
 def test_the_commit_of_a_repository(repository: str, revision: str | None, commit: str) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sparkd.errors import ConfigError
 from tests.support.checkpoints import checkpoint_of, layered
 from workers.quantization.best_wish import BestWish, best_of
-from workers.quantization.mix import ERROR_WEIGHTS, MOST_KINDS, UNMEASURED, MixErrors, recipe_of, select, total_cost
+from workers.quantization.mix import MOST_KINDS, UNMEASURED, MixErrors, recipe_of, select, total_cost
 from workers.quantization.recipe import MAX_RULES, QuantizationRecipe
-from workers.quantization.units import BF16, CANDIDATES, FormatUnit, UnitList, units_of
+from workers.quantization.units import BF16, FormatUnit, UnitList, units_of
 
 SHAPES = {
     "self_attn.q_proj.weight": (256, 256),
@@ -45,11 +45,6 @@ def test_the_sensitive_unit_gets_the_bytes() -> None:
     listed, measured = two(5.0)
     choice = select(listed, measured, 100 + 560 + 1000)
     assert list(choice.values()) == ["fp8", "nvfp4"]
-
-
-def test_what_the_best_step_leaves_goes_to_smaller_ones() -> None:
-    listed, measured = two(5.0)
-    assert list(select(listed, measured, 100 + 2 * 530 + 30).values()) == ["nvfp4", "mxfp4"]
 
 
 def test_a_budget_of_the_stored_bytes_keeps_everything() -> None:
@@ -107,10 +102,9 @@ def test_a_model_has_few_kinds_of_formats() -> None:
         assert len(set(choice.values()) - {BF16}) <= MOST_KINDS
 
 
-@pytest.mark.parametrize("more", [{}, layered(LAYERS, EXPERTS, "model.more")], ids=["dense", "mixture"])
-def test_the_recipe_gives_each_unit_its_format_and_nothing_is_told(more: dict[str, Any]) -> None:
+def test_the_recipe_gives_each_unit_its_format_and_nothing_is_told() -> None:
     """A hundred layers with any assignment stay within the limits of rules."""
-    checkpoint = checkpoint_of({**layered(LAYERS, SHAPES), **more})
+    checkpoint = checkpoint_of({**layered(LAYERS, SHAPES), **layered(LAYERS, EXPERTS, "model.more")})
     listed = units_of(checkpoint)
     spellings = ("nvfp4", "fp8", "int4-g64", "mxfp4", BF16)
     choice = {one.key: spellings[(7 * number + number // 5) % 5] for number, one in enumerate(listed.units)}
@@ -140,24 +134,10 @@ def test_without_a_measurement_no_unit_is_worse_off_than_in_the_best_single_form
     assert set(choice.values()) - {"nvfp4"}
 
 
-def test_every_format_has_a_weight() -> None:
-    assert {spelling.partition("-")[0] for spelling in CANDIDATES} == ERROR_WEIGHTS.keys()
-
-
-@pytest.mark.parametrize("value", [" BEST ", {"format": "best"}])
-def test_best_is_read(value: Any) -> None:
-    assert best_of(value) == BestWish()
-
-
-def test_a_size_is_read_in_gib() -> None:
+def test_best_is_read_with_its_size_in_gib() -> None:
     wish = best_of({"format": "best", "gib": 60})
-    assert wish is not None
-    assert (wish.budget, wish.canonical()) == (60 << 30, {"format": "best", "gib": 60.0})
-
-
-@pytest.mark.parametrize("value", [None, "nvfp4", {"format": "nvfp4", "gib": 1}, {"layers": {}}])
-def test_another_value_is_not_best(value: Any) -> None:
-    assert best_of(value) is None
+    assert wish is not None and (wish.budget, wish.canonical()) == (60 << 30, {"format": "best", "gib": 60.0})
+    assert best_of("best") == BestWish() and best_of("nvfp4") is None
 
 
 @pytest.mark.parametrize(
@@ -165,8 +145,6 @@ def test_another_value_is_not_best(value: Any) -> None:
     [
         ({"format": "best", "layers": {"o_proj": "fp8"}}, "quantize.layers"),
         ({"format": "best", "gib": 0}, "quantize.gib"),
-        ({"format": "best", "gib": "60"}, "quantize.gib"),
-        ({"format": "best", "gib": float("inf")}, "quantize.gib"),
     ],
 )
 def test_a_wrong_key_or_size_is_named(value: Any, key: str) -> None:
