@@ -18,11 +18,10 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import MARK, RayHead, costs_of
+from sparkd.cluster.ray_head import MARK, RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
-from tests.support.waiting import until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.status import status_path, write_status
@@ -296,37 +295,6 @@ async def test_ranks_are_unknown_not_gone_while_no_file_can_be_opened(cluster: C
 
     assert (observation.ranks, observation.connected) == (None, False)
     assert child.poll() is None
-
-
-def test_rays_head_is_not_dead_while_no_file_can_be_opened(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
-    until(lambda: head.costs())
-    with no_descriptors():
-        with pytest.raises(OSError, match="Too many open files"):
-            head.living_address()
-        with pytest.raises(RayUnavailable, match="Too many open files"):
-            head.ensure()
-        with pytest.raises(RayUnavailable, match="Too many open files"):
-            head.stop()
-        assert costs_of(head)["ray"] == [], "who looks why still gets an answer"
-
-    assert child.poll() is None
-
-
-@pytest.mark.parametrize("what", ["write_private", "make_token"])
-def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    started: list[object] = []
-
-    def full(path: Path, *_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(f"sparkd.cluster.ray_head.{what}", full)
-    monkeypatch.setattr("sparkd.cluster.ray_head.subprocess.run", lambda *arguments, **named: started.append(arguments))
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
-    with pytest.raises(RayUnavailable, match="No space left on device"):
-        head.ensure()
-
-    assert started == []
 
 
 async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
