@@ -115,6 +115,22 @@ def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(want: W
     assert started(tmp_path) == []
 
 
+async def test_a_damaged_row_goes_by_what_its_condition_names_and_one_of_no_model_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, "UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'")
+    change(path, "UPDATE specs SET spec='[]' WHERE model='other'")
+    change(path, "UPDATE specs SET model=CAST(x'fffe' AS TEXT) WHERE model='m'")
+    async with stage(tmp_path) as made:
+        named = {"@specs:1", "other"}
+        while conditions := made.supervisor.snapshot().conditions:
+            assert len(conditions) == len(named) and {one.reason for one in conditions} == {"StateRowLeftOut"}
+            (name,) = (name for name in named if f"`sparkd rm {name}`" in conditions[0].message)
+            made.operator.remove(name)
+            named.remove(name)
+    assert started(tmp_path) == []
+
+
 async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.db"
     filled(path)
