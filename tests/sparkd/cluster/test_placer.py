@@ -178,13 +178,6 @@ async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: 
     assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
 
 
-async def test_a_share_is_one_of_the_memory_of_the_node_that_it_goes_to(model: str, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {A: 1.0, B: 1000.0})
-    scene.link.runtimes = {B: VLLM | {"mem_total_bytes": 64 << 30}}
-    found = await scene.place(model, gpu_memory_utilization=0.5, kv_cache=None)
-    assert (found.nodes, found.memory_gib) == ((B,), 32)
-
-
 async def test_a_share_is_one_of_the_memory_of_each_node_of_a_team(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 70, B: 70}, (A, B))
     scene.link.runtimes = {B: VLLM | {"mem_total_bytes": 100 << 30}}

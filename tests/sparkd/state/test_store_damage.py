@@ -188,6 +188,24 @@ def test_a_database_of_another_major_number_is_refused_and_left_alone(tmp_path: 
 # Files
 
 
+def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    with sqlite3.connect(path) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name='operations'").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+
+    made = scene(tmp_path)
+    assert [(damage.table, damage.row) for damage in made.store.damages] == [("operations", None)]
+    assert set(made.store.wishes.desired()) == {"m", "other"}
+    made.supervisor.want("m", Want.STOPPED, "admin")
+    made.store.close()
+
+
 def _folder(path: Path) -> None:
     path.mkdir()
 
