@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +15,10 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import MARK, RayHead
+from sparkd.cluster.ray_head import RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
-from workers.host import processes
-from workers.rank import lifecycle
-from workers.rank.status import status_path, write_status
 
 
 class FakeHead:
@@ -92,17 +86,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     made._link = made.places._link = FakeLink()  # type: ignore[assignment]
     yield made
     made._here.sentry.stop()
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process may open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -268,33 +251,6 @@ async def test_what_runs_on_a_node_with_other_code_is_unknown_for_as_long(
 
 
 # Without descriptors.
-
-
-@pytest.fixture
-def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """It carries the mark of Ray's head in tmp_path."""
-    made = subprocess.Popen(["sleep", "300"], env={MARK: str(tmp_path / "ray")})
-    yield made
-    made.kill()
-    made.wait()
-
-
-async def test_ranks_are_unknown_not_gone_while_no_file_can_be_opened(cluster: Cluster, child: subprocess.Popen[bytes]) -> None:
-    rank_id, run_dir, who = "m-1-00000000", cluster._here.run_dir, processes.identity(child.pid)
-    assert who is not None
-    handle = {"pid": child.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id}
-    engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
-    write_status(status_path(run_dir, rank_id), {"handle": handle, "state": "running", **engine})
-    assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
-    with no_descriptors():
-        with pytest.raises(OSError, match="Too many open files"):
-            lifecycle.scan(run_dir)
-        observation = await cluster.observe()
-        with pytest.raises(OSError, match="Too many open files"):
-            processes.kill_all(lambda: processes.members(rank_id, run_dir, shim=who, engine=who), timeout_s=0)
-
-    assert (observation.ranks, observation.connected) == (None, False)
-    assert child.poll() is None
 
 
 async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

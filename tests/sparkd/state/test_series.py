@@ -113,14 +113,6 @@ def test_a_foreign_file_is_replaced(path: Path, content: bytes) -> None:
     kept.close()
 
 
-def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    other = tmp_path / "precious"
-    other.write_text("mine")
-    path.symlink_to(other)
-    Series(path).close()
-    assert (other.read_text(), path.is_symlink()) == ("mine", False)
-
-
 def test_a_name_that_is_too_long_is_left_out(kept: Series) -> None:
     longest, longer = "n" * NAME_BYTES, "n" * (NAME_BYTES + 1)
     kept.write(T0, {longest: 1.0, longer: 2.0, "not finite": float("inf")})
