@@ -245,6 +245,8 @@ def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
 
     gauges.show(snapshot())
     assert shown("sparkd_model_info", model="m") == {}
+    gauges.show(snapshot(view("m", source="/srv/other", quantize="fp8", max_model_len=8)))
+    assert shown("sparkd_model_info", model="m") == {"8 0 fp8 other": 1.0}
 
 
 def test_the_build_and_the_daemons_own_process() -> None:

@@ -111,6 +111,8 @@ async def test_a_node_that_stays_short_is_shut_and_loads_begin_on_the_other(tmp_
         made.cluster.node_readings, made.cluster.names = well, None
         await made.tick(2)
         assert (made.state("there"), made.cluster.shut_nodes) == ("LOADING", frozenset())
+        told = [(event.model, event.message) for event in made.supervisor.ledger.events(0, 200) if event.kind == "memory"]
+        assert sorted(told[-2:]) == [(None, "n has memory again."), (None, "o has memory again.")]
 
 
 async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_is_open(tmp_path: Path) -> None:

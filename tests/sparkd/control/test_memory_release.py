@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.control.journal import Ledger
 from sparkd.control.memory_release import GONE_S, LIMIT_S, Release
@@ -139,6 +140,7 @@ def test_after_a_limit_it_says_what_is_missing(gate: Gate, left_gib: float, allo
     assert gate.look(108 - left_gib, seconds=2) is allowed
     assert gate.look(108 - left_gib) is allowed
     assert [lacking(line, *told) for line in gate.told] == [[]]
+    assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == left_gib * GIB
     if not allowed:
         assert gate.reasons == [("MemoryNotReleased", "n")] and "restarted" in str(gate.release.conditions)
         assert gate.look(108), "late, and back all the same"

@@ -158,6 +158,7 @@ def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None
 )
 def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
     assert decided(waits("c", **changes), waits("d", asked_since_s=950)).first == "d"
+    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", asked_since_s=950)).first == "c", "its back-off is over"
 
 
 def test_over_several_nodes() -> None:
@@ -338,6 +339,8 @@ async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: P
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
         await again
         assert order == ["b", "a"]
+        told = [(event.model, event.data["to"]) for event in made.supervisor.ledger.events(0, 200) if event.kind == "swap"]
+        assert told == [("a", "b"), ("b", "a")]
 
 
 async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
+from sparkd.config.config import parse_model
 from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
@@ -49,6 +50,7 @@ from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
 from tests.support.fakes import Loop, Scene, scene, stage
+from tests.support.waiting import HUNG_S
 from workers.rank.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
@@ -66,8 +68,10 @@ async def make_ready(made: Scene, model: str = "m") -> None:
 async def test_a_load_goes_from_wish_to_ready_and_ready_means_it_answered(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         operation = made.supervisor.want("m", Want.RUNNING, "admin")
+        made.supervisor._wake.clear()
         await made.tick()
         assert made.state() == "LOADING"
+        assert made.supervisor._wake.is_set(), "the end of an action begins the next tick"
         made.cluster.show(progress=Progress(phase="warming"))
         await made.tick()
         assert made.state() == "WARMING"
@@ -917,6 +921,38 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
         made.supervisor.registry.find("m").hash = "other"
         await made.tick(2, seconds=1.0)
         assert looks == 3
+
+
+async def test_who_is_looked_at_while_the_daemon_begins_to_end_is_turned_away(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        looks = made.supervisor._door._unusable = Looks()
+        asking = asyncio.create_task(enter(made, "m"))
+        await soon(lambda: looks.count)
+        made.supervisor.drain()
+        looks.may_end.set()
+        await made.settle()
+        assert asking.done() and isinstance(asking.exception(), Draining)
+
+
+async def test_the_first_look_is_over_once_what_was_adopted_answers(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    async with stage(tmp_path, cluster=cluster) as second:
+        looking = asyncio.create_task(second.supervisor.first_look(HUNG_S))
+        await second.settle()
+        assert not looking.done()
+        await second.tick(3)
+        assert second.state() == "READY" and looking.done()
+
+
+async def test_a_model_that_was_lent_goes_once_it_is_given_back(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        registry = made.supervisor.registry
+        registry.lend("lent", parse_model("lent", {"model": "/x"}, over_admin=False))
+        assert set(made.supervisor.snapshot().models) == {"m", "lent"}
+        registry.lend("lent", None)
+        assert set(made.supervisor.snapshot().models) == {"m"}
 
 
 async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path:
         assert condition.reason == "ConfigRefused" and "sparkd.yaml:3: modles is unknown." in condition.message
         made.supervisor.tell_refused(None)
         assert made.supervisor.snapshot().conditions == ()
+        assert [(event.kind, event.model) for event in made.store.history.events()] == [("config", None)]
 
 
 async def test_a_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:

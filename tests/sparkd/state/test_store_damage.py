@@ -15,7 +15,7 @@ import pytest
 
 from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
-from sparkd.errors import StateError
+from sparkd.errors import Conflict, StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.store import SCHEMA_MAJOR, SCHEMA_VERSION, Store
 from tests.sparkd.control.test_plan import HANDLE
@@ -109,6 +109,8 @@ def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(want: W
     change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
     made = scene(tmp_path)
     assert len(made.supervisor.snapshot().conditions) == 1
+    with pytest.raises(Conflict):
+        made.operator.remove("m")
     made.supervisor.want("m", want, "admin")
     assert made.supervisor.snapshot().conditions == () and made.store.wishes.desired()["m"].by == "admin"
     made.store.close()
