@@ -466,6 +466,7 @@ async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
         assert made.state() == "STOPPED"
         assert made.cluster.log[-2:] == ["destroy m", "release m"]
         assert made.operator.operation(operation.id).state is OperationState.SUCCEEDED
+        assert made.supervisor.snapshot().models["m"].progress is None
 
 
 async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> None:
