@@ -1064,6 +1064,7 @@ async def test_a_model_taken_out_of_the_file_is_stopped_and_forgotten(tmp_path: 
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.supervisor.reconfigure(load_config(None, flags={"models": {"n": {"model": "/n"}}}, environ={}))
+        assert made.supervisor.registry.records["m"].desired.want is Want.STOPPED
         await made.tick(4)
 
         assert set(made.supervisor.snapshot().models) == {"n"}
