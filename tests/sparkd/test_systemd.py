@@ -55,20 +55,8 @@ def test_reloading_carries_a_monotonic_time_stamp(manager: tuple[str, socket.soc
     assert number.isdigit()
 
 
-def test_an_empty_status_says_nothing(manager: tuple[str, socket.socket]) -> None:
-    address, end = manager
-    service = Systemd.take({"NOTIFY_SOCKET": address})
-    assert not service.status("")
-    assert service.watchdog()
-    assert end.recv(4096) == b"WATCHDOG=1"
-
-
-@pytest.mark.parametrize("name", ["missing", "file", "stream"])
-def test_a_manager_that_is_gone_is_no_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:
-        wrong.bind(str(tmp_path / "stream"))
-        assert not Systemd.take({"NOTIFY_SOCKET": str(tmp_path / name)}).ready()
+def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    assert not Systemd.take({"NOTIFY_SOCKET": str(tmp_path / "missing")}).ready()
 
 
 def test_a_manager_that_does_not_read_costs_no_more_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +113,6 @@ def test_watchdog_deadline(environ: dict[str, str], deadline_s: float | None, in
     assert service.ping_interval_s == interval_s
 
 
-@pytest.mark.parametrize(
-    ("environ", "named"),
-    [
-        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "NOTIFY_SOCKET"),
-        ({"WATCHDOG_USEC": "30s"}, "WATCHDOG_USEC"),
-        ({"WATCHDOG_USEC": "1", "WATCHDOG_PID": "x"}, "WATCHDOG_PID"),
-        ({"LISTEN_FDS": "one", "LISTEN_PID": str(os.getpid())}, "LISTEN_FDS"),
-    ],
-)
-def test_what_systemd_would_not_pass_is_named(environ: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Systemd.take(dict(environ))
-
-
 CHILD = """
     import os, subprocess, sys
     from sparkd.systemd import Systemd
@@ -158,15 +132,15 @@ CHILD = """
 """
 
 
-def with_descriptors(descriptors: list[int], environ: dict[str, str], code: str = CHILD) -> subprocess.Popen[str]:
-    """Run code in a child whose descriptors 3, 4 ... are these and whose LISTEN_PID is its own, as systemd's exec does it."""
+def with_descriptors(descriptors: list[int], environ: dict[str, str]) -> subprocess.Popen[str]:
+    """Run CHILD, whose descriptors 3, 4 ... are these and whose LISTEN_PID is its own, as systemd's exec does it."""
     targets = range(3, 3 + len(descriptors))
     aside = [f"{100 + target}<&{fd}" for target, fd in zip(targets, descriptors, strict=True)]
     moves = [*aside, *(f"{target}<&{100 + target}" for target in targets)]
     closes = [f"{fd}<&-" for fd in {*descriptors, *(100 + target for target in targets)} - {*targets}]
     shell = f'exec {" ".join(moves)}; exec {" ".join(closes)}; LISTEN_PID=$$ exec "$@"'
     return subprocess.Popen(
-        ["bash", "-c", shell, "bash", sys.executable, "-c", textwrap.dedent(code)],
+        ["bash", "-c", shell, "bash", sys.executable, "-c", textwrap.dedent(CHILD)],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environ},
         pass_fds=descriptors,
         stdin=subprocess.PIPE,
@@ -194,51 +168,19 @@ def test_listening_sockets_are_taken_over() -> None:
     assert answers == [b"gateway", b"unknown"]
 
 
-REPORT = """
-    from sparkd.errors import ConfigError
-    from sparkd.systemd import Systemd
-
-    try:
-        print("taken", Systemd.take().listeners)
-    except ConfigError as error:
-        print(error.message)
-"""
-
-
-def test_descriptors_that_are_no_listening_sockets_are_refused() -> None:
-    pipe = os.pipe()
-    datagram, connected = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socketpair()
-    table = [(pipe[0], "1", "a socket"), (datagram.fileno(), "1", "ListenStream="), (connected[0].fileno(), "1", "ListenStream=")]
-    table.append((pipe[0], "3", "a socket"))
-    for descriptor, count, expected in table:
-        with with_descriptors([descriptor], {"LISTEN_FDS": count}, REPORT) as child:
-            output, errors = child.communicate(timeout=HUNG_S)
-        assert expected in output, (output, errors)
-    for end in (datagram, *connected):
-        end.close()
-    for descriptor in pipe:
-        os.close(descriptor)
-
-
 def test_sockets_for_another_process_are_not_ours() -> None:
     assert Systemd.take({"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid() + 1)}).listeners == ()
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"sk-admin\n", "sk-admin"), (b"  sk-admin \r\n", "sk-admin"), (b"\n", None), (b"", None), (b"a\nb\n", "a\nb")],
+    [(b"  sk-admin \r\n", "sk-admin"), (b"\n", None), (b"a\nb\n", "a\nb")],
 )
 def test_credential(tmp_path: Path, content: bytes, expected: str | None) -> None:
     (tmp_path / "admin.key").write_bytes(content)
     service = Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)})
     assert service.credential("admin.key") == expected
     assert service.credential("inference.key") is None
-
-
-@pytest.mark.parametrize("name", ["", "..", "../admin.key"])
-def test_a_credential_is_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="plain file"):
-        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential(name)
 
 
 @pytest.mark.parametrize("content", [b"sk-canary\xff", b"sk-canary" + b"x" * systemd.CREDENTIAL_BYTES])

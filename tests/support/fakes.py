@@ -81,7 +81,7 @@ class FakeCluster:
         self.held: dict[str, Held] = {}
         self.shut_nodes: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
-        self.known_abilities = self.told_abilities = Abilities()
+        self.known_abilities = Abilities()
         self.expected_parsers: Parsers | None = None
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
@@ -151,7 +151,7 @@ class FakeCluster:
         return self.expected_parsers
 
     async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
-        return self.told_abilities
+        return known
 
     async def release(self, model: str) -> None:
         self.log.append(f"release {model}")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +15,10 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import MARK, RayHead, costs_of
+from sparkd.cluster.ray_head import RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
-from tests.support.waiting import until
-from workers.host import processes
-from workers.rank import lifecycle
-from workers.rank.status import status_path, write_status
 
 
 class FakeHead:
@@ -93,17 +86,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     made._link = made.places._link = FakeLink()  # type: ignore[assignment]
     yield made
     made._here.sentry.stop()
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process may open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -269,64 +251,6 @@ async def test_what_runs_on_a_node_with_other_code_is_unknown_for_as_long(
 
 
 # Without descriptors.
-
-
-@pytest.fixture
-def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """It carries the mark of Ray's head in tmp_path."""
-    made = subprocess.Popen(["sleep", "300"], env={MARK: str(tmp_path / "ray")})
-    yield made
-    made.kill()
-    made.wait()
-
-
-async def test_ranks_are_unknown_not_gone_while_no_file_can_be_opened(cluster: Cluster, child: subprocess.Popen[bytes]) -> None:
-    rank_id, run_dir, who = "m-1-00000000", cluster._here.run_dir, processes.identity(child.pid)
-    assert who is not None
-    handle = {"pid": child.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id}
-    engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
-    write_status(status_path(run_dir, rank_id), {"handle": handle, "state": "running", **engine})
-    assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
-    with no_descriptors():
-        with pytest.raises(OSError, match="Too many open files"):
-            lifecycle.scan(run_dir)
-        observation = await cluster.observe()
-        with pytest.raises(OSError, match="Too many open files"):
-            processes.kill_all(lambda: processes.members(rank_id, run_dir, shim=who, engine=who), timeout_s=0)
-
-    assert (observation.ranks, observation.connected) == (None, False)
-    assert child.poll() is None
-
-
-def test_rays_head_is_not_dead_while_no_file_can_be_opened(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
-    until(lambda: head.costs())
-    with no_descriptors():
-        with pytest.raises(OSError, match="Too many open files"):
-            head.living_address()
-        with pytest.raises(RayUnavailable, match="Too many open files"):
-            head.ensure()
-        with pytest.raises(RayUnavailable, match="Too many open files"):
-            head.stop()
-        assert costs_of(head)["ray"] == [], "who looks why still gets an answer"
-
-    assert child.poll() is None
-
-
-@pytest.mark.parametrize("what", ["write_private", "make_token"])
-def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    started: list[object] = []
-
-    def full(path: Path, *_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(f"sparkd.cluster.ray_head.{what}", full)
-    monkeypatch.setattr("sparkd.cluster.ray_head.subprocess.run", lambda *arguments, **named: started.append(arguments))
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
-    with pytest.raises(RayUnavailable, match="No space left on device"):
-        head.ensure()
-
-    assert started == []
 
 
 async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,6 @@ from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock
 from workers.agent.actor import Agent
-from workers.agent.version import VERSION
-from workers.host import processes
 from workers.host.link_peers import knock
 
 TOKEN = "0123456789abcdef" * 4
@@ -107,9 +103,7 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
     ("text", "words"),
     [
         ("a b", ["'a b'", "address"]),
-        ("host:99999", ["'host:99999'", "address"]),
         ("no-such-host.invalid", ["no-such-host.invalid", "IPv4"]),
-        ("[fe80::1]:6379", ["fe80::1", "IPv6", "IPv4"]),
         ("localhost:6379", ["localhost", "itself"]),
     ],
 )
@@ -125,7 +119,6 @@ def test_what_is_no_head_of_another_node(text: str, words: list[str]) -> None:
         (TimeoutError(), ["5 s", "firewall"]),
         (ConnectionRefusedError(111, "Connection refused"), ["listens", "cluster.port", "6379"]),
         (OSError(113, "No route to host"), ["no route", "No route to host"]),
-        (PermissionError(1, "Operation not permitted"), ["Operation not permitted"]),
     ],
 )
 def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +143,6 @@ def answer(**changes: Any) -> dict[str, Any]:
         ({"refused": "token"}, ["`sparkd token`"]),
         ({"refused": "silent", "why": "RpcError"}, ["No Ray", "RpcError"]),
         (answer(ray="2.59.0"), ["Ray 2.59.0", "2.60.0", "same release"]),
-        (answer(python="3.12.1"), ["Python 3.12.1", head_probe.platform.python_version()]),
-        (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), ["sparkd 9.9", __version__]),
-        (answer(agent="x"), ["agent x", __version__, f"agent {VERSION}", "same release"]),
     ],
 )
 def test_a_head_that_does_not_fit_names_both_values(
@@ -167,12 +157,8 @@ def test_a_head_that_does_not_fit_names_both_values(
 @pytest.mark.parametrize(
     ("told", "facts"),
     [
-        (answer(), []),
-        (answer(nodes={}), []),
-        (answer(ray=None, python=None, agent=None, ahead_s=None), []),
         (answer(ahead_s=4.0), []),
         (answer(ahead_s=61.4), ["61 s ahead", "`timedatectl set-ntp true`"]),
-        (answer(ahead_s=-90.0), ["90 s behind", "`timedatectl set-ntp true`"]),
     ],
 )
 def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
@@ -209,15 +195,6 @@ def test_a_configuration_that_names_another_head_contradicts(tmp_path: Path) -> 
         membership.applied(config)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"address": "a"}'])
-def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    config.state_dir.mkdir()
-    (config.state_dir / membership.RECORD).write_text(text)
-    with pytest.raises(StateError, match=r"join\.json is damaged"):
-        membership.read(config)
-
-
 def test_a_folder_that_cannot_be_written_names_root(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StateError, match="as root"):
@@ -241,10 +218,8 @@ def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytes
     ("record", "session", "stale"),
     [
         ({"join": HEAD, "session": "s1"}, "s1", False),
-        ({"join": HEAD, "session": "s1"}, None, False),
         ({"join": HEAD, "session": "s1"}, "s2", True),
         ({"join": "192.0.2.9:6379", "session": "s1"}, "s1", True),
-        ({}, "s1", True),
     ],
 )
 def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +257,7 @@ def test_token_prints_what_the_other_node_runs(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        ("{}", "cluster: {node_ip: "),
         ("{node_ip: 192.168.100.10}", "cluster: {node_ip: 192.168.100.10, port: 6379}"),
-        ("{node_ip: 127.0.0.1, port: 7000}", "port: 7000}"),
         ("{address: '192.0.2.1:6379', node_ip: 192.0.2.2}", "192.0.2.1:6379"),
     ],
 )
@@ -296,7 +269,7 @@ def test_token_says_what_a_head_still_needs(cluster: str, words: str, tmp_path: 
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("living", "code"), [(HEAD, 0), ("127.0.0.1:6379", 2), (None, 2)])
+@pytest.mark.parametrize(("living", "code"), [(HEAD, 0), (None, 2)])
 def test_token_says_where_the_ray_that_runs_here_listens(
     living: str | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,13 +294,13 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     assert "every user" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["-", "short", "with a blank in the middle of it", None])
-def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", ["-", "with a blank in the middle of it"])
+def test_what_is_no_token_is_refused_without_it(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(ConfigError) as caught:
         join._token(given, None)
 
-    assert given in (None, "-") or given not in caught.value.message
+    assert given == "-" or given not in caught.value.message
 
 
 @pytest.mark.parametrize("words", [["leave"], ["join", "127.0.0.1:1"], ["ray-node"]])
@@ -376,7 +349,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((), ["enable", "restart"], ["stop", "disable"]),
         (("is-enabled", "is-active"), ["enable", "restart"], ["stop", "start"]),
-        (("is-enabled",), ["enable", "restart"], ["stop"]),
     ],
 )
 def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
@@ -417,25 +389,6 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
         lock.flush()
         assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
     assert lacking(capsys.readouterr().err, "daemon", "process 4711") == []
-
-
-@pytest.mark.parametrize(("words", "ends"), [(["sparkd", "join"], True), (["sparkd", "serve"], False)])
-def test_the_join_of_an_earlier_release_is_ended_by_its_number_alone(words: list[str], ends: bool, tmp_path: Path) -> None:
-    """Its record has neither start_ticks nor boot_id."""
-    config = load_config(None, flags={"state_dir": tmp_path}, environ={})
-    program = [sys.executable, "-c", "print(flush=True); input()", *words]
-    keeper = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert keeper.stdout is not None
-        keeper.stdout.readline()  # an interpreter that begins may swallow a SIGINT
-        (tmp_path / membership.RECORD).write_text(json.dumps({"address": HEAD, "node_ip": "192.0.2.7", "pid": keeper.pid}))
-        found = membership.read(config)
-        assert found is not None
-        join._interrupt(found)
-        assert (processes.identity(keeper.pid) is None) is ends
-    finally:
-        keeper.kill()
-        keeper.communicate()
 
 
 @pytest.mark.parametrize("more", [False, True])

@@ -13,10 +13,10 @@ import pytest
 
 from sparkd.cluster.ray_head import RayHead
 from tests.support.daemon_process import ROOT
-from tests.support.waiting import HUNG_S
 
 RUN = """
 import asyncio, json, sys
+from tests.support.waiting import HUNG_S
 from pathlib import Path
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import load_config
@@ -26,18 +26,19 @@ async def main(folder):
     cluster = Cluster(load_config(None, flags=flags, environ={}), {})
     joined = asyncio.Event()
     running = asyncio.create_task(cluster.run(joined.set))
-    await joined.wait()
+    await asyncio.wait_for(joined.wait(), HUNG_S)
     link, here = cluster._link, cluster.node_ip
     assert await link.reserve("lost", 1, [here], 20.0)
     await cluster.places.reserve("booked", 1, [here])
     before = sorted(await link.kept_groups())
-    while (now := sorted(await link.kept_groups())) == before:
-        await cluster.observe()
-        await asyncio.sleep(0.5)
+    async with asyncio.timeout(HUNG_S):
+        while (now := sorted(await link.kept_groups())) == before:
+            await cluster.observe()
+            await asyncio.sleep(0.5)
     # A connection that is made anew finds the same.
     await link.disconnect()
     joined.clear()
-    await joined.wait()
+    await asyncio.wait_for(joined.wait(), HUNG_S)
     again = sorted(await link.kept_groups())
     import ray
     free = ray.available_resources()["unified_memory_gib"] - cluster.total_gib
@@ -55,7 +56,7 @@ def test_what_nobody_booked_and_nothing_uses_is_given_back() -> None:
     folder = tempfile.mkdtemp(prefix="rc-")
     head = RayHead(Path(folder, "run"), Path(folder, "token"), node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
     try:
-        done = subprocess.run([sys.executable, "-c", RUN, folder], cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S, check=False)
+        done = subprocess.run([sys.executable, "-c", RUN, folder], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
     finally:

@@ -104,13 +104,6 @@ def test_how_the_kv_cache_was_sized_while_there_is_one() -> None:
             assert shown(f"sparkd_model_kv_cache_{name}", model="m") == {}, "an engine that is gone has none"
 
 
-def test_no_bytes_where_the_log_says_none() -> None:
-    gauges.show(snapshot(view("m", progress=Progress(fraction=0.5))))
-
-    for name in ("bytes", "bytes_per_second", "units"):
-        assert shown(f"sparkd_model_load_{name}", model="m") == {}
-
-
 def test_loads_failures_and_restarts_count() -> None:
     gauges.show(snapshot(view("m")))
     gauges.loaded("m", 12.0, adopted=False)
@@ -152,13 +145,6 @@ def test_what_the_kernel_does_not_say_is_not_shown() -> None:
     gauges.show(snapshot(nodes=(replace(NODE, reading=replace(READING, cma_total_bytes=128 << 20, cma_free_bytes=0)),)))
     assert shown("sparkd_node_mem_cma_total_bytes") == {"n1": float(128 << 20)}
     assert shown("sparkd_node_mem_cma_free_bytes") == {"n1": 0.0}
-
-
-def test_a_node_without_a_reading_shows_what_is_reserved() -> None:
-    gauges.show(snapshot(nodes=(replace(NODE, reading=None),)))
-
-    assert shown("sparkd_node_reserved_bytes") == {"n1": 4.5 * GIB}
-    assert shown("sparkd_node_mem_total_bytes") == {}
 
 
 def without_the_process() -> list[bytes]:
@@ -250,14 +236,6 @@ def test_the_counters_that_alerts_look_at_begin_at_zero() -> None:
     assert shown("sparkd_guard_actions", model="m")["_total kill"] == 1.0
 
 
-def test_swaps_go_with_their_model() -> None:
-    gauges.show(snapshot(view("m")))
-    metrics.SWAPS.labels("m").inc()
-    assert shown("sparkd_swaps", model="m") == {"_total": 1.0}
-    gauges.show(snapshot())
-    assert shown("sparkd_swaps", model="m") == {}
-
-
 def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
     gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize="nvfp4", max_model_len=4096)))
     assert shown("sparkd_model_info", model="m") == {"4096 0 nvfp4 qwen3": 1.0}
@@ -267,6 +245,8 @@ def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
 
     gauges.show(snapshot())
     assert shown("sparkd_model_info", model="m") == {}
+    gauges.show(snapshot(view("m", source="/srv/other", quantize="fp8", max_model_len=8)))
+    assert shown("sparkd_model_info", model="m") == {"8 0 fp8 other": 1.0}
 
 
 def test_the_build_and_the_daemons_own_process() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.control.load_costs import Loads, recalled
-from sparkd.control.residency import EARNED_S, Budget
+from sparkd.control.residency import EARNED_S
 from sparkd.state.nouns import Event, ModelState, Want
 from tests.sparkd.control.test_scheduler import change, fill, make_ready, two
 from tests.support.fakes import Scene, stage
@@ -89,16 +89,6 @@ def test_the_events_tell_what_is_left(loads_s: list[float], failing: set[int], t
     found = recalled(course.events, course.now_s + later_s - 5e5, course.now_s + later_s)
     assert found.budget.spent_s == pytest.approx(course.loads.budget.spent_s, abs=1e-3)
     assert found.budget.full_s == pytest.approx(course.loads.budget.full_s)
-
-
-def test_what_does_not_belong_to_it_and_a_clock_that_was_set_back_change_nothing() -> None:
-    events = [
-        Event(1, 100.0, "state", "a", "", {"new": "MELTED"}),
-        Event(2, 9e9, "swap", "a", "", {}),
-        Event(3, 100.0, "state", None, "", {}),
-    ]
-    assert recalled(events, 50.0, 100.0).budget == Budget(at_s=50.0)
-    assert recalled([], 50.0, 100.0).budget == Budget(at_s=50.0)
 
 
 def test_a_load_that_another_daemon_began_costs_until_the_next_one_looks() -> None:

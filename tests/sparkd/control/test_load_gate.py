@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.memory_release import LIMIT_S
 from sparkd.control.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Progress, Want
@@ -112,6 +111,8 @@ async def test_a_node_that_stays_short_is_shut_and_loads_begin_on_the_other(tmp_
         made.cluster.node_readings, made.cluster.names = well, None
         await made.tick(2)
         assert (made.state("there"), made.cluster.shut_nodes) == ("LOADING", frozenset())
+        told = [(event.model, event.message) for event in made.supervisor.ledger.events(0, 200) if event.kind == "memory"]
+        assert sorted(told[-2:]) == [(None, "n has memory again."), (None, "o has memory again.")]
 
 
 async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_is_open(tmp_path: Path) -> None:
@@ -144,37 +145,6 @@ async def test_a_short_node_that_misses_a_look_is_short_as_before(tmp_path: Path
         assert (made.state("small"), made.cluster.shut_nodes) == ("LOADING", {"o"})
         told = [event.message for event in made.supervisor.ledger.events(0, 200) if event.kind == "memory"]
         assert told == ["o is tight, 0.0 GiB available."], "it had no memory again"
-
-
-async def test_who_waits_where_each_node_is_shut_for_a_reason_of_its_own_hears_them_all(tmp_path: Path) -> None:
-    async with stage(tmp_path, models=models(tmp_path, there={}, absent={})) as made:
-        made.cluster.agents = ("n", "o")
-
-        def show(level: str) -> None:
-            """50 GiB are available on n, before and after an engine of 40 ends there."""
-            n = replace(READING, node_id="n", mem_available_bytes=50 << 30)
-            made.cluster.node_readings = {"n": n, "o": replace(READING, node_id="o", level=level)}
-
-        async def ask() -> None:
-            async with made.supervisor.lease("absent", wait_s=1e6):
-                raise AssertionError("nowhere may a load begin")
-
-        show("ok")
-        await ready(made, "there")
-        made.cluster.show(host_bytes=40 << 30)
-        await made.tick(8)
-        made.supervisor.want("there", Want.STOPPED, "admin")
-        await made.tick(4)
-        show("tight")
-        await made.tick(2, seconds=LIMIT_S)
-        assert made.cluster.shut_nodes == {"n", "o"}
-
-        asking = asyncio.ensure_future(ask())
-        await made.tick(2)
-        with pytest.raises(Unavailable) as caught:
-            await asking
-        assert lacking(caught.value.message, "absent", "o is tight", "0.0 GiB", "n", "restarted") == []
-        assert (made.state("absent"), made.supervisor.registry.find("absent").desired.want) == ("STOPPED", Want.STOPPED)
 
 
 async def test_who_waits_for_an_open_node_that_misses_a_look_waits_on(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, U
 from sparkd.state.memory_book import Lack, MemoryBook
 from sparkd.state.nouns import ModelState, OperationState, Want
 from sparkd.state.snapshot import NodeView
+from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking
 from tests.support.fakes import READING, Scene, stage
 
@@ -92,12 +92,6 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
     found = decided(waits("c"), *others, **held)
     assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
     assert (found.waits["c"].reason, found.waits["c"].lack) == (LEAVE, Lack(10))
-
-
-@pytest.mark.parametrize(("in_flight", "requests"), [(0, []), (1, ["1 request"]), (2, ["2 requests"])])
-def test_one_request_is_no_requests(in_flight: int, requests: list[str]) -> None:
-    found = decided(waits("c"), there("a", in_flight=in_flight), a=16)
-    assert re.findall(r"\d+ requests?\b", found.waits["c"].message) == requests
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
@@ -164,6 +158,7 @@ def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None
 )
 def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
     assert decided(waits("c", **changes), waits("d", asked_since_s=950)).first == "d"
+    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", asked_since_s=950)).first == "c", "its back-off is over"
 
 
 def test_over_several_nodes() -> None:
@@ -326,32 +321,6 @@ async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
         return lease.model
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["in use", "idle"])
-async def test_a_requested_model_takes_the_place_of_one_in_use_after_its_time_and_of_an_idle_one_at_once(
-    used: bool, tmp_path: Path
-) -> None:
-    async with stage(tmp_path, models=two(tmp_path), min_residency_s=30, swap_idle_s=10, unload_timeout_s=0) as made:
-        await fill(made, "admin")
-        made.supervisor.registry.find("a").queue.in_flight += int(used)
-        await made.tick(2)
-        waiting = asyncio.create_task(enter(made, "b"))
-        await made.tick(2)
-        view = made.supervisor.snapshot().models["b"]
-        assert (made.state("a"), view.state, view.turn) == ("READY", "STOPPED", 1)
-        assert waits_of(made, "b") == STAY
-
-        await made.tick(seconds=made.config.swap_idle_s)
-        await made.tick(2)
-        assert (made.state("a") == "READY") is used
-        await made.tick(seconds=31 if used else 1)
-        await made.tick(5)
-        await make_ready(made, "b")
-        assert (made.state("a"), made.state("b")) == ("STOPPED", "READY")
-        assert made.supervisor.snapshot().models["a"].wanted_by == "swap"
-        assert await waiting == "b"
-        assert made.supervisor.snapshot().models["b"].turn is None
-
-
 async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
         await fill(made, "config")
@@ -370,6 +339,8 @@ async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: P
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
         await again
         assert order == ["b", "a"]
+        told = [(event.model, event.data["to"]) for event in made.supervisor.ledger.events(0, 200) if event.kind == "swap"]
+        assert told == [("a", "b"), ("b", "a")]
 
 
 async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: Path) -> None:
@@ -384,11 +355,6 @@ async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: P
             await made.tick(3)
             assert made.state("a") == "READY"
             assert await again == "a"
-
-
-async def left(waiting: asyncio.Task[str]) -> None:
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def change(made: Scene, to: str, load_s: int = 40) -> list[str]:
@@ -545,17 +511,6 @@ async def test_a_model_stays_for_a_client_that_was_told_to_come_back(tmp_path: P
         await left(other)
 
 
-async def test_one_that_nothing_makes_room_for_is_refused_at_once(tmp_path: Path) -> None:
-    async with stage(tmp_path, models=two(tmp_path, pin=True)) as made:
-        await fill(made, "config")
-        waiting = asyncio.create_task(enter(made, "b"))
-        await made.tick(3)
-        with pytest.raises(ModelFailed) as refused:
-            await waiting
-        assert [row["model"] for row in refused.value.held_by] == ["a"]
-        assert made.supervisor.snapshot().models["b"].reason == "DoesNotFit"
-
-
 async def test_waiters_of_one_model_are_served_in_their_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         order: list[str] = []
@@ -687,23 +642,3 @@ async def test_what_is_loaded_at_start_is_not_taken_back_with_a_request_of_befor
             await waiting
         view = second.supervisor.snapshot().models["m"]
         assert (view.want, view.wanted_by) == (Want.RUNNING, "config")
-
-
-async def test_who_waits_is_shown_since_when_it_waits(tmp_path: Path) -> None:
-    async with stage(tmp_path, models=two(tmp_path)) as made:
-
-        def shown() -> tuple[int | None, float]:
-            snapshot = made.supervisor.snapshot()
-            return snapshot.models["b"].turn, snapshot.at_s - snapshot.models["b"].since_s
-
-        made.cluster.connected = False
-        await made.tick(seconds=300)
-        assert shown() == (None, 300.0)
-        made.supervisor.want("b", Want.RUNNING, "admin")
-        await made.tick()
-        assert shown() == (1, 1.0)
-        await made.tick(seconds=20)
-        assert shown() == (1, 21.0)
-        made.supervisor.want("b", Want.STOPPED, "admin")
-        await made.tick()
-        assert shown() == (None, 322.0)

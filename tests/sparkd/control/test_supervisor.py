@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
+from sparkd.config.config import parse_model
 from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
+from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
     AgentLost,
     ConfigError,
     Conflict,
-    ContextTooLong,
     DoesNotFit,
     Draining,
     EngineError,
@@ -49,6 +50,7 @@ from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
 from tests.support.fakes import Loop, Scene, scene, stage
+from tests.support.waiting import HUNG_S
 from workers.rank.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
@@ -66,8 +68,10 @@ async def make_ready(made: Scene, model: str = "m") -> None:
 async def test_a_load_goes_from_wish_to_ready_and_ready_means_it_answered(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         operation = made.supervisor.want("m", Want.RUNNING, "admin")
+        made.supervisor._wake.clear()
         await made.tick()
         assert made.state() == "LOADING"
+        assert made.supervisor._wake.is_set(), "the end of an action begins the next tick"
         made.cluster.show(progress=Progress(phase="warming"))
         await made.tick()
         assert made.state() == "WARMING"
@@ -185,21 +189,6 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
             record = second.supervisor.registry.find("m")
             assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
             assert record.attempt.ready_since_s == pytest.approx(now_s, abs=4.0)
-
-
-async def test_one_adopted_while_it_loads_was_started_when_its_handle_says(tmp_path: Path) -> None:
-    async with stage(tmp_path) as first:
-        first.supervisor.want("m", Want.RUNNING, "admin")
-        await first.tick()
-        cluster = first.cluster
-    cluster.names = ["m"]
-    cluster.show(progress=UP, handle=replace(cluster.only().handle, started_at_s=100.0))
-
-    async with stage(tmp_path, cluster=cluster) as second:
-        second.clock.now_s = 995.0 + 160.0
-        await second.tick(3)
-        assert (second.state(), second.asked) == ("READY", ["m"])
-        assert second.supervisor.snapshot().models["m"].load_s == pytest.approx(60.0, abs=4.0)
 
 
 async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tmp_path: Path) -> None:
@@ -380,15 +369,6 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         assert made.cluster.log[:1] == ["place m"]
 
 
-async def test_what_was_refused_before_it_was_started_rests_as_long(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        made.cluster.place_error = FlagRefused("m cannot be started by the vLLM of its runtime: --no-such-flag")
-        made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick()
-        view = made.supervisor.snapshot().models["m"]
-        assert (view.reason, view.retry_in_s) == ("FlagRefused", 3600.0)
-
-
 async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/m"}, "n": {"model": "/n"}}) as made:
         made.cluster.place_error = DoesNotFit("m needs at least 200 GiB; this node offers 118 GiB.", lasts=True)
@@ -428,9 +408,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
             FlagRefused("m cannot be started: --chat-template: /of/me.", client_message="It has a bad flag."),
             "It has a bad flag.",
         ),
-        (ContextTooLong("m cannot be loaded. More.", client_message="4,097 tokens are too many."), "4,097 tokens are too many."),
         (LoadRefused("m cannot be loaded: /models/of me/a.safetensors: o_proj: K=576 is odd. Use nvfp4."), None),
-        (LoadRefused("It is so."), None),
     ],
 )
 async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankError, told: str | None, tmp_path: Path) -> None:
@@ -488,6 +466,7 @@ async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
         assert made.state() == "STOPPED"
         assert made.cluster.log[-2:] == ["destroy m", "release m"]
         assert made.operator.operation(operation.id).state is OperationState.SUCCEEDED
+        assert made.supervisor.snapshot().models["m"].progress is None
 
 
 async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> None:
@@ -501,19 +480,6 @@ async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> 
         assert (made.state(), made.cluster.ranks) == ("STOPPED", {})
 
 
-async def test_the_unload_of_a_model_that_never_started_speaks_of_no_process(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        made.cluster.place_error = DoesNotFit("m asks for 9 GiB; 4 are free.")
-        made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick(2)
-        assert made.state() == "FAILED"
-        unload = made.supervisor.want("m", Want.STOPPED, "admin")
-        await made.tick(2)
-
-        ended = made.operator.operation(unload.id)
-        assert (made.state(), ended.state) == ("STOPPED", OperationState.SUCCEEDED) and "process" not in ended.message
-
-
 async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.cluster.placing.clear()
@@ -524,17 +490,6 @@ async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
         await made.tick(3)
 
         assert (made.state(), "spawn m" in made.cluster.log) == ("STOPPED", False)
-
-
-async def test_processes_that_will_not_die_are_named_and_nothing_is_started_over_them(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await make_ready(made)
-        made.cluster.immortal = True
-        made.supervisor.want("m", Want.STOPPED, "admin")
-        await made.tick(2)
-
-        view = made.supervisor.snapshot().models["m"]
-        assert (view.state, lacking(view.message, "42", "end")) == ("STOPPING", [])
 
 
 async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_request(tmp_path: Path) -> None:
@@ -617,8 +572,16 @@ async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> Non
 async def test_what_its_engine_told_stays_known(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.cluster.known_abilities = Abilities(frozenset((GENERATE,)))
-        made.cluster.told_abilities = Abilities(frozenset((GENERATE,)), frozenset((EMBED.path,)), 4096)
+        told, asked = Abilities(frozenset((GENERATE,)), frozenset((EMBED.path,)), 4096), list[tuple[object, ...]]()
+
+        async def served(*arguments: object) -> Abilities:
+            asked.append(arguments)
+            return told
+
+        made.cluster.served_abilities = served  # type: ignore[method-assign]
         await make_ready(made)
+        record = made.supervisor.registry.find("m")
+        assert asked == [(record.upstream, made.cluster.known_abilities, ServedModels(("m",)))]
         async with made.supervisor.lease("m", need=EMBED):
             pass
         with pytest.raises(RouteNotServed):
@@ -653,19 +616,6 @@ async def test_the_concurrency_limit_answers_429(tmp_path: Path) -> None:
             with pytest.raises(TooManyRequests, match=r"\b1 requests"):
                 await enter(made, "m")
         assert await enter(made, "m") == "m"
-
-
-async def test_many_requests_for_an_absent_model_start_it_once(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        waiting = [asyncio.create_task(enter(made, "m")) for _ in range(50)]
-        await made.tick()
-        assert made.supervisor.snapshot().models["m"].queued == 50
-        made.cluster.names = ["m"]
-        made.cluster.show(progress=UP)
-        await made.tick(3)
-
-        assert await asyncio.gather(*waiting) == ["m"] * 50
-        assert made.cluster.log == ["place m", "spawn m"]
 
 
 async def test_a_wait_that_is_too_long_ends_in_503_with_a_loading_object(tmp_path: Path) -> None:
@@ -733,27 +683,35 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         assert (made.state(), "destroy m" in made.cluster.log) == ("LOADING", False)
 
 
-STATES = [ModelState.LOADING, ModelState.WARMING, ModelState.SIZING, ModelState.PLANNED, ModelState.STOPPED, ModelState.FAILED]
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize(("eta_s", "still_s"), [(None, 0.0), (60.0, 29.0), (15.0, 30.0), (61.0, 0.0)])
-def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(state: ModelState, eta_s: float | None, still_s: float) -> None:
+@pytest.mark.parametrize(
+    ("state", "eta_s", "still_s", "nearly"),
+    [
+        (ModelState.LOADING, 60.0, 29.0, True),
+        (ModelState.LOADING, 60.0, 30.0, False),
+        (ModelState.LOADING, 61.0, 0.0, False),
+        (ModelState.LOADING, None, 0.0, False),
+        (ModelState.WARMING, None, 29.0, True),
+        (ModelState.SIZING, None, 30.0, False),
+        (ModelState.FAILED, 15.0, 0.0, False),
+    ],
+    ids=["little is left", "it stands still", "much is left", "nobody knows", "its weights are loaded", "but it stands still", "it failed"],
+)
+def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(
+    state: ModelState, eta_s: float | None, still_s: float, nearly: bool
+) -> None:
     record = Record("m", Desired("m", Want.RUNNING, 1, "request", 0.0), 0.0, 0.0)
     record.state, record.observed.progress, record.observed.moved_at_s = state, Progress(eta_s=eta_s), 100.0 - still_s
-    loaded = state in (ModelState.WARMING, ModelState.SIZING)
-    assert is_nearly_ready(record, 100.0) is (state in STARTING and still_s < 30 and (loaded or eta_s == 60.0))
+    assert is_nearly_ready(record, 100.0) is nearly
 
 
 @pytest.mark.parametrize(
     ("before", "meanwhile", "answered"),
     [
         (Progress("loading", eta_s=15.0), True, True),
-        (Progress("warming"), True, True),
         (Progress("loading", eta_s=400.0), True, False),
         (Progress("loading", eta_s=15.0), False, False),
     ],
-    ids=["little is left", "its weights are loaded", "much is left", "it does not move"],
+    ids=["little is left", "much is left", "it does not move"],
 )
 def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(
     before: Progress, meanwhile: bool, answered: bool, tmp_path: Path
@@ -873,23 +831,19 @@ async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("makes", "told"),
+    ("is_there", "told"),
     [
-        (None, ["this node", "`model`", "owner/name"]),
-        ((), ["empty", "`model`", "owner/name"]),
-        (("notes.txt",), ["config.json", "params.json", "`model`"]),
+        (False, ["this node", "`model`", "owner/name"]),
+        (True, ["empty", "`model`", "owner/name"]),
     ],
-    ids=["not there", "empty", "no model"],
+    ids=["not there", "empty"],
 )
-@pytest.mark.parametrize("name", ["m", "org/m"])
 async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_without_its_path(
-    name: str, makes: tuple[str, ...] | None, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_there: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "a folder of, mine"
-    if makes is not None:
+    folder, name = tmp_path / "a folder of, mine", "org/m"
+    if is_there:
         folder.mkdir()
-        for one in makes:
-            (folder / one).touch()
     async with stage(tmp_path, models={name: {"model": str(folder), "preload": False}}) as made:
 
         async def look(spec: Any) -> ModelUnusable | None:
@@ -970,45 +924,36 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
         assert looks == 3
 
 
-def test_a_look_that_could_not_begin_is_not_taken_for_one_that_goes_on(tmp_path: Path) -> None:
-    made = scene(tmp_path)
-    looks = made.supervisor._looks
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="does not run"):
-            looks.look_at_new()
-    assert looks._looking == set()
-    made.store.close()
-
-
-async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Path) -> None:
-    async with stage(tmp_path, models={"m": {"model": "/m", "preload": False}}) as made:
-        looks = made.supervisor._door._look = Looks()
-        made.supervisor.registry.find("m").looked = None
-
-        async def ask() -> None:
-            async with made.supervisor.lease("m", need=RequestNeeds("/v1/embeddings", POOL)):
-                pass
-
-        asking = [asyncio.create_task(ask()) for _ in range(10)]
-        await soon(lambda: looks.count)
-        for task in asking:
-            task.cancel()
-        looks.may_end.set()
-        await asyncio.gather(*asking, return_exceptions=True)
-        assert looks.count == 1
-
-
-async def test_what_cannot_be_said_without_a_path_is_left_to_the_owner(tmp_path: Path) -> None:
+async def test_who_is_looked_at_while_the_daemon_begins_to_end_is_turned_away(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
+        looks = made.supervisor._door._unusable = Looks()
+        asking = asyncio.create_task(enter(made, "m"))
+        await soon(lambda: looks.count)
+        made.supervisor.drain()
+        looks.may_end.set()
+        await made.settle()
+        assert asking.done() and isinstance(asking.exception(), Draining)
 
-        async def look(_spec: object) -> ModelUnusable:
-            return ModelUnusable("There is no model in /nowhere.")
 
-        made.supervisor._door._unusable = look
-        with pytest.raises(ModelFailed, match=r"\bm\b.*`sparkd ps`") as refused:
-            await enter(made, "m")
-        assert "/nowhere" not in refused.value.message
-        assert made.supervisor.registry.find("m").desired.want is Want.STOPPED
+async def test_the_first_look_is_over_once_what_was_adopted_answers(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    async with stage(tmp_path, cluster=cluster) as second:
+        looking = asyncio.create_task(second.supervisor.first_look(HUNG_S))
+        await second.settle()
+        assert not looking.done()
+        await second.tick(3)
+        assert second.state() == "READY" and looking.done()
+
+
+async def test_a_model_that_was_lent_goes_once_it_is_given_back(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        registry = made.supervisor.registry
+        registry.lend("lent", parse_model("lent", {"model": "/x"}, over_admin=False))
+        assert set(made.supervisor.snapshot().models) == {"m", "lent"}
+        registry.lend("lent", None)
+        assert set(made.supervisor.snapshot().models) == {"m"}
 
 
 async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_path: Path) -> None:
@@ -1071,18 +1016,6 @@ async def test_a_node_that_cannot_be_seen_changes_nothing(tmp_path: Path) -> Non
         assert await enter(made, "m") == "m"
 
 
-async def test_a_stray_rank_of_an_unknown_model_is_destroyed(tmp_path: Path) -> None:
-    async with stage(tmp_path) as first:
-        await make_ready(first)
-        cluster = first.cluster
-    cluster.log.clear()
-
-    async with stage(tmp_path, cluster=cluster, models={"other": {"model": "/x"}}) as second:
-        await second.tick(2)
-
-        assert cluster.log == ["destroy m", "release m"]
-
-
 async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.operator.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
@@ -1131,6 +1064,7 @@ async def test_a_model_taken_out_of_the_file_is_stopped_and_forgotten(tmp_path: 
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.supervisor.reconfigure(load_config(None, flags={"models": {"n": {"model": "/n"}}}, environ={}))
+        assert made.supervisor.registry.records["m"].desired.want is Want.STOPPED
         await made.tick(4)
 
         assert set(made.supervisor.snapshot().models) == {"n"}

@@ -14,7 +14,6 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.daemon.bench_surroundings import UNITS, driver_of, forget_quantized, incident_of, is_quantized_kept, published_of, rates_of
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
-from tests.support.daemon_process import ROOT
 from tests.support.fakes import scene
 
 SPARK = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.95.05  Release Build  (dvs-builder@U22)\n"
@@ -25,10 +24,6 @@ def test_the_release_of_the_driver(tmp_path: Path, text: str, release: str | Non
     path = tmp_path / "version"
     path.write_text(text)
     assert driver_of(path) == release
-
-
-def test_without_a_driver_there_is_none() -> None:
-    assert driver_of(ROOT / "no-such-file") is None
 
 
 def test_the_figures_of_a_recipe_have_their_source() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from sparkd.condition import Condition
 from sparkd.daemon import console as module
 from sparkd.daemon.console import Console
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
@@ -149,16 +148,6 @@ async def test_without_a_model_it_says_how_to_bring_one_in(
         assert [lacking(models, "No model", "m"), lacking(ends, "Ctrl-C")] == [[]] * 2
 
 
-async def test_another_port_is_said_to_who_uses_other_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = "http://127.0.0.1:4001"
-    async with showing(tmp_path, monkeypatch, capsys, url=other) as made:
-        await made.begin(QUESTION)
-
-        assert [] in [lacking(line, f"export SPARKD_URL={other}") for line in await made.rest()]
-
-
 async def test_a_load_that_fails_is_told_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,17 +185,6 @@ async def test_the_first_that_is_ready_is_asked_and_each_is_told(
 
         assert made.asker.asked == [("b", QUESTION)]
         assert lacking("\n".join(await made.rest()), "b is ready") == []
-
-
-async def test_what_it_waits_for_while_nothing_can_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with showing(tmp_path, monkeypatch, capsys) as made:
-        made.scene.supervisor.want("m", Want.RUNNING, "config")
-        made.scene.supervisor.tell_refused("line 3 is no YAML.")
-        made.scene.supervisor.ledger.trouble = Condition("RayStarting", "No Ray.")
-        await made.begin(None)
-        assert (await made.said())[1] == "m: No Ray.  (0 s)"
 
 
 async def test_an_engine_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

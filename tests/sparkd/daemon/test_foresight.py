@@ -178,19 +178,6 @@ async def test_an_agent_that_does_not_answer_is_asked_again_later(config: Config
     assert nodes.asked == [(THERE, "inquire")] * 2
 
 
-async def test_a_question_that_cannot_begin_is_not_shown_as_open(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(QUIET_S + NO_ROOM_S - 1)
-    looking = Foresight(lambda: config, lambda: snapshot(ModelState.READY), Nodes(HERE), rest=clock.rest, clock=clock)
-
-    def full(*_: Any) -> None:
-        raise OSError("no more threads")
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", full)
-    with pytest.raises(Over):
-        await looking.run()
-    assert looking.open is None
-
-
 @pytest.mark.parametrize(("quantize", "times"), [("best", 1), ({"format": "best", "gib": 1}, 1), ("auto", 0), ("fp8", 0)])
 def test_the_weights_of_an_entry_with_best_are_measured_once(
     config: Config, monkeypatch: pytest.MonkeyPatch, quantize: Any, times: int

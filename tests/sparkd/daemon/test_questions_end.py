@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import signal
@@ -15,15 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from sparkd.config.config import Config, load_config
 from sparkd.daemon import foresight
 from sparkd.daemon.foresight import Foresight
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.render.models import overview
 from sparkd.state.nouns import ModelState
-from tests.sparkd.admin.test_app import COSTS
 from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
 from tests.support.checkpoints import dense, tensors_of, write
@@ -125,21 +121,3 @@ async def test_the_daemons_question_is_shown_and_ends(engine: Engine, reason: st
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert asking.open is None
-
-
-def test_status_names_the_model_and_whose_vllm_is_asked() -> None:
-    parts = {
-        "version": "1",
-        "settled": True,
-        "draining": False,
-        "conditions": [],
-        "typed_conditions": [],
-        "nodes": [],
-        "models": {},
-        "cluster": {},
-        "costs": COSTS,
-    }
-    for question, is_shown in ((None, False), ({"model": "m", "runtime": "/r/python", "since_s": 0.0}, True)):
-        console = Console(record=True, width=200, file=io.StringIO())
-        overview({**parts, "question": question}, "http://here", console)
-        assert all((word in console.export_text(clear=False)) is is_shown for word in ("/r/python", "about m"))

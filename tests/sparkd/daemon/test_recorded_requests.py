@@ -1,4 +1,4 @@
-"""The record of requests of a real daemon with the stub engine: tokens, cancels, and a marker that must be nowhere."""
+"""The record of requests of a real daemon with the stub engine: tokens, the command line, and a marker that must be nowhere."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import csv
 import hashlib
 import io
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from sparkd.__main__ import exit_code
-from tests.support.daemon_process import ROOT
 from tests.support.stage import ADMIN_KEY, CANARY, KEY, USER, Stage, stored
-from tests.support.stream import held
 from tests.support.waiting import HUNG_S, until
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -33,8 +25,7 @@ SAYS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _models(stage: Stage) -> Iterator[None]:
-    late = {"SPARKD_STUB_LOAD_GATE": str(stage.gate("late"))}
-    with stage.serving({"quick": stage.entry(aliases=["gpt-4o"]), "late": stage.entry(env=late)}):
+    with stage.serving({"quick": stage.entry(aliases=["gpt-4o"])}):
         stage.ready("quick")
         yield
 
@@ -54,12 +45,6 @@ def cli(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def ask(stage: Stage, path: str, request_id: str, **changes: Any) -> httpx.Response:
     headers = USER | {"x-request-id": request_id, f"x-{CANARY}": CANARY}
     return httpx.post(f"{stage.url}{path}?{CANARY}={CANARY}", json=SAYS | changes, headers=headers, timeout=HUNG_S, trust_env=False)
-
-
-def in_flight(stage: Stage, request_id: str) -> dict[str, Any]:
-    """Its row; empty where it is not in flight."""
-    rows = stage.get("/admin/v1/requests?state=in_flight")["in_flight"]
-    return next((dict(row) for row in rows if row["request_id"] == request_id), {})
 
 
 def finished(stage: Stage, request_id: str) -> dict[str, Any]:
@@ -84,7 +69,8 @@ TOKENS_OF: dict[str, tuple[str, dict[str, Any], bool, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENS_OF)
+# What each route tells of its tokens is tests/sparkd/gateway/test_usage.py.
+@pytest.mark.parametrize("name", ["with-usage", "whole", "message-stream"])
 def test_tokens(stage: Stage, name: str) -> None:
     path, changes, streamed, completion_tokens = TOKENS_OF[name]
     answer = ask(stage, path, name, **changes)
@@ -92,44 +78,8 @@ def test_tokens(stage: Stage, name: str) -> None:
     row = finished(stage, name)
     assert (row["model"], row["route"], row["key"], row["status"], row["code"]) == ("quick", path, "laptop", 200, None)
     assert (row["streamed"], row["completion_tokens"], row["bytes_out"]) == (streamed, completion_tokens, len(answer.content))
-    assert (row["prompt_tokens"] is None) == (name == "without-usage")
+    assert row["prompt_tokens"] is not None
     assert (row["ttft_s"] is None) == (not streamed)
-
-
-def test_a_client_that_leaves(stage: Stage) -> None:
-    with stage.client_of("quick", "left", **held(stage.gate("never"))):
-        until(lambda: in_flight(stage, "left"), "it waits for its answer")
-    row = finished(stage, "left")
-    assert (row["status"], row["code"], row["phase"]) == (499, None, "done")
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_cancel_in_a_stream(stage: Stage, cli: Any, path: str) -> None:
-    name = f"stream{path.replace('/', '-')}"
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, stage, path, name, stream=True, **held(stage.gate("never")))
-        until(lambda: in_flight(stage, name).get("phase") == "streaming", "it streams")
-        code, out, err = cli("requests", "cancel", name)
-        assert (code, err) == (0, "") and name in out
-        *_, last = answer.result().text.strip().split("\n\n")
-    assert last.startswith("event: error\n") == (path == MESSAGES)
-    assert json.loads(last.partition("data: ")[2])["error"]["code"] == "request_cancelled"
-    row = finished(stage, name)
-    assert (row["status"], row["code"]) == (200, "request_cancelled")
-    until(lambda: stage.metric("vllm:num_requests_running", 'model="quick"') == 0, "the engine has ended it")
-    assert cli("requests", "cancel", name)[0] == 5
-
-
-def test_a_cancel_in_the_queue(stage: Stage) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, stage, CHAT, "queued", model="late")
-        row = until(lambda: in_flight(stage, "queued"), "it waits")
-        assert (row["phase"], row["model"], row["key"], row["number"]) == ("queued", "late", "laptop", None)
-        assert stage.client.delete("/admin/v1/requests/queued").status_code == 202
-        refused = answer.result()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "request_cancelled")
-    assert finished(stage, "queued")["queued_s"] is None
-    stage.stopped("late")
 
 
 def test_the_command_line(stage: Stage, cli: Any) -> None:
@@ -145,38 +95,8 @@ def test_the_command_line(stage: Stage, cli: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(cli("requests", "--csv", "--model", "quick", "-n", "3")[1])))
     assert [row["request_id"] for row in rows] == ["shown-2", "shown-1", "shown-0"]
     assert cli("requests", "--csv", "--json")[0] == 2
+    assert cli("requests", "cancel", "shown-0")[0] == 5
     assert cli("requests", "--url", "http://127.0.0.1:1", "cancel", "x")[0] == 7
-
-
-@pytest.mark.rest
-def test_following(stage: Stage) -> None:
-    argv = [sys.executable, "-m", "sparkd", "requests", "--follow", "-n", "1"]
-    environ = os.environ | {"SPARKD_URL": stage.url, "SPARKD_ADMIN_KEY": ADMIN_KEY}
-    lines: list[str] = []
-    with subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
-        reader = threading.Thread(target=lambda: lines.extend(iter(following.stdout.readline, "")))  # type: ignore[union-attr]
-        reader.start()
-        until(lambda: len(lines) == 1, "the last one is shown")
-        for number in range(3):
-            ask(stage, MESSAGES, f"followed-{number}")
-        until(lambda: len(lines) == 4, f"three more: {lines}")
-        following.terminate()
-        reader.join()
-    assert all(re.search(r"quick  laptop  /v1/messages  200  [0-9.]+ s, ", line) for line in lines[1:])
-
-
-def test_a_record_that_is_turned_off(stage: Stage) -> None:
-    given = stage.given
-    try:
-        assert stage.reload(given | {"request_log": False})["changed"] == ["request_log"]
-        ask(stage, CHAT, "off")
-    finally:
-        stage.reload(given)
-    ask(stage, CHAT, "on")
-    finished(stage, "on")
-    until(lambda: "on" in stored(stage), "it is on disk")
-    assert "off" not in stored(stage)
 
 
 def test_the_marker_is_nowhere(stage: Stage) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -108,18 +107,6 @@ async def test_an_entry_that_would_not_start_again_refuses_the_file(fault: Excep
     assert (len(made.taken), made.refused[-1]) == (1, None)
 
 
-async def test_an_error_of_our_own_is_a_refusal_like_any_other() -> None:
-    made = Taker()
-
-    def stumbles() -> Config:
-        raise TypeError("unhashable")
-
-    made.given = stumbles
-    with pytest.raises(ConfigError, match=r"configuration \(TypeError\)"):
-        await made.reloader.now()
-    assert (made.taken, len(made.refused)) == ([], 1)
-
-
 async def test_signals_that_come_while_one_is_followed_are_one_more_and_a_bad_file_ends_nothing() -> None:
     made, reading, go_on = Taker(), threading.Semaphore(0), threading.Semaphore(0)
 
@@ -205,24 +192,6 @@ async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse
         assert await made.operator.unusable("added", other) is None
 
 
-async def test_a_ready_model_takes_no_recipe_that_its_files_refuse(tmp_path: Path) -> None:
-    shape = dense(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
-    folder = write(tmp_path / "uneven", shape, tensors_of(shape))
-    recipes = tmp_path / "recipes"
-    recipes.mkdir()
-    for name, quantize in (("wide", "nf4-g128"), ("even", "nf4-g64")):
-        recipe = {"description": name, "model": str(folder), "sources": {"own": "a test"}, "settings": {"quantize": quantize}}
-        (recipes / f"{name}.yaml").write_text(json.dumps(recipe))
-    async with stage(tmp_path, recipes_dir=str(recipes)) as made:
-        made.operator.add("added", {"model": str(folder), "max_model_len": 4096})
-        await make_ready(made, "added")
-        with pytest.raises(ConfigError, match=r"models\.added\.quantize"):
-            await made.operator.lay_recipe("added", "wide")
-        spec = made.supervisor.registry.find("added").spec
-        assert spec is not None and spec.quantize is None
-        assert await made.operator.lay_recipe("added", "even") == "added"
-
-
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.supervisor.tell_refused("sparkd.yaml:3: modles is unknown.")
@@ -230,6 +199,7 @@ async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path:
         assert condition.reason == "ConfigRefused" and "sparkd.yaml:3: modles is unknown." in condition.message
         made.supervisor.tell_refused(None)
         assert made.supervisor.snapshot().conditions == ()
+        assert [(event.kind, event.model) for event in made.store.history.events()] == [("config", None)]
 
 
 async def test_a_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:
@@ -241,15 +211,6 @@ async def test_a_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Pa
         assert made.supervisor.reconfigure(of(made, m={}, other={}))["added"] == ["m"]
         await made.tick(3)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
-
-
-async def test_an_engine_that_was_loaded_is_not_loaded_again_when_its_model_comes_back_while_it_ends(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await make_ready(made)
-        made.supervisor.reconfigure(of(made, other={}))
-        made.supervisor.reconfigure(of(made, m={}, other={}))
-        await made.tick(5)
-        assert (made.state(), made.store.wishes.desired()) == ("STOPPED", {})
 
 
 @pytest.mark.parametrize("wish", list(Want))
@@ -265,13 +226,3 @@ async def test_a_wish_for_a_model_that_went_while_no_daemon_ran_is_forgotten(tmp
         assert set(made.store.wishes.desired()) == {"added"}
         made.supervisor.reconfigure(of(made, gone={"preload": True}))
         assert made.supervisor.snapshot().models["gone"].want is Want.RUNNING
-
-
-async def test_an_added_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        for _ in range(2):
-            made.operator.add("new", {"model": "/y"})
-            assert made.supervisor.snapshot().models["new"].want is Want.STOPPED
-            made.supervisor.want("new", Want.RUNNING, "admin")
-            made.operator.remove("new")
-        assert "new" not in made.store.wishes.desired()

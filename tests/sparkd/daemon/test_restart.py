@@ -175,25 +175,6 @@ def test_a_client_that_has_just_connected_when_it_ends_is_answered(daemon: tuple
 
 
 @pytest.mark.rest
-def test_fifty_reloads_break_no_stream_and_touch_no_engine(daemon: tuple[ActivatedDaemon, dict[str, Any]], tmp_path: Path) -> None:
-    made, given = daemon
-    ranks = [made.pid_of(name) for name in ("quick", "slow")]
-    kept = streams(made, "slow", tmp_path / "gate", 32)
-    for number in range(50):
-        made.configure(given | {"global_ttl_s": 1000 + number} if number % 5 else {"modles": number})
-        if number % 2:
-            made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-        else:
-            assert made.client.post("/admin/v1/reload").status_code == (200 if number % 5 else 422)
-    made.configure(given)
-    assert made.client.post("/admin/v1/reload").json()["restarted"] == []
-    (tmp_path / "gate").touch()
-    assert [stream.whole() for stream in kept] == [True] * 32
-    assert [made.pid_of(name) for name in ("quick", "slow")] == ranks
-    assert made.status()["conditions"] == []
-
-
-@pytest.mark.rest
 def test_an_engine_whose_settings_changed_is_restarted_once_its_streams_are_over(
     daemon: tuple[ActivatedDaemon, dict[str, Any]], tmp_path: Path
 ) -> None:

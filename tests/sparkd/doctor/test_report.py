@@ -23,6 +23,7 @@ from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import view
 from tests.support.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
+from tests.support.fabric_tree import scenarios, write_nodes
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S
 from workers.host import bounded_child, disk_rate, inspection
@@ -30,6 +31,7 @@ from workers.host import bounded_child, disk_rate, inspection
 GIB_KIB = 1 << 20
 DRIVER = "NVRM version: NVIDIA UNIX {0}Kernel Module for aarch64  {1}  Release Build\n"
 SMI = "captured/nvidia-smi.txt"
+STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 # fault -> (what it changes, check, verdict, a word of the cure)
 AREAS = "Filename Type Size Used Priority\n/swap.img file {} 0 -2\n/swapfile128 file {} 0 -3\n"
@@ -125,6 +127,13 @@ def test_every_check_of_a_node_has_a_fault() -> None:
 
     assert len(checks) > 20
     assert checks - {check for _, check, _, _ in FAULTS.values()} == _NO_FILE, "a check has its fault in FAULTS"
+
+
+@pytest.mark.parametrize("answer", ["No devices were found\n", "\n"])
+def test_no_gpu_is_not_well(tmp_path: Path, answer: str) -> None:
+    found = [one for one in found_in(write(tmp_path, {SMI: answer}))["findings"] if one["about"] == "GPU"]
+
+    assert [(one["check"], one["verdict"]) for one in found] == [("nvidia-smi", "fail")]
 
 
 def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> None:
@@ -264,6 +273,20 @@ def test_the_verb_looks_at_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert exit_code(["--json", "doctor", "--root", str(write(tmp_path / "bad", changes))]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "fail"
     assert exit_code(["doctor", "--root", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(("verb", "as_json"), [("doctor", False), ("doctor", True), ("fabric", True), ("fabric --env", False)])
+def test_a_hosts_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, as_json: bool) -> None:
+    roots = write_nodes(tmp_path, scenarios()["pair-two-cables"]["nodes"]) if verb != "doctor" else [write(tmp_path / "a")]
+    for number, root in enumerate(roots):
+        (root / "etc").mkdir(exist_ok=True)
+        (root / "etc/hostname").write_text(f"{number}\x1b]0;owned\x07\x1b[2J\x9b31m\x00 [/] [bold]x\nsecond line\n")
+
+    folders = [word for root in roots for word in ("--root", str(root))]
+    assert exit_code([*(["--json"] if as_json else []), *verb.split(), *folders]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert not STEERS.search(out + err)
+    assert "owned" in out and "second line" not in out
 
 
 def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

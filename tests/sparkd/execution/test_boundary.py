@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import gc
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
 
-from sparkd.engine.upstream import served_models
 from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
 from sparkd.gateway import GatewayServer, routes
-from sparkd.gateway.acceptor import Acceptor
 from sparkd.metrics import INTERNAL_ERRORS
 from tests.sparkd.gateway.fakes import RawEngine, serving
 from tests.support.fakes import FakeClock
 from tests.support.faulty_sparkd import ERRORS
-from tests.support.waiting import HUNG_S, eventually
+from tests.support.waiting import eventually
 
 SPARKD = Path(__file__).parents[3] / "sparkd"
 STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
@@ -92,16 +87,6 @@ def test_an_errors_own_text_is_told_to_the_log_alone(boundary: Boundary) -> None
         raise KeyError("secret")
 
     assert "secret" not in f"{boundary.condition}{heard}"
-
-
-def test_what_fails_the_model_may_fail_too(boundary: Boundary) -> None:
-    def fail(sentence: str) -> None:
-        raise ValueError(sentence)
-
-    with boundary.around("place", "m", fail):
-        raise KeyError("x")
-
-    assert "KeyError" in str(boundary.condition) and "ValueError" in str(boundary.condition)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -177,39 +162,6 @@ def test_an_error_of_our_callback_is_noted_with_the_words_of_the_loop(
     assert "Exception in callback" in record.getMessage() and "secret" not in record.getMessage()
 
 
-def test_an_error_of_our_task_that_nothing_waits_for_is_noted(
-    boundary: Boundary, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop.run_until_complete(asyncio.wait([loop.create_task(served_models(None))]))  # type: ignore[arg-type]
-    gc.collect()
-
-    assert "loop (AttributeError)" in str(boundary.condition)
-    (record,) = caplog.records
-    assert "Task exception was never retrieved" in record.getMessage()
-
-
-def test_an_error_of_a_library_is_logged_now_and_then_and_not_counted(
-    boundary: Boundary, clock: FakeClock, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = counted("loop")
-    for at_s in (0.0, 1.0, LOG_EVERY_S):
-        clock.now_s = 1000.0 + at_s
-        loop.call_soon({}.__getitem__, "node")
-        turn(loop)
-
-    assert boundary.condition is None and counted("loop") == before
-    assert ["Exception in callback" in record.getMessage() and bool(record.exc_info) for record in caplog.records] == [True] * 2
-
-
-async def test_a_time_limit_is_what_it_is_everywhere(boundary: Boundary) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            with boundary.around("observe"):
-                await asyncio.Event().wait()
-
-    assert boundary.condition is None
-
-
 async def test_a_part_begins_again_until_it_returns(boundary: Boundary) -> None:
     errors, begun = list(ERRORS), 0
 
@@ -254,44 +206,6 @@ def test_a_lasting_fault_does_not_fill_the_log(boundary: Boundary, clock: FakeCl
 
     assert len(caplog.records) == 3
     assert all(record.exc_info for record in caplog.records)
-
-
-class Loop:
-    """The running one, whose first connection fails for a reason that no system gives."""
-
-    def __init__(self) -> None:
-        self.errors = [RuntimeError("once")]
-        self.loop = asyncio.get_running_loop()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loop, name)
-
-    async def connect_accepted_socket(self, make: Any, client: socket.socket) -> None:
-        if self.errors:
-            raise self.errors.pop()
-        await self.loop.connect_accepted_socket(make, client)
-
-
-async def test_an_error_while_a_connection_is_opened_costs_that_connection_alone(boundary: Boundary) -> None:
-    made = asyncio.Event()
-
-    class Told(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            made.set()
-            transport.abort()  # type: ignore[attr-defined]
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepting = Acceptor([listener], Told, (), {}, 10, boundary)
-        accepting._loop = Loop()  # type: ignore[assignment]
-        async with asyncio.timeout(HUNG_S):
-            reader, first = await asyncio.open_connection(*listener.getsockname())
-            assert await reader.read() == b""
-            assert not made.is_set() and "accept (RuntimeError)" in str(boundary.condition)
-            _, second = await asyncio.open_connection(*listener.getsockname())
-            await made.wait()
-        await accepting.close()
-        first.close()
-        second.close()
 
 
 async def test_a_gateway_that_ends_by_an_error_begins_again_until_it_is_told_to_end(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
 import subprocess
@@ -84,20 +83,6 @@ def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monke
 
     until(lambda: not runs(int(path.read_text())), "the end of what the call started")
     assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s", signal.SIGSTOP: None}[number]
-
-
-@pytest.mark.parametrize("number", [0, signal.SIGALRM])
-def test_what_has_left_the_session_of_a_call_does_not_hide_its_end(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_call, "KILLED_S", 0.1)
-    path = tmp_path / "pid"
-    try:
-        result: object = call(with_descendant, str(path), number, True, time_s=HUNG_S)
-    except NoAnswer as error:
-        result = error.exceeded
-    finally:
-        os.kill(int(path.read_text()), signal.SIGKILL)
-
-    assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s"}[number]
 
 
 @pytest.fixture

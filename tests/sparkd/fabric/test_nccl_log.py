@@ -116,7 +116,7 @@ def test_what_is_said_first_gives_way_to_what_is_said_last() -> None:
     assert parse(lines).network == "Socket"
 
 
-@pytest.mark.parametrize(("network", "more"), [("IB", "/GDRDMA(PCI)/Shared"), ("Socket", "/Shared"), ("Socket", "")])
+@pytest.mark.parametrize(("network", "more"), [("IB", "/GDRDMA(PCI)/Shared"), ("Socket", "")])
 def test_what_stands_behind_a_channels_device_is_no_part_of_a_networks_name(network: str, more: str) -> None:
     """sendSetup and recvSetup of nccl/src/transport/net.cc: Shared stands there for what a pipeline's stages send each other."""
     found = parse([f"h:1:2 [0] NCCL INFO Channel 00/1 : 0[0] -> 1[0] [send] via NET/{network}/1{more}"])
@@ -140,10 +140,7 @@ def test_gpu_direct_that_is_only_enabled_is_a_warning() -> None:
     [
         (20.52, 2, False, "ok", ["2 rails", "20 to 24"]),
         (13.9, 2, False, "warn", ["2 rails", "20 to 24"]),
-        (1.6, 2, False, "fail", ["2 rails", "20 to 24"]),
         (13.89, 1, False, "ok", ["1 rail", "13.9"]),
-        (22.5, 4, False, "ok", ["4 rails", "20 to 24"]),
-        (2.1, 0, False, "ok", ["sockets", "ConnectX-7", "2.1"]),
         (1.0, 0, False, "fail", ["sockets", "ConnectX-7", "2.1"]),
         (1.0, 0, True, "ok", ["sockets", "10GbE", "1"]),
     ],

@@ -15,7 +15,6 @@ from tests.support.facts import lacking
 from tests.support.fakes import FakeClock
 
 A, B = "192.168.100.11", "192.168.100.12"
-JIT = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
 
 
 class Agents:
@@ -55,25 +54,6 @@ async def test_a_reading_is_kept_for_a_while_and_a_refusal_is_not() -> None:
     assert agents.asked == [A, B, B, A, A]
 
 
-async def test_a_rank_alone_gets_the_caps_of_compilers_and_no_name() -> None:
-    agents = pair()
-
-    assert await agents.environment(A) == JIT
-    assert await agents.environment(A, MAX_JOBS="8") == JIT | {"MAX_JOBS": "8"}
-    agents.raw[A] = readings("pair-different-ports")["spark-1"] | {"unified": False}
-    agents.clock.now_s += KEPT_S
-    assert await agents.environment(A) == {}
-
-
-async def test_ranks_of_two_nodes_get_the_names_of_their_own() -> None:
-    a, b = await pair().environment(A, B), await pair().environment(B, A)
-
-    assert (a["GLOO_SOCKET_IFNAME"], b["GLOO_SOCKET_IFNAME"]) == ("enp1s0f1np1", "enp1s0f0np0")
-    assert (a["NCCL_IB_HCA"], b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
-    assert (a["VLLM_HOST_IP"], b["VLLM_HOST_IP"]) == (A, B)
-    assert not [name for name in await pair().environment(A, B, rdma=False) if name.startswith("NCCL_IB")]
-
-
 @pytest.mark.parametrize("which", [A, B])
 async def test_a_node_that_cannot_be_read_is_named_and_stops_no_rank(which: str, caplog: pytest.LogCaptureFixture) -> None:
     silent, blind = pair(), pair()
@@ -84,14 +64,6 @@ async def test_a_node_that_cannot_be_read_is_named_and_stops_no_rank(which: str,
 
     silence, trouble = (record.getMessage() for record in caplog.records)
     assert lacking(silence, which, "agent") + lacking(trouble, which, "`ip address show`: not installed") == []
-
-
-async def test_a_reading_that_nobody_understands_stops_no_rank(caplog: pytest.LogCaptureFixture) -> None:
-    agents = pair()
-    agents.raw[B] = {"trouble": []}
-    with caplog.at_level(logging.WARNING, "sparkd.cluster"):
-        assert await agents.environment(A, B) == {}
-    assert [lacking(record.getMessage(), f"{A}, {B}", "'host'") for record in caplog.records] == [[]]
 
 
 async def test_the_nodes_that_may_share_a_model() -> None:
@@ -125,12 +97,4 @@ def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.Monke
     del names["GLOO_SOCKET_IFNAME"]
     assert ray_environment(A, {"GLOO_SOCKET_IFNAME": "eth7"}) == names | {"VLLM_HOST_IP": A}
     monkeypatch.setattr("sparkd.fabric.readings.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
-    assert ray_environment(A, {}) == {}
-
-
-def test_a_node_whose_sys_cannot_be_read_starts_its_ray_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> dict[str, Any]:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("sparkd.fabric.readings.sample", refuse)
     assert ray_environment(A, {}) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from sparkd.admin.app import model_body
 from sparkd.admin.readings import fabric_of
-from sparkd.errors import AgentLost
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
 from sparkd.fabric.nccl_log import parse
 from sparkd.fabric.readings import FabricNodes
@@ -192,23 +190,3 @@ async def test_a_model_on_one_node_has_nothing_to_prove(tmp_path: Path) -> None:
         await make_ready(made)
         assert not [line for line in made.cluster.log if line.startswith("transport")]
         assert made.supervisor.snapshot().models["m"].transport == ()
-
-
-async def test_logs_that_cannot_be_read_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def lost() -> tuple[Finding, ...]:
-        raise AgentLost("The agent does not answer.")
-
-    def wrong() -> tuple[Finding, ...]:
-        raise ValueError("odd")
-
-    for number, refuse in enumerate((lost, wrong)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        async with stage(folder) as made:
-            made.cluster.proof = refuse
-            with caplog.at_level(logging.ERROR):
-                await over_two_nodes(made)
-            told = [one.message for one in made.supervisor.ledger.events(0, 100) if one.kind == "transport"]
-            assert [lacking(line, "The agent does not answer") for line in told] == ([[]] if refuse is lost else [])
-            assert made.state() == "READY"
-    assert [lacking(record.getMessage(), "transport", "m") for record in caplog.records] == [[]]

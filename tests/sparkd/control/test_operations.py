@@ -1,0 +1,47 @@
+"""The book of long actions: what the next daemon makes of those that ran, and how many are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkd.control.operations import OperationBook
+from sparkd.control.record import Record
+from sparkd.state.nouns import Desired, OperationState, Want
+from sparkd.state.store import History, Store
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    store = Store(tmp_path / "state.db")
+    yield store.history
+    store.close()
+
+
+def book(history: History) -> OperationBook:
+    return OperationBook(history, lambda write: write(), lambda: 1.0)
+
+
+@pytest.mark.parametrize(("want", "state"), [(Want.RUNNING, OperationState.RUNNING), (Want.STOPPED, OperationState.CANCELLED)])
+def test_one_of_an_earlier_daemon_goes_on_where_its_wish_stands_and_ends_otherwise(
+    want: Want, state: OperationState, history: History
+) -> None:
+    def record() -> Record:
+        return Record("m", Desired("m", want, 1, "admin", 0.0), 0.0, 0.0)
+
+    begun = book(history).begin(record(), "load", "admin")
+    again, taken = book(history), record()
+    again.take_over({"m": taken})
+
+    assert again.find(begun.id).state is state
+    assert taken.operation == (begun.id if want is Want.RUNNING else None)
+
+
+def test_only_the_last_are_kept(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.control.operations.OPERATIONS_KEPT", 3)
+    made = book(history)
+    begun = [made.open("pull", f"m{number}", "admin").id for number in range(5)]
+
+    assert list(made.all({})) == begun[2:]
