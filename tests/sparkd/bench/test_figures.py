@@ -2,39 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.bench.figures import Metric, arena_name, labels, load_figures, metric, number, percentile, spread_text
+from sparkd.bench.figures import Metric, arena_name, labels, load_figures, metric, percentile
 from sparkd.bench.result import LoadRow
 from tests.support.bench_example import example
 
 BASE = example(depths=(0,), concurrencies=(1,), failed=())
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "text"),
-    [
-        (None, 3, "-"),
-        (float("nan"), 3, "-"),
-        (1234567.8, 3, "1,234,568"),
-        (0.09999, 2, "0.10"),
-        (0.004123, 3, "0.00412"),
-        (1e-9, 3, "0.000000"),
-    ],
-)
-def test_numbers_have_significant_digits(value: float | None, digits: int, text: str) -> None:
-    assert number(value, digits) == text
-
-
-@pytest.mark.parametrize(
-    ("mean", "std", "text"),
-    [
-        (248.284, 4.652, "248.3 ± 4.7 t/s"),
-        (3914, 79.4, "3,914 ± 79 t/s"),
-        (5, 0, "5.000 t/s"),
-        (0, 0.5, "0.00 ± 0.50 t/s"),
-    ],
-)
-def test_a_mean_is_as_exact_as_its_spread(mean: float, std: float | None, text: str) -> None:
-    assert spread_text(Metric(mean, std), "t/s") == text
 
 
 # By numpy.percentile(values, 100 * share).

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published
+from sparkd.bench.result import BenchResult, LoadRow, Phase, Predicted, Published
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -51,14 +51,6 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert not [line for line in lines if "tg128 (c2)" in line]
     assert [line for line in lines if "pp2048 tg128 @ d0 (c2)" in line and "killed" in line]
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
-
-
-def test_latency_is_what_the_tool_subtracted() -> None:
-    row = {"ttfr": {"mean": 5, "std": 0, "values": [5.0, 6.0]}, "est_ppt": {"mean": 0, "std": 0, "values": [0.0, 4.5]}}
-    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
-    result = RESULTS["one"].model_copy(update={"cells": [cell]})
-
-    assert tables.benchy_json(result)["latency_ms"] == 1.5
 
 
 def test_figures_of_ours_have_a_line_for_each_cell() -> None:
@@ -137,10 +129,3 @@ def test_text_of_a_result_stays_in_its_cell() -> None:
     line = tables.arena_table(RESULTS["one"].model_copy(update={"subject": subject})).splitlines()[2]
 
     assert line.startswith("| a\\|b &lt;i> |")
-
-
-def test_figures_that_are_no_numbers_are_left_out() -> None:
-    row = {"pp_throughput": {"mean": float("nan"), "std": 0, "values": []}, "tg_throughput": {"mean": "7"}, "peak_throughput": None}
-    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
-
-    assert list(tables.rows_of_tests(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []
