@@ -120,19 +120,10 @@ def test_a_patch_leads_from_one_tree_to_the_next(before: dict[str, Any], after: 
     assert known(merged(known(before), patch_of(before, after))) == known(after)
 
 
-def test_nothing_changed_is_nothing() -> None:
-    assert patch_of(document(), document()) == {}
-
-
 def test_a_model_that_waits_is_in_no_change() -> None:
     waits = [{"m": view("m", since_s=1000.25 + jitter, turn=1, **FILE)} for jitter in (0.000001, 0.000004)]
     before, after = (document(models=models) for models in waits)
     assert patch_of(before, after) == {}
-
-
-def test_what_goes_is_null() -> None:
-    before, after = document(), document(nodes=())
-    assert patch_of(before, after)["nodes"] == {"n1": None}
 
 
 def test_only_what_changed_is_said() -> None:

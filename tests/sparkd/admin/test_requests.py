@@ -126,10 +126,3 @@ async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
         await exchange.task
     log.end(exchange)
     assert (await admin.refused("DELETE", "/requests/req-1", 404))["code"] == "request_not_found"
-
-
-async def test_a_daemon_without_a_record(admin: Admin) -> None:
-    made = admin.scene
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-        assert (await client.get(f"{PREFIX}/requests")).json()["error"]["code"] == "route_not_found"
