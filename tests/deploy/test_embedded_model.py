@@ -109,38 +109,11 @@ def tiny(source: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyP
     return source[0]
 
 
-def test_bfloat16() -> None:
-    bits = {
-        -0.0: 0x8000,
-        1.0 + 2**-8: 0x3F80,  # halfway, the even neighbour is below
-        1.0 + 3 * 2**-8: 0x3F82,  # halfway, the even neighbour is above
-        1.0 + 2**-8 + 2**-20: 0x3F81,
-        1.0 + 2**-8 - 2**-20: 0x3F80,
-        3.3895314e38: 0x7F7F,  # the largest BF16
-        3.4028235e38: 0x7F80,  # the largest float32 rounds to infinity
-        1e-45: 0x0000,
-    }
-    assert embedded_model.to_bfloat16(np.array([*bits], np.float32)).tolist() == [*bits.values()]
-
-
 def test_unpermute_is_the_inverse_of_the_ggufs_permutation() -> None:
     heads, head_dim = 3, 64
     rows = np.arange(heads * head_dim * 5, dtype=np.float32).reshape(heads * head_dim, 5)
     permuted = rows.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(rows.shape)
     assert np.array_equal(embedded_model.unpermute(permuted, heads), rows)
-
-
-def test_names() -> None:
-    names = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
-        "blk.12.attn_output.weight": "model.layers.12.self_attn.o_proj.weight",
-    }
-    assert {name: embedded_model.checkpoint_name(name) for name in names} == names
-    for unknown in ("output.weight", "blk.x.attn_q.weight", "blk.1.ffn_gate_exps.weight"):
-        with pytest.raises(ConfigError, match=re.escape(repr(unknown))):
-            embedded_model.checkpoint_name(unknown)
 
 
 class TestPrepare:
@@ -195,13 +168,6 @@ class TestPrepare:
             assert f"<tools>\n{json.dumps(function)}\n</tools>" in text
             assert text.count('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>') == 1
             assert text.endswith("<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-
-    def test_a_second_run_writes_nothing(self, tiny: Path, tmp_path: Path) -> None:
-        assert embedded_model.prepare(tmp_path / "m", gguf=tiny)
-        before = (tmp_path / "m" / "model.safetensors").stat()
-        assert not embedded_model.prepare(tmp_path / "m", gguf=tmp_path / "not looked at")
-        after = (tmp_path / "m" / "model.safetensors").stat()
-        assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
     @pytest.mark.parametrize("damage", ["truncate", "old"])
     def test_a_damaged_or_old_folder_is_written_anew(self, tiny: Path, tmp_path: Path, damage: str) -> None:

@@ -87,14 +87,6 @@ def test_a_port_is_a_number() -> None:
         setup.check_port(65536)
 
 
-@pytest.mark.parametrize(("kind", "too_few", "enough"), [("cpu", 3, 100), ("cuda", 12, 40)])
-def test_disk(kind: str, too_few: int, enough: int) -> None:
-    engine = setup.Engine(kind, "vllm", "as asked")
-    setup.check_disk(engine, enough << 30, Path("/somewhere"))
-    with pytest.raises(setup.SetupError, match=rf"/somewhere .*{too_few}\.0 GiB"):
-        setup.check_disk(engine, too_few << 30, Path("/somewhere"))
-
-
 @pytest.mark.parametrize(
     ("wish", "gpu", "kind", "requirement"),
     [
@@ -330,10 +322,6 @@ class TestInstallation:
         other = self._run(checkout, monkeypatch, "--engine", "vllm==0.27.1")
         assert other.titles[:2] == ["virtual environment", "engine, sparkd and requirements"]
         assert json.loads(setup.STAMP.read_text())["place"][2:] == ["cuda", "vllm==0.27.1"]
-
-    def test_the_model_is_looked_at_every_time(self, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self._run(checkout, monkeypatch)
-        assert self._run(checkout, monkeypatch, "--model", str(tmp_path / "m")).titles == ["embedded model"]
 
     def test_too_little_disk_stops_before_anything(
         self, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

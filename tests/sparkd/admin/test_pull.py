@@ -199,15 +199,6 @@ async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], sour
     assert made.nodes.of("copy")[0][0] == source
 
 
-async def test_weights_that_a_copy_removed_or_left_are_told(tmp_path: Path) -> None:
-    async with scene(tmp_path) as made:
-        beside = {"removed": [f"{number}.safetensors" for number in range(6)], "left": ["mine.safetensors"]}
-        made.nodes.steps = [{"done_bytes": 100, "fetched_bytes": 90, "ended": True} | beside]
-        ended = await made.ended(made.pulls.start("plain"))
-
-    assert lacking(ended.message, B, "0.safetensors", "3.safetensors", "2 more", A, "mine.safetensors") == []
-
-
 async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said["staged"] = lambda node, *_: MANIFEST | {"partial": True} if node == A else None

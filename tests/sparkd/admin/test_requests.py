@@ -94,16 +94,6 @@ async def test_pages_and_filters(admin: Admin, log: RequestLog) -> None:
         await admin.refused("GET", f"/requests?{query}", 400)
 
 
-async def test_csv(admin: Admin, log: RequestLog) -> None:
-    finished(log, *range(1, 151), key="laptop")
-    asked(log, 200)
-    response = await admin.client.get(f"{PREFIX}/requests", headers={"accept": "text/csv"})
-    assert response.headers["content-type"] == "text/csv; charset=utf-8"
-    rows = list(csv.DictReader(io.StringIO(response.text)))
-    assert [rows[0]["number"], rows[-1]["number"], len(rows)] == ["150", "1", 150]
-    assert (rows[0]["request_id"], rows[0]["key"], rows[0]["code"], rows[0]["streamed"]) == ("req-150", "laptop", "", "False")
-
-
 async def test_csv_has_the_columns_and_the_outcome_of_json(admin: Admin, log: RequestLog) -> None:
     for number, (status, code) in enumerate([(200, None), (200, "engine_gone"), (499, None)], 1):
         exchange = asked(log, number)

@@ -31,11 +31,3 @@ def test_prompts_and_answers_are_apart_and_idle_is_subtracted() -> None:
     assert found.joules_per_prompt_token == pytest.approx(200 * 9 / 1000)
     assert found.joules_per_output_token == pytest.approx(50 * 20 / 500)
     assert found.mean_w == pytest.approx(found.joules / 30)
-
-
-def test_a_phase_that_is_too_short_has_no_joules_a_token() -> None:
-    points = [(at / 2, 100.0) for at in range(61)]
-    found = energy(points, (0.0, 30.0), [(0.0, 0.5)], [(1.0, 30.0)], (1000, 500), 10.0)
-    assert found is not None and found.joules_per_prompt_token is None and found.joules_per_output_token is not None
-    unknown = energy(points, (0.0, 30.0), [(0.0, 5.0)], [(5.0, 30.0)], (1000, 500), None)
-    assert unknown is not None and unknown.joules_per_output_token is None and unknown.joules == pytest.approx(3000)

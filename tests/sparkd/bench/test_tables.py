@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, LoadRow, Phase, Predicted, Published
+from sparkd.bench.result import BenchResult, LoadRow, Phase, Predicted
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -73,14 +73,6 @@ def table_of(result: BenchResult, title: str) -> list[dict[str, str]]:
     return next([dict(zip(head, row, strict=True)) for row in rows] for name, head, rows in tables.tables(result) if name.startswith(title))
 
 
-def test_the_second_table_marks_throttling_and_shows_the_prediction() -> None:
-    rows = table_of(example(depths=(32768,)), "Energy")
-
-    assert [row["throttled"] for row in rows] == ["no", "no", "no", "⚠ sw_power_cap"]
-    assert rows[0]["W idle"] == "31.4"
-    assert rows[0]["predicted GiB"].startswith("40.10 (-4.")
-
-
 def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
     said = Predicted(decode_tokens_per_s=100.0, first_load_s=40.0, next_load_s=10.0)
     loads = [
@@ -112,16 +104,6 @@ def test_the_plans_seconds_stand_beside_each_load() -> None:
     # No plan was asked of the other model of a swap.
     assert [row["predicted s"] for row in rows] == ["40.0 (+25%)", "10.0 (+100%)", "-", "10.0"]
     assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
-
-
-@pytest.mark.parametrize(("what", "key"), [("decode_tokens_per_s", "tg"), ("prefill_tokens_per_s", "pp")])
-def test_a_published_rate_stands_beside_one_request_at_a_time(what: str, key: str) -> None:
-    ours, where = tables.beside(Published(what=what, value=1, unit="tokens/s", source="x"), RESULTS["many"])
-    (cell,) = [cell for cell in RESULTS["many"].cells if (cell.cell.depth, cell.cell.concurrency) == (0, 1)]
-    metric = figures.read(key, cell)
-
-    assert metric is not None
-    assert (where, ours.startswith(f"{metric.mean:.2f}")) == (cell.cell.name, True)
 
 
 def test_text_of_a_result_stays_in_its_cell() -> None:

@@ -59,12 +59,6 @@ def test_the_picture_of_a_pair_is_the_readme_s() -> None:
     assert f"```\n{drawn(report_of('twin-without-address'), 110)}```" in DOCUMENT
 
 
-def test_a_terminal_without_utf_8_gets_ascii() -> None:
-    text = drawn(report_of("pair-by-subnets"), 100, encoding="ascii")
-
-    assert text.isascii() and "== spark-2 cage 1" in text
-
-
 def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["fabric", "--env", *roots(tmp_path, "pair-different-ports")]) == 0
     text = capsys.readouterr().out

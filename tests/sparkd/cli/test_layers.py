@@ -106,21 +106,6 @@ def test_columns_that_do_not_divide_are_told() -> None:
     assert misfit[-3:] == ["not", "int4-g128", "-"] and fit[-3] == "int4-g128" and whole[-2:] == ["-", "-"]
 
 
-def test_the_table() -> None:
-    console = Console(width=200, force_terminal=False, highlight=False)
-    made = checkpoint_of({**DENSE, "scale": ("F32", ())}, quantization=SourceQuantization("awq"))
-    with console.capture() as captured:
-        show.layers(listing(made, QuantizationRecipe.parse("nvfp4")).to_json(), console)
-    lines = [line.split() for line in captured.get().splitlines()]
-
-    assert lines[0] == ["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"]
-    size = ["384", "KiB"]
-    assert lines[2] == ["model.layers.*.self_attn.o_proj.weight", "attention", "2", "256x384", "BF16", *size, "-", *size]
-    assert lines[5][:4] == ["scale", "scale", "1", "1"]
-    assert lines[6][0] == "all" and "100%" in lines[6]
-    assert lacking(captured.get(), "awq") == []
-
-
 # Where MODEL lies
 
 
@@ -166,13 +151,6 @@ def test_best_needs_a_size_and_is_then_a_mix_of_it(model: Path, tmp_path: Path) 
         find(str(model), "best")
     with pytest.raises(ConfigError, match="gib"):
         find(str(model), "{format: best, gib: 1.0e-6}")
-
-
-def test_the_variables_of_the_environment_count_where_nothing_is_said(model: Path) -> None:
-    environ = {"VLLM_FP8_LAYERS": "o_proj"}
-
-    assert formats(find(str(model), environ=environ)) == {"fp8", None}
-    assert formats(find(str(model), "nvfp4", environ=environ)) == {"nvfp4"}
 
 
 def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.main import get_command
 
 from sparkd import __main__, errors
@@ -207,15 +206,6 @@ def test_the_help_names_every_verb_and_cuts_no_line(every_verb: Any) -> None:
     assert not set(VERBS) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
 
 
-def test_every_verb_explains_itself_in_a_screenful_alone_as_among_all(every_verb: Any) -> None:
-    """A key on a command line could be read by every user of the machine."""
-    for verb in VERBS:
-        shown = help_of(every_verb, verb)
-        assert shown == help_of(get_command(command_line(verb)), verb), verb
-        assert len(shown.splitlines()) <= 30 and max(map(len, shown.splitlines())) <= 80, verb
-        assert "--key " not in shown, verb
-
-
 def test_the_help_tells_every_exit_code() -> None:
     told = {int(number) for number in re.findall(r"^ *(\d+)  ", EXIT_CODES, re.MULTILINE)}
 
@@ -398,33 +388,6 @@ def test_check_says_what_is_longer_than_the_model(keys: dict[str, Any], config: 
     assert len(told) == refused and all(re.search("max.model.len", message) for message in told)
 
 
-def test_check_leaves_a_longer_context_to_the_daemons_environment_and_to_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The daemon's own environment reaches an engine, and other files than config.json may say how long a request may be."""
-    file = configured(tmp_path, {"max_model_len": 4097}, {})
-    for name in ("params.json", "sentence_bert_config.json"):
-        (tmp_path / "m" / name).write_text("{}")
-        assert mistakes(file) == []
-        (tmp_path / "m" / name).unlink()
-    assert mistakes(file)
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    assert mistakes(file) == []
-
-
-def test_check_says_which_groups_are_not_whole(tmp_path: Path) -> None:
-    shape = mixture(num_hidden_layers=1)
-    folder = write(tmp_path / "m", shape, [("model.layers.0.self_attn.o_proj.weight", (512, 576), "BF16")])
-    models = {name: {"model": str(folder), "quantize": name, "runtime": "/no/python"} for name in ("int4-g128", "int4-g64")}
-    models["stub"] = {"model": str(folder), "quantize": "int4-g128", "entrypoint": "workers.stub"}
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": models}))
-
-    (message,) = mistakes(file)
-    told = ("models.int4-g128.quantize", "576", "model.layers.0.self_attn.o_proj.weight", "128", "int4-g64", "int4-g32")
-    assert lacking(message, *told) == []
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["version", "--json"]) == 0
     version = json.loads(capsys.readouterr().out)["sparkd"]
@@ -447,38 +410,6 @@ def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(__main__, "command_line", fail)
     assert exit_code([]) == 3
     assert capsys.readouterr().err == "error: The disk is gone.\n"
-
-
-# These make a short verb slow to start: the daemon's and Ray's parts, an engine's, weights and recipes, tables with colours.
-_DAEMON = {"ray", "fastapi", "uvicorn", "sqlite3", "sparkd.daemon.daemon", "sparkd.state.nouns", "sparkd.cluster.cluster"}
-_ENGINE = {"workers.rank.command", "workers.guard.policy", "workers.kv.arithmetic", "sparkd.inquiry.parser_answers"}
-_WEIGHTS = {"sparkd.checkpoint", "workers.quantization.recipe", "sparkd.recipes.file"}
-_TABLES = {"rich", "sparkd.render.models", "sparkd.admin.client"}
-
-
-@pytest.mark.parametrize(
-    ("words", "kept_out"),
-    [
-        (["version"], {"yaml", "sparkd.config.config", "asyncio", *_DAEMON, *_ENGINE, *_WEIGHTS, *_TABLES}),
-        (["ps"], {"yaml", "sparkd.config.config", *_DAEMON}),
-        (["ls", "--cached"], {"workers.quantization.recipe", "sparkd.recipes.file", *_DAEMON, *_ENGINE}),
-    ],
-)
-def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_out: set[str], tmp_path: Path) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"state_dir: {tmp_path}\nmodels: {{a: {{model: /a}}}}\n")
-    (tmp_path / "quantized").mkdir()
-    code = f"""
-import os, sys
-import sparkd.__main__
-os.environ.update(SPARKD_CONFIG={str(file)!r}, SPARKD_URL="127.0.0.1:9")
-code = sparkd.__main__.exit_code({words!r})
-sys.stderr.write(" ".join(sys.modules))
-sys.exit(0 if code == {7 if words == ["ps"] else 0} else 99)
-"""
-    done = _python(code)
-
-    assert not kept_out & set(done.stderr.split())
 
 
 def test_the_log_of_a_terminal_goes_to_a_private_file_and_that_of_a_service_to_stderr(tmp_path: Path) -> None:
@@ -520,20 +451,6 @@ def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch
     assert [(config.state_dir, config.port) for config in served] == [(tmp_path, 4321)]
 
 
-def test_serve_without_a_configuration_names_the_file_that_it_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: None)
-    monkeypatch.setattr("sparkd.daemon.logs.set_up", lambda level, folder: None)
-    monkeypatch.setattr("sparkd.cli.serve.CONFIG_PATH", tmp_path / "sparkd.yaml")
-
-    assert exit_code(["serve", "-o", f"state_dir={tmp_path}"]) == 0
-    assert f"{tmp_path / 'sparkd.yaml'} " in capsys.readouterr().out
-    (tmp_path / "sparkd.yaml").write_text("models: {a: {model: o/m}}\n")
-    assert exit_code(["serve", "-o", f"state_dir={tmp_path}"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr("sparkd.daemon.daemon.serve", lambda config, options: served.append(config))
@@ -544,19 +461,6 @@ def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, mon
     argv = ["--state-dir", str(tmp_path / "s"), "--model", str(tmp_path / "m"), "--name", "it", "-o", "models.it.dtype=float32"]
     assert exit_code(["serve", *argv]) == 0
     assert [(config.models["it"].dtype, config.models["it"].model) for config in served] == [("float32", str(tmp_path / "m"))]
-
-
-@pytest.mark.parametrize(("width", "has_pid"), [(80, False), (100, True)])
-def test_ps_tells_the_node_however_narrow_it_is(width: int, has_pid: bool) -> None:
-    model = {"name": "qwen3-8b", "state": "READY", "want": "RUNNING", "since_s": 0.0, "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12}
-    model |= {"queued": 3, "ranks": [{"node": "10.0.0.12", "pid": 4711}], "node": "10.0.0.12", "message": None, "reason": None}
-    model |= {"retry_in_s": None, "progress": {"kv_tokens": 131072}}
-    out = io.StringIO()
-    show.resident([model], Console(file=out, width=width), now_s=5.0)
-
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert ("10.0.0.12" in lines[-1], "4711" in lines[-1]) == (True, has_pid)
 
 
 def test_a_shell_completes_verbs_and_options() -> None:

@@ -16,11 +16,9 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_report as planned_plan
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.weights import inventory, refuse_incomplete
-from sparkd.config.config import load_config, parse_model
+from sparkd.config.config import load_config
 from sparkd.errors import ModelUnusable
-from sparkd.hardware import UNKNOWN_RATES
 from sparkd.models.shape import shape_of
-from sparkd.schema import quantize
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
 from tests.support import published_headers
 from tests.support.checkpoints import dense, mixture, tensors_of, write
@@ -97,39 +95,6 @@ def test_a_number_of_requests_that_is_asked_for_is_in_the_entry_also_where_it_is
     assert "kv_cache" not in choice["config"] and "sequences" not in json.loads(choice["ranks"][0]["environment"][VARIABLE])
 
 
-def test_what_is_not_known_of_a_cpu_is_no_number(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Spark's bandwidths are none of its own; what its owner says is reckoned with."""
-    file, times = tmp_path / "desk.yaml", ("decode_tokens_s", "first_load_s", "next_load_s")
-    file.write_text("platform: cpu\n")
-    found = planned(capsys, folder, "--hardware", file, "--nodes", "2")
-    assert {found["hardware"][name] for name in UNKNOWN_RATES} == {None}
-    assert all(option["footprint"][name] is None for option in found["options"] if option["fits"] for name in times)
-    assert found["choice"]["nodes"] == 1, "nothing says that two would be faster"
-    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", drawn(capsys, monkeypatch, folder, "--hardware", file), re.MULTILINE)
-    assert planned(capsys, folder)["choice"]["footprint"]["first_load_s"] > 0
-    file.write_text("platform: cpu\nbandwidth_bytes_s: 9.0e+10\ndisk_bytes_s: 1.0e+9\n")
-    options = {one["format"]: one["footprint"] for one in planned(capsys, folder, "--hardware", file)["options"]}
-    assert all(options["as stored"][name] > 0 for name in times)
-    # How fast it quantizes is nobody's word.
-    assert options["mxfp4"]["first_load_s"] is None and options["mxfp4"]["next_load_s"] > 0
-
-
-def test_the_bar_is_the_whole_node_where_an_entry_has_a_limit(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "memory_gib": 30, "kv_cache": {"sequences": 1}}}}))
-    out = drawn(capsys, monkeypatch, "m", "--config", file)
-    (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+-+\.+)  121\.6 GiB$", out, re.MULTILINE)
-    parts = planned(capsys, "m", "--config", file)["choice"]["footprint"]
-    assert parts["free"] + parts["total"] == 30 * 2**30
-    assert parts["withheld"] + parts["free"] + parts["total"] + parts["system"] + parts["margin"] == parts["memory"]
-    assert len(bar) == 64 and bar.count("-") == round(64 * parts["withheld"] / parts["memory"])
-    assert re.search(rf"- .*limit {parts['withheld'] / 2**30:.1f} GiB", out)
-
-
 def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, folder, "--nodes", "2", "--ctx", "2048", "--seqs", "3", "--quantize", "int4-g32")
 
@@ -167,24 +132,6 @@ def test_two_nodes_have_two_bars_and_two_commands(
     )
     assert [(node, rank, bool(headless)) for node, rank, headless in commands] == [("0", "0", False), ("1", "1", True)]
     assert "    tensor_parallel: 2\n" in out
-
-
-def test_a_pipeline_is_what_auto_takes_where_heads_do_not_divide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seven heads; each of two nodes holds half of 24 GiB."""
-    wide = {"hidden_size": 1792, "head_dim": 256, "num_attention_heads": 7, "num_key_value_heads": 7}
-    folder = model(tmp_path / "odd", **wide, num_hidden_layers=8, num_experts=64, num_experts_per_tok=2, moe_intermediate_size=4480)
-    small = tmp_path / "small.yaml"
-    small.write_text(f"memory_bytes: {22 << 30}\nsystem_bytes: 0\n")
-    asked = (folder, "--nodes", "2", "--hardware", small, "--quantize", "bf16", "--ctx", "4096")
-    out = drawn(capsys, monkeypatch, *asked)
-
-    assert "In sparkd.yaml" in out and "tensor_parallel:" not in out
-    assert out.count("--pipeline-parallel-size 2") == 2
-    refused = ("as stored on 2 nodes (TP=2)", "7 attention heads", "2 ranks")
-    assert refused[0] not in out and lacking(out, "1 more", "--all") == []
-    assert lacking(drawn(capsys, monkeypatch, *asked, "--all"), *refused) == []
 
 
 def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,15 +173,6 @@ def test_a_refusal_names_its_cause(
 
     assert exit_code(["plan", "--quick", "--json", "m", "--config", str(file)]) == 4
     assert json.loads(capsys.readouterr().out)["refusal"]["cause"] == cause
-
-
-def test_a_narrow_terminal_is_no_obstacle(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out = drawn(capsys, monkeypatch, folder, "--nodes", "2", columns=20)
-
-    assert "In sparkd.yaml:" in out
-    commands = [line for line in out.splitlines() if "vllm.entrypoints" in line]
-    # A command is never folded, so that it can be copied.
-    assert commands and all("--max-num-batched-tokens 8192" in line for line in commands)
 
 
 def test_a_model_may_be_configured_by_name(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,28 +221,6 @@ def test_a_wrong_command_line_is_one_sentence(
     assert name in err
 
 
-def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path / "m", {}, tensors_of(dense()))
-
-    assert exit_code(["plan", "--quick", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert "num_hidden_layers" in told and "memory_gib" in told and f"{folder}." not in told
-
-
-@pytest.mark.parametrize("argv", [[], ["--nodes", "2", "--quantize", "nvfp4", "--seqs", "3", "--kv-dtype", "fp8"]])
-def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
-    """A plan reads no configuration: what it prints for sparkd.yaml has to come to the same flags there."""
-    assert exit_code(["plan", "--quick", "--json", str(folder), *argv]) == 0
-    choice = json.loads(capsys.readouterr().out)["choice"]
-    spec = parse_model(choice["name"], choice["config"], over_admin=False)
-    command = choice["ranks"][0]["command"]
-
-    flags = spec.vllm_flags()
-    assert any(command[at : at + len(flags)] == flags for at in range(len(command)))
-    loader = quantize.loader_of(spec, {}, "", None)
-    assert not loader or json.loads(command[command.index("--model-loader-extra-config") + 1])["quantize"] == spec.quantize
-
-
 def test_a_plan_loads_no_engine(folder: Path) -> None:
     code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--quick', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -312,21 +228,6 @@ def test_a_plan_loads_no_engine(folder: Path) -> None:
     heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "huggingface_hub", "sparkd.config.config", "sparkd.cli.run"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"
-
-
-def test_a_configuration_with_numbers_that_json_has_not_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    infinite, nan = float("inf"), float("nan")
-    plain = dense()
-    odd = dense(time_step_limit=[-infinite, infinite], rope_scaling={"rope_type": "linear", "factor": infinite}, head_dim=nan)
-    folders = [write(tmp_path / name, config, tensors_of(plain)) for name, config in (("plain", plain), ("odd", odd))]
-
-    expected, found = (planned(capsys, folder) for folder in folders)
-
-    # A key whose value is no number counts as absent, and nobody knows what the class makes of it.
-    parts = (*PARTS, "total", "kv_bytes_per_token", "by_class")
-    plain_options, odd_options = ([option["footprint"] for option in answer["options"]] for answer in (expected, found))
-    assert [[each[key] for key in parts] for each in odd_options] == [[each[key] for key in parts] for each in plain_options]
-    assert {each["sureness"] for each in plain_options} == {"known"} and {each["sureness"] for each in odd_options} == {"guess"}
 
 
 @pytest.mark.parametrize(("layers", "missing"), [((0, 2, 3), ["layer 1"]), (range(4), [])])

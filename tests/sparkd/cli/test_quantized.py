@@ -17,7 +17,6 @@ import torch
 
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.cli.export import how_far
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S
@@ -201,19 +200,6 @@ def test_what_is_being_written_is_told_and_stays(here: Path, capsys: pytest.Capt
     assert writer.finish() == "written"
 
 
-def test_what_cannot_be_removed_is_told(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = killed(here)
-
-    def refused(_path: str) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(store.shutil, "rmtree", refused)
-    assert exit_code(["ls", "--cached"]) == 0
-    assert lacking(capsys.readouterr().out, "3.0 MiB", f"({folder}: Permission denied)") == []
-    assert exit_code(["rm", "--cached", "tiny-a"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {folder}: Permission denied. ")
-
-
 # export
 
 
@@ -269,18 +255,6 @@ def test_what_cannot_be_exported(
 
     assert exit_code(["export", *argv]) in (1, 2)
     assert lacking(capsys.readouterr().err, *names) == []
-
-
-@pytest.mark.parametrize(
-    ("done", "seconds", "before", "facts"),
-    [
-        (1 << 30, 10.0, 1 << 30, ["25%", "1.00 GiB", "4.00 GiB"]),
-        (3 << 30, 10.0, 1 << 30, ["75%", "3.00 GiB", "4.00 GiB", "0.21 GB/s", "5 s"]),
-    ],
-)
-def test_the_time_left_is_told_from_what_was_measured(done: int, seconds: float, before: int, facts: list[str]) -> None:
-    told = how_far({"from": "checkpoint", "bytes_done": done, "bytes_total": 4 << 30}, seconds, before)
-    assert lacking(told, *facts) == [] and told.count("GB/s") == " ".join(facts).count("GB/s")
 
 
 def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:

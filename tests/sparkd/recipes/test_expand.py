@@ -220,15 +220,6 @@ def test_a_method_that_drafts_on_the_cpu_leaves_out_what_vllm_does_not_start_wit
     assert all("--enable-prefix-caching" in found for found in args.values())
 
 
-def test_a_draft_inside_the_checkpoint_needs_its_folder(folder: Path) -> None:
-    text = RECIPE.replace("num_speculative_tokens: 3,", "num_speculative_tokens: 3, model: '{model}/assistant',")
-    (folder / "recipes" / "r.yaml").write_text(text)
-    found = speculation(model(folder, recipe="r", speculative="mtp", model="/models/x"))
-
-    assert found is not None and found["model"] == "/models/x/assistant"
-    assert lacking(refused(folder, recipe="r", speculative="mtp"), "download owner/model", "'model:'") == []
-
-
 # What is refused, and where it is said to stand
 
 
