@@ -13,7 +13,6 @@ from sparkd.schema.yaml_file import MAX_BYTES
 from tests.support.checkpoints import dense, tensors_of, write
 
 VALID_TOP = {"listen": "127.0.0.1:4000", "log_level": "info"}
-MAX_LEN = 8192
 COLUMNS = ("refused for its reason", "refused for another", "accepted", "crashed")
 
 
