@@ -19,7 +19,7 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
+from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable, SparkdError
@@ -77,10 +77,10 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def admin_of(tmp_path: Path, **flags: Any) -> AsyncIterator[Admin]:
+async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
-        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
+        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:

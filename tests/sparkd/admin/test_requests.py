@@ -9,17 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from sparkd.admin.app import PREFIX, Parts, admin_app
-from sparkd.gateway import Edge
+from sparkd.admin.app import PREFIX, Parts
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.usage import Tokens
 from sparkd.state.request_store import RequestStore
-from tests.sparkd.admin.test_app import Admin
-from tests.support.fakes import stage
+from tests.sparkd.admin.test_app import Admin, admin_of
 
 
 @pytest.fixture
@@ -31,13 +28,8 @@ async def log(tmp_path: Path) -> AsyncIterator[RequestLog]:
 
 @pytest.fixture
 async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
-    async with stage(tmp_path) as made:
-        parts = Parts(requests=log)
-        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
-        edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}), requests=log)
-        transport = httpx.ASGITransport(app=edge)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
-            yield Admin(made, edge, client, app)
+    async with admin_of(tmp_path, Parts(requests=log)) as made:
+        yield made
 
 
 def asked(log: RequestLog, number: int, **facts: Any) -> Exchange:

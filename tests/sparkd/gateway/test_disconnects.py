@@ -339,6 +339,15 @@ async def test_an_end_at_once_cuts_what_engines_work_on(engine: RawEngine) -> No
         assert (gateway.supervisor.held, gateway.supervisor.answered) == (0, [False])
 
 
+async def test_an_end_at_once_has_come_when_it_returns(gateway: Running) -> None:
+    await gateway.open()
+    await soon(lambda: gateway.server.server_state.connections)
+    at_once = asyncio.Event()
+    at_once.set()
+    await gateway.server.finish(gateway.serves, at_once, lambda: 0)
+    assert gateway.serves.done()
+
+
 SAYS = {b"200 OK": True, b"400 Bad Request": None, b"500 Internal Server Error": False}
 
 
