@@ -57,16 +57,6 @@ def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
     return capsys.readouterr().out
 
 
-def test_a_recipe_in_place_of_a_model_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text, cure in (
-        ("own", "model: o/m\nsources: {a: b}\n", "recipes_dir"),
-        ("eugr", "model: o/m\ncommand: vllm serve o/m\n", "import"),
-    ):
-        (tmp_path / f"{name}.yaml").write_text(text)
-        assert exit_code(["plan", "--quick", str(tmp_path / f"{name}.yaml")]) == 2
-        assert cure in capsys.readouterr().err
-
-
 def test_the_entry_is_one_that_sparkd_takes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

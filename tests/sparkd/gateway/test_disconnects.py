@@ -197,14 +197,6 @@ async def test_gone_within_its_own_body(gateway: Running) -> None:
     assert gateway.engine.heard == []
 
 
-async def test_a_queued_request_goes_on_when_its_model_is_ready(gateway: Running) -> None:
-    gateway.supervisor.gate.clear()
-    asking = asyncio.create_task(gateway.post(CHAT, BODY))
-    await soon(lambda: gateway.supervisor.waiting == 1)
-    gateway.supervisor.gate.set()
-    assert (await asking).body == ANSWER
-
-
 async def test_clients_go_at_any_moment(gateway: Running) -> None:
     """Each after another number of the loop's turns, so that they go at every step of a request."""
 
