@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.bench.figures import Metric, arena_name, labels, load_figures, metric, percentile
-from sparkd.bench.result import LoadRow
+from sparkd.bench.figures import Metric, arena_name, labels, metric, percentile
 from tests.support.bench_example import example
 
 BASE = example(depths=(0,), concurrencies=(1,), failed=())
@@ -35,9 +34,3 @@ def test_labels_tell_results_apart() -> None:
 @pytest.mark.parametrize(("source", "name"), [("Qwen/Qwen3", "Qwen/Qwen3"), ("/models/qwen", "m"), ("qwen", "m")])
 def test_the_arena_has_the_name_of_the_hub(source: str, name: str) -> None:
     assert arena_name(BASE.subject.model_copy(update={"source": source, "model": "m"})) == name
-
-
-def test_loads_are_summed_up_by_way() -> None:
-    rows = [LoadRow(way="swap", seconds=seconds, first_answer_s=answer) for seconds, answer in ((10, 11), (14, None))]
-
-    assert load_figures(rows) == {("swap", "load"): Metric(12, 2, (10, 14)), ("swap", "first answer"): Metric(11, None, (11,))}

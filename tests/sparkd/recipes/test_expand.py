@@ -244,21 +244,12 @@ def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[
     [
         ({"recipe": "./r.yaml"}, ["recipe", "a name"]),
         ({"recipe": "r", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
-        ({"recipe": "r", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
         ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
-        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "revision": "evil"}, ["model", "another", "refused", "admin API"]),
     ],
 )
 def test_an_admin_key_brings_in_no_more_with_a_recipe(folder: Path, keys: dict[str, Any], words: list[str]) -> None:
     assert lacking(refused(folder, over_admin=True, **keys), *words) == []
-
-
-def test_what_a_recipe_of_this_machine_brings_is_its_operators_word(folder: Path) -> None:
-    found = model(folder, over_admin=True, recipe="qwen3.6-35b-a3b-nvfp4", profile="single-user", env={"OMP_NUM_THREADS": 2})
-
-    assert found.trust_remote_code and found.env["CUTE_DSL_ARCH"].get_secret_value() == "sm_121a"
-    assert speculation(found) is not None
 
 
 def test_problems_have_file_and_line_of_the_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
