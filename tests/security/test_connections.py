@@ -235,3 +235,13 @@ async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine,
         client = await running.open()
         await soon(lambda: "DescriptorsShort" in str(running.server.condition))
         await client.close()
+
+
+async def test_a_server_that_begins_again_ends_the_accepting_of_before(gateway: Running) -> None:
+    before = gateway.server.acceptor
+    assert before is not None
+    before._rest()
+    await gateway.server.startup([*before._listening])
+
+    assert gateway.server.acceptor is not before and before._resting is None
+    assert (await gateway.get("/livez")).status == 200

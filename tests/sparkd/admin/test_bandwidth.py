@@ -50,9 +50,8 @@ class FakeNodes:
 
     node_ip = A
 
-    def __init__(self, nodes: Mapping[str, Mapping[str, Any]], platform: str = "cuda") -> None:
+    def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
         self.readings = dict(nodes)
-        self.platform = platform
         self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
         self.said: Any = {"ended": True, "running": False, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
         self.moved: dict[str, int] = {}
@@ -72,7 +71,7 @@ class FakeNodes:
             return {"running": True}
         if method == "rating" and isinstance(self.said, Exception):
             raise self.said
-        answers = {"runtime": {"platform": self.platform}, "free_port": 7000, "rate": f"job {node_ip}"}
+        answers = {"runtime": {"platform": "cuda"}, "free_port": 7000, "rate": f"job {node_ip}"}
         return self.said if method == "rating" else answers.get(method)
 
     def of(self, method: str) -> list[tuple[str, tuple[Any, ...]]]:
@@ -121,8 +120,8 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "POLL_S", 0.0)
 
 
-def pair(platform: str = "cuda", scenario: str = "pair-different-ports") -> FakeNodes:
-    return FakeNodes(dict(zip((A, B), readings(scenario).values(), strict=True)), platform)
+def pair() -> FakeNodes:
+    return FakeNodes(dict(zip((A, B), readings("pair-different-ports").values(), strict=True)))
 
 
 async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_everything_started_is_ended(tmp_path: Path) -> None:
@@ -176,16 +175,6 @@ def _unplugged(raw: dict[str, Any]) -> None:
         one["carrier"] = False
 
 
-def _another_card(raw: dict[str, Any]) -> None:
-    for one in raw["interfaces"]:
-        one["mac"] = "5c" + one["mac"][2:]
-
-
-def _slower(raw: dict[str, Any]) -> None:
-    for one in raw["interfaces"]:
-        one["speed_mbps"] = 100_000
-
-
 def _readdressed(raw: dict[str, Any]) -> None:
     for one in raw["interfaces"]:
         for address in one["addresses"]:
@@ -198,21 +187,15 @@ def _half(raw: dict[str, Any]) -> None:
             one["state"] = "1: DOWN"
 
 
-# Sockets need no RDMA device.
-@pytest.mark.parametrize(
-    ("change", "platform"), [(_half, "cuda"), (_unplugged, "cuda"), (_another_card, "cpu"), (_slower, "cpu"), (_readdressed, "cuda")]
-)
-async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(
-    change: Callable[[dict[str, Any]], None], platform: str, tmp_path: Path
-) -> None:
-    async with scene(tmp_path, pair(platform)) as made:
-        made.nodes.said |= {"gb_s": 21.5 if platform == "cuda" else 0.1}
+@pytest.mark.parametrize("change", [_half, _unplugged, _readdressed])
+async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
         await made.ended(made.measures.start([A, B]))
-        proves = {frozenset((A, B))} if platform == "cuda" else set()
-        assert len(made.measures.rates()[0].links) == (2 if platform == "cuda" else 1)
+        proves = {frozenset((A, B))}
+        assert len(made.measures.rates()[0].links) == 2
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
         fine = report(made.nodes.readings, rates=made.measures.rates())
-        assert (fine["rates"][0]["holds"], fine["rates"][0]["verdict"]) == (True, OK if platform == "cuda" else FAIL)
+        assert (fine["rates"][0]["holds"], fine["rates"][0]["verdict"]) == (True, OK)
 
         changed = json.loads(json.dumps(made.nodes.readings[B]))
         change(changed)
@@ -225,24 +208,6 @@ async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(
 
         # Back as it was, a ring serves again without a hand.
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
-
-
-async def test_a_ring_whose_cables_change_ends_has_to_be_measured_again(tmp_path: Path) -> None:
-    """Every interface is what it was: a cable leads elsewhere."""
-    ring = FakeNodes(dict(zip((A, B, C), readings("ring-of-three").values(), strict=True)))
-    async with scene(tmp_path, ring) as made:
-        await made.ended(made.measures.start("all"))
-        now = fabrics_of(ring.readings)
-        assert len(made.measures.passed(now)) == 3
-        swapped = json.loads(json.dumps(ring.readings[C]))
-        by_cage: dict[str, list[dict[str, Any]]] = {}
-        for one in swapped["interfaces"]:
-            if one["rdma"]:
-                by_cage.setdefault(one["name"][-1], []).append(one)
-        for one, other in zip(*by_cage.values(), strict=True):
-            one["addresses"], other["addresses"] = other["addresses"], one["addresses"]
-        left = made.measures.passed(fabrics_of({**ring.readings, C: swapped}))
-        assert left == {frozenset((A, B))}
 
 
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
@@ -302,15 +267,6 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             ]
 
 
-async def test_engines_on_cpus_are_measured_over_sockets_and_prove_no_ring(tmp_path: Path) -> None:
-    async with scene(tmp_path, pair("cpu")) as made:
-        made.nodes.said |= {"gb_s": 1.9, "nccl": []}
-        await made.ended(made.measures.start([A, B]))
-        (rate,) = made.measures.rates()
-        assert (rate.backend, rate.network, rate.rails, rate.lan, rate.real) == ("gloo", None, 0, False, True)
-        assert (finding(rate).verdict, made.measures.passed(fabrics_of(made.nodes.readings))) == (OK, frozenset())
-
-
 async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.moved = {"roceP2p1s0f1": 0}
@@ -326,10 +282,8 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
         (replace(GOOD, gb_s=13.0), WARN, ["13.0 GB/s", "2 rails", "20 to 24", "35%"]),
         (replace(GOOD, gb_s=13.0, rails=1), OK, ["13.0 GB/s", "1 rail", "13.9"]),
         (replace(GOOD, gb_s=2.1, network="Socket"), FAIL, ["2.1 GB/s", "sockets", "20 to 24", "2 rails", "90%"]),
-        (replace(GOOD, gb_s=1.6), FAIL, ["1.6 GB/s", "2 rails", "20 to 24", "92%"]),
         (replace(GOOD, gb_s=2.0, rails=0, network="Socket"), OK, ["2.0 GB/s", "sockets", "ConnectX-7", "2.1"]),
         (replace(GOOD, gb_s=0.4, rails=0, lan=True, backend="gloo"), FAIL, ["0.4 GB/s", "sockets", "10GbE", "1"]),
-        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, ["0.40 GB/s", "virtual", "no normal"]),
     ],
 )
 def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: list[str]) -> None:

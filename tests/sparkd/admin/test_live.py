@@ -19,6 +19,7 @@ from sparkd.errors import StateError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.state.series import Series
 from tests.support.fakes import FakeClock, Scene, stage
+from tests.support.waiting import HUNG_S
 
 
 def parsed(text: str) -> list[tuple[str, str, Any]]:
@@ -98,21 +99,6 @@ async def test_a_slow_page_is_dropped(behind: int, ends: bool) -> None:
     await page.aclose()
 
 
-async def test_each_text_is_made_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    event = LiveStream._event
-    monkeypatch.setattr(LiveStream, "_event", lambda *arguments: made.append(arguments[1]) or event(*arguments))
-    stream = LiveStream()
-    await stream.publish(lambda: {"n": 0})
-    pages = [stream.follow("") for _ in range(5)]
-    texts = [await anext(page) for page in pages]
-    await stream.publish(lambda: {"n": 1})
-    changes = [await anext(page) for page in pages]
-    assert (made, len({*texts}), len({*changes})) == (["snapshot", "change"], 1, 1)
-    for page in pages:
-        await page.aclose()
-
-
 async def test_when_the_last_page_has_left_nothing_is_held() -> None:
     clock = FakeClock()
     stream = LiveStream(clock)
@@ -187,8 +173,9 @@ async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def test_the_series_are_kept_without_a_page_and_the_document_only_for_one(shown: Shown) -> None:
     running = asyncio.ensure_future(shown.live.run())
-    while (await _excerpt(shown, "node.n.available_bytes")) is None:  # noqa: ASYNC110 - the file has no event
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(HUNG_S):
+        while (await _excerpt(shown, "node.n.available_bytes")) is None:  # noqa: ASYNC110 - the file has no event
+            await asyncio.sleep(0.01)
     assert (shown.asked, shown.scraper.watched) == (0, False)
     assert await _excerpt(shown, "model.m.running") == 2.0
     async with aclosing(shown.live.stream.follow("")) as page:
@@ -223,14 +210,3 @@ async def test_a_full_disk_ends_nothing(shown: Shown, monkeypatch: pytest.Monkey
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert sum("No space left" in record.getMessage() for record in caplog.records) == 1
-
-
-async def test_without_a_file_there_is_no_history_and_the_stream_goes_on(shown: Shown, tmp_path: Path) -> None:
-    (tmp_path / "history.bin").mkdir()
-    running = asyncio.ensure_future(shown.live.run())
-    async with aclosing(shown.live.stream.follow("")) as page:
-        await anext(page)
-    with pytest.raises(StateError):
-        await shown.live.excerpt(["a"], 5)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)

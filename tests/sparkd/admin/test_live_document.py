@@ -72,12 +72,6 @@ def test_a_node_without_a_reading_has_no_figures() -> None:
     assert [silent[name] for name in ("reading", "limits", "gpu", "disk", "host", "uptime_s")] == [None] * 6
 
 
-def test_watts_of_a_gpu_that_two_engines_share_are_no_ones() -> None:
-    shared = (EngineMemory("m", "n1", 1, 1), EngineMemory("k", "n1", 1, 1))
-    assert document(engines=shared)["models"]["m"]["rates"]["joules_per_token"] is None
-    assert document(engines=())["models"]["m"]["rates"]["joules_per_token"] is None
-
-
 def test_operations_are_those_that_run_and_the_newest() -> None:
     ended = {str(number): Operation(str(number), "load", "m", OperationState.SUCCEEDED, "", 0.0) for number in range(OPERATIONS + 5)}
     running = {"r": Operation("r", "load", "m", OperationState.RUNNING, "", 0.0, progress=Progress())}
@@ -118,21 +112,6 @@ OBJECTS = st.dictionaries(st.text("xyz", max_size=1), TREES, max_size=4)
 @given(OBJECTS, OBJECTS)
 def test_a_patch_leads_from_one_tree_to_the_next(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert known(merged(known(before), patch_of(before, after))) == known(after)
-
-
-def test_nothing_changed_is_nothing() -> None:
-    assert patch_of(document(), document()) == {}
-
-
-def test_a_model_that_waits_is_in_no_change() -> None:
-    waits = [{"m": view("m", since_s=1000.25 + jitter, turn=1, **FILE)} for jitter in (0.000001, 0.000004)]
-    before, after = (document(models=models) for models in waits)
-    assert patch_of(before, after) == {}
-
-
-def test_what_goes_is_null() -> None:
-    before, after = document(), document(nodes=())
-    assert patch_of(before, after)["nodes"] == {"n1": None}
 
 
 def test_only_what_changed_is_said() -> None:

@@ -19,7 +19,7 @@ from tests.sparkd.admin.test_app import Stream
 from tests.sparkd.admin.test_live import FakeScraper
 from tests.support.answers import check_answer
 from tests.support.fakes import FakeClock, stage
-from tests.support.waiting import eventually
+from tests.support.waiting import HUNG_S, eventually
 
 
 class Served:
@@ -67,8 +67,9 @@ async def test_one_page_too_many_is_refused(served: Served, monkeypatch: pytest.
 
 async def test_history(served: Served) -> None:
     path = "/history?series=node.n.free_bytes&series=b&span_s=5"
-    while (answer := await served.get(path)).status_code != 200:  # noqa: ASYNC110 - the file has no event
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(HUNG_S):
+        while (answer := await served.get(path)).status_code != 200:  # noqa: ASYNC110 - the file has no event
+            await asyncio.sleep(0.01)
     check_answer(served.app, "GET", f"{PREFIX}/history", 200, answer.json())
     assert (answer.json()["step_s"], {name: len(row) for name, row in answer.json()["series"].items()}) == (
         1,
@@ -80,18 +81,8 @@ async def test_history(served: Served) -> None:
 
 @pytest.mark.parametrize(
     "query",
-    ["", "series=a&span_s=86401", "series=a&span_s=nan", f"series={'n' * 257}", "&".join(["series=a"] * 65)],
-    ids=["no series", "too long", "no number", "long name", "too many"],
+    ["", "series=a&span_s=86401", f"series={'n' * 257}", "&".join(["series=a"] * 65)],
+    ids=["no series", "too long", "long name", "too many"],
 )
 async def test_a_question_that_is_refused(served: Served, query: str) -> None:
     assert (await served.get(f"/history?{query}")).status_code == 400
-
-
-async def test_a_daemon_without_it_has_no_such_route(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        supervisor = made.supervisor
-        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, made.cluster)  # type: ignore[arg-type]
-        edge = Edge(supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=edge), base_url="http://localhost") as client:
-            for path in ("/live", "/history?series=a"):
-                assert (await client.get(PREFIX + path)).status_code == 404

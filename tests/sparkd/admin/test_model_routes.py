@@ -110,9 +110,3 @@ async def test_a_start_that_was_never_seen(tmp_path: Path, folder: Path) -> None
         assert (await admin.ask("GET", "/models/org/m/start"))["phases"] == []
         for verb in ("start", "settings", "layers"):
             await admin.refused("GET", f"/models/nobody/{verb}", 404)
-
-
-async def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    async with admin_of(tmp_path, models={"m": {"model": str(tmp_path)}}) as admin:
-        error = await admin.refused("GET", "/models/m/layers", 422)
-        assert error["code"] == "checkpoint_unusable"

@@ -9,17 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from sparkd.admin.app import PREFIX, Parts, admin_app
-from sparkd.gateway import Edge
+from sparkd.admin.app import PREFIX, Parts
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.usage import Tokens
 from sparkd.state.request_store import RequestStore
-from tests.sparkd.admin.test_app import Admin
-from tests.support.fakes import stage
+from tests.sparkd.admin.test_app import Admin, admin_of
 
 
 @pytest.fixture
@@ -31,13 +28,8 @@ async def log(tmp_path: Path) -> AsyncIterator[RequestLog]:
 
 @pytest.fixture
 async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
-    async with stage(tmp_path) as made:
-        parts = Parts(requests=log)
-        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
-        edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}), requests=log)
-        transport = httpx.ASGITransport(app=edge)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
-            yield Admin(made, edge, client, app)
+    async with admin_of(tmp_path, Parts(requests=log)) as made:
+        yield made
 
 
 def asked(log: RequestLog, number: int, **facts: Any) -> Exchange:
@@ -94,16 +86,6 @@ async def test_pages_and_filters(admin: Admin, log: RequestLog) -> None:
         await admin.refused("GET", f"/requests?{query}", 400)
 
 
-async def test_csv(admin: Admin, log: RequestLog) -> None:
-    finished(log, *range(1, 151), key="laptop")
-    asked(log, 200)
-    response = await admin.client.get(f"{PREFIX}/requests", headers={"accept": "text/csv"})
-    assert response.headers["content-type"] == "text/csv; charset=utf-8"
-    rows = list(csv.DictReader(io.StringIO(response.text)))
-    assert [rows[0]["number"], rows[-1]["number"], len(rows)] == ["150", "1", 150]
-    assert (rows[0]["request_id"], rows[0]["key"], rows[0]["code"], rows[0]["streamed"]) == ("req-150", "laptop", "", "False")
-
-
 async def test_csv_has_the_columns_and_the_outcome_of_json(admin: Admin, log: RequestLog) -> None:
     for number, (status, code) in enumerate([(200, None), (200, "engine_gone"), (499, None)], 1):
         exchange = asked(log, number)
@@ -126,10 +108,3 @@ async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
         await exchange.task
     log.end(exchange)
     assert (await admin.refused("DELETE", "/requests/req-1", 404))["code"] == "request_not_found"
-
-
-async def test_a_daemon_without_a_record(admin: Admin) -> None:
-    made = admin.scene
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-        assert (await client.get(f"{PREFIX}/requests")).json()["error"]["code"] == "route_not_found"

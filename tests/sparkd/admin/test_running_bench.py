@@ -91,16 +91,6 @@ async def test_an_incident_is_awaited_and_named(tmp_path: Path, scene: Scene) ->
     assert line is not None and INCIDENT in line and engine.asked == [START, START]
 
 
-async def test_an_incident_that_was_not_written_leaves_the_reason(tmp_path: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_bench, "SEEN_S", 0.05)
-    engine = BenchedEngine(scene)
-    engine.incidents = [None] * 1_000_000
-    bench, ledger = bench_of(tmp_path, engine)
-    fail(ledger, "MemoryGuard")
-    line = await bench.engine_failure("m", 0)
-    assert line is not None and "MemoryGuard" in line
-
-
 async def test_a_death_is_awaited_that_the_supervisor_has_not_seen(tmp_path: Path, scene: Scene) -> None:
     engine = BenchedEngine(scene)
     bench, ledger = bench_of(tmp_path, engine)
@@ -108,14 +98,6 @@ async def test_a_death_is_awaited_that_the_supervisor_has_not_seen(tmp_path: Pat
     engine.alive, engine.then = False, lambda: fail(ledger, "EngineExited")
     line = await bench.engine_failure("m", bench.newest_event())
     assert line is not None and "EngineExited" in line and engine.looks == 2
-
-
-async def test_an_engine_that_answers_did_not_fail(tmp_path: Path, scene: Scene) -> None:
-    engine = BenchedEngine(scene)
-    bench, _ = bench_of(tmp_path, engine)
-    await make_ready(scene)
-    assert await bench.engine_failure("m", 0) is None
-    assert engine.looks == 1
 
 
 @pytest.mark.parametrize(("text", "length"), [("a\n b\t c", 5), ("x" * 5000, MOST_ERROR_CHARS)])

@@ -68,11 +68,10 @@ def test_a_start_from_the_wish_to_the_first_answer(seen: Seen) -> None:
     [
         (LOADING, "quantize"),
         (replace(LOADING, source="cache"), "read"),
-        (replace(LOADING, format=None), "read"),
         (replace(LOADING, format="bf16"), "read"),
         (Progress(phase="loading", shards_done=1), "read"),
     ],
-    ids=["from the checkpoint", "from the cache", "without a format", "as stored", "stock vLLM"],
+    ids=["from the checkpoint", "from the cache", "as stored", "stock vLLM"],
 )
 def test_what_a_loader_does(seen: Seen, progress: Progress, name: str) -> None:
     seen.look(100.0, S.LOADING, progress)
@@ -100,7 +99,7 @@ def test_a_phase_never_comes_back(seen: Seen) -> None:
     assert seen.phases == [("graphs", 0.0, None)]
 
 
-@pytest.mark.parametrize(("state", "ended"), [(S.FAILED, "FAILED"), (S.STOPPING, "STOPPED"), (S.STOPPED, "STOPPED")])
+@pytest.mark.parametrize(("state", "ended"), [(S.FAILED, "FAILED"), (S.STOPPING, "STOPPED")])
 def test_a_start_that_comes_to_nothing(seen: Seen, state: ModelState, ended: str) -> None:
     seen.look(100.0, S.LOADING)
     seen.look(110.0, state)

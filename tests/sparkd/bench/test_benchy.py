@@ -49,13 +49,6 @@ def test_a_prompt_in_the_midst_of_answers_cuts_them() -> None:
     assert requests.errors == ["it broke"]
 
 
-@pytest.mark.parametrize("strange", [{}, {"type": "request_end", "request_id": "x", "ts": 1.0}])
-def test_other_events_change_nothing(strange: dict[str, object]) -> None:
-    requests = benchy.MeasuredRequests()
-    assert not requests.take(strange)
-    assert requests == benchy.MeasuredRequests() and requests.span() is None
-
-
 def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     text, name = benchy.chosen_text()

@@ -2,39 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.bench.figures import Metric, arena_name, labels, load_figures, metric, number, percentile, spread_text
-from sparkd.bench.result import LoadRow
+from sparkd.bench.figures import Metric, arena_name, labels, metric, percentile
 from tests.support.bench_example import example
 
 BASE = example(depths=(0,), concurrencies=(1,), failed=())
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "text"),
-    [
-        (None, 3, "-"),
-        (float("nan"), 3, "-"),
-        (1234567.8, 3, "1,234,568"),
-        (0.09999, 2, "0.10"),
-        (0.004123, 3, "0.00412"),
-        (1e-9, 3, "0.000000"),
-    ],
-)
-def test_numbers_have_significant_digits(value: float | None, digits: int, text: str) -> None:
-    assert number(value, digits) == text
-
-
-@pytest.mark.parametrize(
-    ("mean", "std", "text"),
-    [
-        (248.284, 4.652, "248.3 ± 4.7 t/s"),
-        (3914, 79.4, "3,914 ± 79 t/s"),
-        (5, 0, "5.000 t/s"),
-        (0, 0.5, "0.00 ± 0.50 t/s"),
-    ],
-)
-def test_a_mean_is_as_exact_as_its_spread(mean: float, std: float | None, text: str) -> None:
-    assert spread_text(Metric(mean, std), "t/s") == text
 
 
 # By numpy.percentile(values, 100 * share).
@@ -63,9 +34,3 @@ def test_labels_tell_results_apart() -> None:
 @pytest.mark.parametrize(("source", "name"), [("Qwen/Qwen3", "Qwen/Qwen3"), ("/models/qwen", "m"), ("qwen", "m")])
 def test_the_arena_has_the_name_of_the_hub(source: str, name: str) -> None:
     assert arena_name(BASE.subject.model_copy(update={"source": source, "model": "m"})) == name
-
-
-def test_loads_are_summed_up_by_way() -> None:
-    rows = [LoadRow(way="swap", seconds=seconds, first_answer_s=answer) for seconds, answer in ((10, 11), (14, None))]
-
-    assert load_figures(rows) == {("swap", "load"): Metric(12, 2, (10, 14)), ("swap", "first answer"): Metric(11, None, (11,))}

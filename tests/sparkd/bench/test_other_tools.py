@@ -62,16 +62,6 @@ def test_a_result_is_read_as_the_tool_writes_it(tool: str, tmp_path: Path) -> No
     assert (request.begun_s, request.first_s, request.ended_s) == pytest.approx((100.0, 100.5, 102.0), abs=1e-3)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("content", ["{}", "null"])
-def test_another_form_is_an_error_that_its_runner_names(tool: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    for path in (tmp_path / "result.json", tmp_path / "out" / "profile_export.jsonl"):
-        path.write_text(f"{content}\n")
-    with pytest.raises((OSError, ValueError, LookupError, TypeError)):
-        list(TOOLS[tool].read(tmp_path))
-
-
 def test_what_a_tool_leaves_behind_goes_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()

@@ -38,11 +38,9 @@ def test_an_entry_of_the_schedule_may_have_lengths_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("text", "named_key"),
     [
-        ("args: {depth: -1}", "args.depth"),
         ("args: {speed: 3}", "args.speed"),
         ("schedule: [{depth: 0}]", "schedule.0.concurrency"),
         ("framework: guidellm", "guidellm"),
-        ("args: [", "YAML"),
         (f"args: {{depth: {list(range(MOST_CELLS + 1))}}}", f"{MOST_CELLS + 1:,}"),
     ],
 )

@@ -30,19 +30,10 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
         store.read(RESULT.id)
 
 
-@pytest.mark.parametrize("bench_id", ["../secret", "", "x" * 300])
+@pytest.mark.parametrize("bench_id", ["../secret", ""])
 def test_an_id_is_no_path(tmp_path: Path, bench_id: str) -> None:
     with pytest.raises(UnknownBench):
         BenchStore(tmp_path).read(bench_id)
-
-
-def test_a_file_that_is_no_result_is_refused_and_left_out(tmp_path: Path) -> None:
-    store = BenchStore(tmp_path)
-    for text in ("{", "{}", '{"version": 2}', "[]"):
-        (tmp_path / f"{RESULT.id}.json").write_text(text)
-        with pytest.raises(StateError, match=RESULT.id):
-            store.read(RESULT.id)
-        assert store.all() == []
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

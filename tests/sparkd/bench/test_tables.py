@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench import figures, tables
-from sparkd.bench.result import BenchResult, Cell, CellResult, LoadRow, Phase, Predicted, Published
+from sparkd.bench.result import BenchResult, LoadRow, Phase, Predicted
 from tests.support.bench_example import example
 
 # Written by llama-benchy 0.4.0 with tabulate 0.10.0 from the same rows: its save_report, fed with the example's.
@@ -53,14 +53,6 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
 
 
-def test_latency_is_what_the_tool_subtracted() -> None:
-    row = {"ttfr": {"mean": 5, "std": 0, "values": [5.0, 6.0]}, "est_ppt": {"mean": 0, "std": 0, "values": [0.0, 4.5]}}
-    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
-    result = RESULTS["one"].model_copy(update={"cells": [cell]})
-
-    assert tables.benchy_json(result)["latency_ms"] == 1.5
-
-
 def test_figures_of_ours_have_a_line_for_each_cell() -> None:
     result = example(depths=(0, 100000), concurrencies=(1, 10))
     rows = list(csv.DictReader(io.StringIO(tables.figures_csv(result))))
@@ -79,14 +71,6 @@ def test_figures_of_ours_have_a_line_for_each_cell() -> None:
 
 def table_of(result: BenchResult, title: str) -> list[dict[str, str]]:
     return next([dict(zip(head, row, strict=True)) for row in rows] for name, head, rows in tables.tables(result) if name.startswith(title))
-
-
-def test_the_second_table_marks_throttling_and_shows_the_prediction() -> None:
-    rows = table_of(example(depths=(32768,)), "Energy")
-
-    assert [row["throttled"] for row in rows] == ["no", "no", "no", "⚠ sw_power_cap"]
-    assert rows[0]["W idle"] == "31.4"
-    assert rows[0]["predicted GiB"].startswith("40.10 (-4.")
 
 
 def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
@@ -122,25 +106,8 @@ def test_the_plans_seconds_stand_beside_each_load() -> None:
     assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
 
 
-@pytest.mark.parametrize(("what", "key"), [("decode_tokens_per_s", "tg"), ("prefill_tokens_per_s", "pp")])
-def test_a_published_rate_stands_beside_one_request_at_a_time(what: str, key: str) -> None:
-    ours, where = tables.beside(Published(what=what, value=1, unit="tokens/s", source="x"), RESULTS["many"])
-    (cell,) = [cell for cell in RESULTS["many"].cells if (cell.cell.depth, cell.cell.concurrency) == (0, 1)]
-    metric = figures.read(key, cell)
-
-    assert metric is not None
-    assert (where, ours.startswith(f"{metric.mean:.2f}")) == (cell.cell.name, True)
-
-
 def test_text_of_a_result_stays_in_its_cell() -> None:
     subject = RESULTS["one"].subject.model_copy(update={"source": "/x|y\n<b>", "model": "a|b\n<i>"})
     line = tables.arena_table(RESULTS["one"].model_copy(update={"subject": subject})).splitlines()[2]
 
     assert line.startswith("| a\\|b &lt;i> |")
-
-
-def test_figures_that_are_no_numbers_are_left_out() -> None:
-    row = {"pp_throughput": {"mean": float("nan"), "std": 0, "values": []}, "tg_throughput": {"mean": "7"}, "peak_throughput": None}
-    cell = CellResult(cell=Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1), state="done", rows=[row])
-
-    assert list(tables.rows_of_tests(RESULTS["one"].model_copy(update={"cells": [cell]}))) == []

@@ -10,7 +10,7 @@ from sparkd.cli.config_check import check
 from tests.support.facts import lacking
 
 
-@pytest.mark.parametrize("written", ["${env.X}", "['${env.X}', '0123456789abcdef0123']", "[{laptop: '${env.X}'}]", "['laptop: ${env.X}']"])
+@pytest.mark.parametrize("written", ["${env.X}", "[{laptop: '${env.X}'}]"])
 def test_a_variable_that_is_not_set_is_told_once(written: str, tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"keys:\n  admin: {written}\n")

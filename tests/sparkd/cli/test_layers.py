@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity.layers import LayerListing, listing
@@ -18,7 +17,6 @@ from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from sparkd.models.source import snapshot_of
-from sparkd.render import models as show
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, tensors_of, write, write_folder
 from tests.support.daemon_process import free_port
@@ -99,34 +97,6 @@ def test_columns_that_do_not_divide_are_told() -> None:
         (None, "int4-g128", True), ("int4-g128", None, False)
     ]  # fmt: skip
     assert found.result_bytes is None and listing(made, QuantizationRecipe.parse("int4-g64")).result_bytes is not None
-    console = Console(width=200, force_terminal=False, highlight=False)
-    with console.capture() as captured:
-        show.layers(found.to_json(), console)
-    _, misfit, fit, whole, _ = [line.split() for line in captured.get().splitlines()]
-    assert misfit[-3:] == ["not", "int4-g128", "-"] and fit[-3] == "int4-g128" and whole[-2:] == ["-", "-"]
-
-
-def test_the_table() -> None:
-    console = Console(width=200, force_terminal=False, highlight=False)
-    made = checkpoint_of({**DENSE, "scale": ("F32", ())}, quantization=SourceQuantization("awq"))
-    with console.capture() as captured:
-        show.layers(listing(made, QuantizationRecipe.parse("nvfp4")).to_json(), console)
-    lines = [line.split() for line in captured.get().splitlines()]
-
-    assert lines[0] == ["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"]
-    size = ["384", "KiB"]
-    assert lines[2] == ["model.layers.*.self_attn.o_proj.weight", "attention", "2", "256x384", "BF16", *size, "-", *size]
-    assert lines[5][:4] == ["scale", "scale", "1", "1"]
-    assert lines[6][0] == "all" and "100%" in lines[6]
-    assert lacking(captured.get(), "awq") == []
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(1023, "1023 B"), (1024, "1 KiB"), (1 << 20, "1.0 MiB"), (1234 << 30, "1,234.00 GiB")],
-)
-def test_sizes(count: int, text: str) -> None:
-    assert show.size(count) == text
 
 
 # Where MODEL lies
@@ -174,13 +144,6 @@ def test_best_needs_a_size_and_is_then_a_mix_of_it(model: Path, tmp_path: Path) 
         find(str(model), "best")
     with pytest.raises(ConfigError, match="gib"):
         find(str(model), "{format: best, gib: 1.0e-6}")
-
-
-def test_the_variables_of_the_environment_count_where_nothing_is_said(model: Path) -> None:
-    environ = {"VLLM_FP8_LAYERS": "o_proj"}
-
-    assert formats(find(str(model), environ=environ)) == {"fp8", None}
-    assert formats(find(str(model), "nvfp4", environ=environ)) == {"nvfp4"}
 
 
 def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +243,7 @@ def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--layers", "/none"], ["/none"]),
-        (["--layers", "none"], ["none"]),
         (["--layers", "owner/none"], ["owner/none", "HF_HUB_OFFLINE"]),
-        (["--layers", "MODEL", "--quantize", "[a]"], ["--quantize [a]"]),
         (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], ["'formt'"]),
         (["--quantize", "nvfp4"], ["--layers MODEL"]),
         (["--layers", "MODEL", "--config", "/none.yaml"], []),

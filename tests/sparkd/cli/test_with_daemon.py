@@ -142,12 +142,6 @@ def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) ->
         assert cli.json("reload")["removed"] == ["more"]
 
 
-def test_a_model_of_the_file_gets_its_recipe_there(cli: Cli) -> None:
-    code, out, err = cli.run("load", "gpt-4o", "--recipe", "mine")
-
-    assert (code, out) == (5, "") and lacking(err, "quick", "`recipe: mine`") == []
-
-
 def test_load_look_and_unload(cli: Cli) -> None:
     code, out, err = cli.run("load", "gpt-4o")
     assert (code, out.startswith("quick: "), "quick: " in err) == (0, True, True)

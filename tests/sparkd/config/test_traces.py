@@ -32,7 +32,7 @@ def load(folder: Path, text: str) -> Config:
 @pytest.mark.parametrize(
     ("endpoint", "url"),
     [
-        (f"{URL}/", f"{URL}/v1/traces"),
+        (URL, f"{URL}/v1/traces"),
         ("https://[fd00::1]:4318/otlp", "https://[fd00::1]:4318/otlp/v1/traces"),
         (None, None),
     ],
@@ -46,6 +46,11 @@ def test_an_address_with_a_secret_or_without_a_scheme_is_refused(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"traces\.endpoint") as refused:
         load(tmp_path, f'traces: {{endpoint: "{endpoint}"}}')
     assert "hunter2" not in refused.value.message
+
+
+def test_a_ratio_is_a_share(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"traces\.ratio"):
+        load(tmp_path, "traces: {ratio: 1.1}")
 
 
 def test_packages_that_are_missing_are_an_error_where_they_are_needed(

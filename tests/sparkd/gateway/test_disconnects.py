@@ -17,7 +17,6 @@ from tests.sparkd.gateway.fakes import (
     EVENT,
     JSON_ANSWER,
     STREAM_HEAD,
-    Answer,
     RawEngine,
     Running,
     chunked,
@@ -28,8 +27,6 @@ from tests.sparkd.gateway.fakes import (
     until_gone,
 )
 from tests.support.fakes import FakeClock
-from workers.stub.__main__ import start_stub
-from workers.stub.faults import FAULTS
 
 CHAT = "/v1/chat/completions"
 BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
@@ -91,7 +88,6 @@ async def test_an_engine_that_died_between_two_requests(gateway: Running) -> Non
     "raw",
     [
         b"hello\r\n\r\n",
-        b"HTTP/1.1 abc OK\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"HTTP/1.1 200 OK\r\nX-A: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
@@ -148,46 +144,6 @@ async def test_an_answer_that_breaks_is_cut(gateway: Running) -> None:
     assert (answer.status, answer.complete, answer.body) == (200, False, b"{")
 
 
-async def test_s2_every_broken_stream_passes_or_ends(engine: RawEngine) -> None:
-    """The stub's faults: the client gets the engine's bytes, or an error, or a cut connection; never a 5xx of ours with a traceback."""
-    path = engine.path.with_name("stub.sock")
-    async with serving(engine) as gateway, await start_stub(uds=str(path), models=("tiny",)) as stub:
-        gateway.supervisor.upstream = Upstream(socket_path=str(path))
-        got: dict[str, Answer] = {}
-        for fault in FAULTS:
-            body = json.dumps({"model": "tiny", "stream": True, "messages": [], "stub": {"malformed": fault}}).encode()
-            got[fault] = await gateway.post(CHAT, body)
-        assert stub.posts == len(FAULTS)
-    for fault in ("half_event", "no_blank_line", "huge_line", "mixed_newlines", "after_done", "informational"):
-        answer = got.pop(fault)
-        raw = FAULTS[fault]()[0]
-        assert answer.complete, fault
-        assert answer.status == 200
-        assert answer.body == dechunked(raw), fault
-    for fault in ("header_flood", "not_http", "no_answer"):
-        answer = got.pop(fault)
-        assert (answer.status, answer.error["src"]) == (502, "sparkd"), fault
-    for fault in ("early_close", "bad_chunk", "length_long"):
-        answer = got.pop(fault)
-        assert answer.status in (200, 502), fault  # 502 where the fault came with the head, in one read
-        assert not answer.complete or b'"src": "sparkd"' in answer.body, fault
-    assert got.pop("length_short").status in (200, 502)
-    assert not got
-
-
-def dechunked(raw: bytes) -> bytes:
-    """The body of a raw answer; interim answers before it are passed over."""
-    head, _, rest = raw.partition(b"\r\n\r\n")
-    while head.split(b" ")[1].startswith(b"1"):
-        head, _, rest = rest.partition(b"\r\n\r\n")
-    body = b""
-    while True:
-        size, _, rest = rest.partition(b"\r\n")
-        if not int(size, 16):
-            return body
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-
-
 # --- a client that goes --------------------------------------------------------------------------------------------------------
 
 
@@ -239,14 +195,6 @@ async def test_gone_within_its_own_body(gateway: Running) -> None:
     await client.close()
     await soon(lambda: gateway.edge._open_requests == 0)
     assert gateway.engine.heard == []
-
-
-async def test_a_queued_request_goes_on_when_its_model_is_ready(gateway: Running) -> None:
-    gateway.supervisor.gate.clear()
-    asking = asyncio.create_task(gateway.post(CHAT, BODY))
-    await soon(lambda: gateway.supervisor.waiting == 1)
-    gateway.supervisor.gate.set()
-    assert (await asking).body == ANSWER
 
 
 async def test_clients_go_at_any_moment(gateway: Running) -> None:
@@ -381,6 +329,15 @@ async def test_an_end_at_once_cuts_what_engines_work_on(engine: RawEngine) -> No
         assert (await asks.answer()).error["code"] == "draining"
         assert await silent.ended() == b""
         assert (gateway.supervisor.held, gateway.supervisor.answered) == (0, [False])
+
+
+async def test_an_end_at_once_has_come_when_it_returns(gateway: Running) -> None:
+    await gateway.open()
+    await soon(lambda: gateway.server.server_state.connections)
+    at_once = asyncio.Event()
+    at_once.set()
+    await gateway.server.finish(gateway.serves, at_once, lambda: 0)
+    assert gateway.serves.done()
 
 
 SAYS = {b"200 OK": True, b"400 Bad Request": None, b"500 Internal Server Error": False}

@@ -13,6 +13,8 @@ import pytest
 
 from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, Client, RawEngine, chunked, post, request, soon
 
+pytestmark = pytest.mark.rest
+
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 MIB = 1 << 20

@@ -136,13 +136,3 @@ async def test_clients_make_no_series(gateway: Running) -> None:
         await strange(number)
     await client.close()
     assert series() == before
-
-
-def test_the_exposition_text_parses_and_takes_more_behind_it() -> None:
-    extra = b'# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model="tiny",node="n"} 1.0\n'
-    text = metrics.text(extra)
-    assert text.endswith(extra)
-    names = {family.name for family in text_string_to_metric_families(text.decode())}
-    assert {"sparkd_requests", "sparkd_queue_seconds", "vllm:num_requests_running"} <= names
-    assert all(name.startswith(("sparkd_", "process_", "vllm:")) for name in names)
-    assert not any(name.endswith("_created") for name in names)

@@ -102,7 +102,7 @@ def test_the_load_that_it_waited_for(collector: Receiver, load_s: float, begins_
     [
         (200, "engine_error", True, "engine_error"),
         (503, "model_loading", True, "model_loading"),
-        (404, "model_not_found", False, "model_not_found"),
+        (400, "bad_request", False, "bad_request"),
         (499, None, False, "client_gone"),
         (200, None, False, None),
     ],

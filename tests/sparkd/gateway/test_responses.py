@@ -12,7 +12,6 @@ from sparkd.state.nouns import ModelState, Progress
 from tests.sparkd.gateway.fakes import (
     RawEngine,
     chunked,
-    post,
     request,
     serving,
     view,
@@ -93,28 +92,6 @@ async def test_a_fault_of_the_admin_api_is_told_in_our_words(engine: RawEngine, 
     assert [record.name for record in caplog.records if record.levelname == "ERROR"] == ["sparkd.gateway"]
     assert "canary" not in caplog.text
     caplog.clear()
-
-
-async def test_every_answer_says_its_date(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RFC 9110 6.6.1: what the gateway says, what the admin API says, what the parser refuses, an engine's answer, once each."""
-    monkeypatch.setattr("sparkd.gateway.responses.time.time", lambda: 1_760_000_000.9)
-    expected = "Thu, 09 Oct 2025 08:53:20 GMT"
-    async with serving(engine) as gateway:
-        raws = (
-            request("GET", "/livez"),
-            request("GET", "/v1/models"),
-            request("GET", "/nowhere"),
-            request("GET", "/admin/v1/models"),
-            request("GET", "/livez", "Host: a b"),
-            post("/v1/chat/completions", b'{"model":"tiny"}'),
-            post("/v1/chat/completions", b"{"),
-        )
-        for raw in raws:
-            client = await gateway.open()
-            client.send(raw)
-            head = await client.reader.readuntil(b"\r\n\r\n")
-            await client.close()
-            assert [line.partition(": ")[2] for line in head.decode().split("\r\n") if line.lower().startswith("date:")] == [expected], raw
 
 
 async def test_a_browser_is_sent_to_the_page_and_others_are_not(engine: RawEngine) -> None:

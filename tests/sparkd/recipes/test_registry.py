@@ -238,7 +238,6 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("add-registry", "/nowhere"), "/nowhere"),
         (("add-registry", ".", "--name", "../x"), "--name"),
         (("update", "x"), "registry; known: none"),
         (("ls", "x"), "with --registry alone"),
@@ -266,35 +265,6 @@ def test_a_file_that_is_no_yaml_is_named_with_its_reason(eugr: Repository, capsy
     assert made["recipes"] == 3 and "line 3" in made["unreadable"]["broken"]
     assert lacking(run(capsys, "add-registry", str(eugr.folder), "--name", "b")[0], "broken@b", "line 3") == []
     assert lacking(run(capsys, "show", "broken@eugr", code=2)[1], "broken@eugr", "line 3") == []
-
-
-def test_a_damaged_registry_does_not_keep_the_others_from_their_update_and_the_list(
-    eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a", "b"):
-        run(capsys, "add-registry", str(eugr.folder), "--name", name)
-    (state / "registries" / "a.json").write_text("{")
-    new = eugr.commit({"recipes/new.yaml": TWO})
-
-    broken, updated = as_json(capsys, "update", code=1)["registries"]
-    assert broken["name"] == "a" and "damaged" in broken["error"]
-    assert (updated["commit"], updated["added"], updated["error"]) == (new, ["new"], None)
-    broken, listed = as_json(capsys, "ls", "--registry", code=1)["registries"]
-    assert broken["name"] == "a" and "damaged" in broken["error"]
-    assert (listed["name"], listed["commit"], listed["error"]) == ("b", new, None)
-    out, err = run(capsys, "ls", "--registry", code=1)
-    assert new[:12] in out and "a.json" in err and err.count("\n") == 1
-    run(capsys, "update", "a", code=3)
-    with pytest.raises(ConfigError, match=r"a\.json"):
-        RecipeLibrary(None, {}, state).find("plain@a")
-
-
-def test_a_state_folder_that_cannot_be_looked_into_has_no_registry(tmp_path: Path) -> None:
-    beyond = tmp_path / ("x" * 300)  # an error of the system for any user, as a closed folder is for some
-
-    assert "eugr" not in Registries(beyond)
-    assert RecipeLibrary(None, {}, beyond).split("qwen@long") == ("qwen", "long")
-    assert not RecipeLibrary(None, {}, beyond).has("qwen@eugr")
 
 
 # Its recipes by name
@@ -344,8 +314,8 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
 @pytest.mark.parametrize(
     "text",
     [
-        "ext::sh -c touch% /tmp/x", "file:///tmp", "http://example.org/x", "--upload-pack=touch", "ssh://-oProxyCommand=x/y", "https://h",
-        "https://user:sk-canary@example.org/x", "ssh://u:sk-canary@h/y", "https://h/\x1b[2J", "https://h/x?y", "", "owner/name",
+        "ext::sh -c touch% /tmp/x", "file:///tmp", "http://example.org/x", "--upload-pack=touch", "ssh://-oProxyCommand=x/y",
+        "https://user:sk-canary@example.org/x", "ssh://u:sk-canary@h/y", "https://h/\x1b[2J", "owner/name",
     ],
 )  # fmt: skip
 def test_an_address_is_https_ssh_or_a_folder(text: str) -> None:
@@ -353,16 +323,6 @@ def test_an_address_is_https_ssh_or_a_folder(text: str) -> None:
         source_of(text)
 
     assert "canary" not in caught.value.message and "\x1b" not in caught.value.message
-
-
-def test_each_address_may_use_its_own_protocol_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "host:folder").mkdir()
-
-    texts = ("https://h/o/Repo.git", "ssh://git@h:22/o/r", "git@h:o/r.git", "here", "host:folder")
-    assert [source_of(text).protocol for text in texts] == ["https", "ssh", "ssh", "file", "file"]
-    assert source_of("https://h/o/Repo.git").default_name == "repo" and source_of("git@h:r.git").default_name == "r"
 
 
 def test_a_registry_comes_by_ssh_without_an_agent_and_without_a_question(
@@ -376,13 +336,6 @@ def test_a_registry_comes_by_ssh_without_an_agent_and_without_a_question(
 
     assert len(fetched("x", source_of(f"ssh://git@host{eugr.folder}"), tmp_path / "fetching").recipes) == 3
     assert "-a -x -oBatchMode=yes" in (tmp_path / "asked").read_text()
-
-
-def test_a_folder_of_another_user_is_told_with_its_cure(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry_fetch._ENVIRONMENT, "GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-
-    with pytest.raises(SparkdError, match=r"ownership.*`chown`"):
-        taken(eugr, tmp_path)
 
 
 def test_links_submodules_odd_names_and_large_files_are_left_out(eugr: Repository, tmp_path: Path) -> None:
@@ -460,13 +413,6 @@ def test_a_server_that_never_answers_is_given_up(eugr: Repository, tmp_path: Pat
     monkeypatch.setattr(registry_fetch, "LOOK_S", 0.2)
 
     with pytest.raises(SparkdError, match="took longer"):
-        taken(eugr, tmp_path)
-
-
-def test_a_machine_without_git_is_told_so(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-
-    with pytest.raises(SparkdError, match="git"):
         taken(eugr, tmp_path)
 
 
@@ -562,21 +508,16 @@ def test_no_escape_of_a_recipe_reaches_the_terminal(
     assert written[-1] and not {"\x1b", "\x07", "\x9b"} & set("".join(written))
 
 
-def test_a_signature_that_git_can_verify_is_shown(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_that_git_can_verify_is_shown_and_a_forged_one_refused(eugr: Repository, tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     eugr.commit({}, "-c", "gpg.format=ssh", "-c", f"user.signingKey={key}", "-c", "commit.gpgSign=true")
-    assert taken(eugr, tmp_path).signature.state == "unknown"
-
     signers = tmp_path / "home" / ".ssh" / "allowed_signers"
     signers.parent.mkdir()
     signers.write_text(f"a@example.org {(tmp_path / 'key.pub').read_text()}")
     signature = taken(eugr, tmp_path).signature
     assert (signature.state, signature.signer) == ("good", "a@example.org")
 
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
-    signers.write_text(f"b@example.org {(tmp_path / 'other.pub').read_text()}")
-    assert taken(eugr, tmp_path).signature.state == "untrusted"
     forged = eugr.git("cat-file", "commit", "HEAD").replace("\n\nx", "\n\nforged") + "\n"
     eugr.git("update-ref", "HEAD", eugr.git("hash-object", "-t", "commit", "-w", "--stdin", stdin=forged.encode()))
     with pytest.raises(SparkdError, match="is wrong"):

@@ -42,9 +42,8 @@ def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_impor
     assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state)).model == "owner/plain"
 
 
-@pytest.mark.parametrize("settings", ["env: true", "extra_args: --x"])
-def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(settings: str, state: Path, tmp_path: Path) -> None:
-    keep(state, {"odd": f"{NATIVE}settings: {{{settings}}}\n"})
+def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(state: Path, tmp_path: Path) -> None:
+    keep(state, {"odd": f"{NATIVE}settings: {{env: true}}\n"})
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"state_dir: {state}\nmodels: {{m: {{recipe: odd@eugr}}}}\n")
 
@@ -69,14 +68,6 @@ def test_trust_in_a_models_code_is_told_first_and_apart(text: str, state: Path, 
     assert run(capsys, "check", str(tmp_path / "again.yaml"))[0].endswith("valid\n")
 
 
-def test_a_recipe_that_trusts_nothing_has_no_risks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "theirs.yaml"
-    file.write_text(PLAIN.replace(" --trust-remote-code", ""))
-
-    assert as_json(capsys, "import", str(file))["risks"] == []
-    assert "risk" not in run(capsys, "import", str(file))[1].lower()
-
-
 def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
     state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +84,6 @@ def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("plain@eugre", ("'eugre'", " eugr?")),
         ("gpt-oss-120b@eugre", ("already", "'eugre'", " eugr?")),
         ("nothing.yaml", ("nothing.yaml", "be read")),
     ],
@@ -105,13 +95,3 @@ def test_an_import_of_what_is_not_there_names_the_registry_and_the_nearest(
     out, err = run(capsys, "import", name, code=2)
 
     assert out == "" and all(word in err for word in words), err
-
-
-def test_an_entry_with_an_unknown_registry_names_the_nearest(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(state, {"plain": PLAIN})
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"state_dir: {state}\nmodels:\n  m:\n    recipe: plain@eugre\n")
-
-    (problem,) = check(file, {})
-    assert problem.line == 4 and "'eugre'" in problem.message and " eugr?" in problem.message
-    assert " eugr?" in run(capsys, "show", "plain@eugre", code=2)[1]
