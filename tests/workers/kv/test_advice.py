@@ -99,9 +99,10 @@ def check(start: Start) -> list[Cure]:
     return found
 
 
-LINEAR = need_of(32768, 128 << 10, 0, 16 * _MIB, batch_tokens=8192, sequences=256)  # 4 GiB
+MIB = 1 << 20
+LINEAR = need_of(32768, 128 << 10, 0, 16 * MIB, batch_tokens=8192, sequences=256)  # 4 GiB
 # As much again whatever its length: tokens of a shorter request cost more each.
-STATE = need_of(32768, 128 << 10, 4 * GIB, 16 * _MIB, batch_tokens=8192, sequences=256)
+STATE = need_of(32768, 128 << 10, 4 * GIB, 16 * MIB, batch_tokens=8192, sequences=256)
 BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
 
 

@@ -18,7 +18,7 @@ from workers.kv.request import CacheRequest
 from workers.kv.settings import CacheSettings
 from workers.kv.symbols import lookahead_of
 
-interface, outputs = Late("vllm.v1.kv_cache_interface"), Late("vllm.v1.outputs")
+arg_utils, interface, outputs = (Late(f"vllm.{name}") for name in ("engine.arg_utils", "v1.kv_cache_interface", "v1.outputs"))
 BLOCK_TOKENS, MAX_MODEL_LEN = 16, 512
 SEQUENCES = 3
 CONFIG = {
@@ -40,7 +40,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     drafts = request.param
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Late("vllm.engine.arg_utils").EngineArgs(
+        return arg_utils.EngineArgs(
             model=str(tmp_path),
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
