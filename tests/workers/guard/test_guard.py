@@ -35,6 +35,7 @@ from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.support import memory_hog
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
+from tests.support.memory_box import GIB, MemoryBox, NoBox
 from tests.support.memory_hog import show
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
@@ -179,6 +180,44 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
         patch.setattr("sparkd.admin.client.Client.get", lambda client, path: pytest.fail(f"{path} is asked for"))
         assert exit_code(["incidents", "show", "../../etc/passwd"]) == 5
         assert "'../../etc/passwd'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def box(folder: Path) -> Iterator[MemoryBox]:
+    """A memory cgroup of half a GiB, whose memory the guard sees as the machine's."""
+    try:
+        made = MemoryBox(folder / "proc", GIB // 2)
+    except NoBox as why:
+        pytest.skip(f"memory cgroup: {why}")
+    yield made
+    made.close()
+
+
+def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: MemoryBox, agents: Agents, folder: Path) -> None:
+    agent = agents.start({"mode": "on", "soft_gib": 0.3, "hard_gib": 0.2, "floor_gib": 0.1})
+    gate, size = folder / "gate", box.limit_bytes - (64 << 20)
+    runaway = {"entrypoint": "tests.support.runaway"}
+    agent.spawn(order(folder, PYTHONPATH=str(ROOT), RUNAWAY_GATE=str(gate), RUNAWAY_BYTES=str(size)) | runaway, False)
+    engine = until(lambda: [pid for pid in runs(agent) if b"tests.support.runaway" in Path(f"/proc/{pid}/cmdline").read_bytes()])
+    for pid in engine:
+        box.take_in(pid)
+    gate.touch()
+    until(lambda: fact_of(agent)["killed"], "the guard has killed it")
+    until(lambda: not fact_of(agent)["alive"])
+    (summary,) = until(agent.incidents, "a bundle")
+    until(lambda: box.available_bytes() > size, "its memory is back")
+
+    assert box.oom_kills() == 0
+    bundle = agent.incident(summary["id"])
+    assert bundle is not None
+    assert (bundle["model"], bundle["survivors"]) == ("m", [])
+    first, *_, last = (row[1] for row in bundle["readings"])
+    assert first > 0.4 * GIB > 0.3 * GIB > last
+
+
+def runs(agent: Agent) -> tuple[int, ...]:
+    """The processes of the one rank, as the guard sees them."""
+    return next((tuple(rank.pids) for rank in agent.sentry.holders.ranks), ())
 
 
 class RealNode(FakeCluster):
