@@ -104,13 +104,11 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     ("truncated shard", truncated, "nvfp4", r"model-\d+-of-\d+\.safetensors: "),
     ("missing shard", lambda folder: shards(folder)[1].unlink(), "nvfp4", r"model-00002-of-\d+\.safetensors: "),
     ("integers", of_integers, "nvfp4", rf"{W}: .* I16\b"),
-    ("integers, plain", of_integers, "bf16", rf"{W}: .* I16\b"),
     ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: .*LlamaForCausalLM .* BF16 .*\[128, 512\]"),
     ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: .* 128 .*gate_proj\.weight .* 256\b"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
     ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .* in LlamaModel\)\. .*`keep`"),
     ("NaN", not_finite, "nvfp4", rf"{W}.*NaN"),
-    ("NaN, plain", not_finite, "bf16", rf"{W}.*NaN"),
     ("a group that does not divide", narrow, {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}}, rf"{ALONE}: K=64 .*128.* int4-g64"),
     ("a group that is not built", lambda folder: None, "nf4-g16", r" 16\b"),
 ]
