@@ -212,7 +212,8 @@ def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: Me
     assert bundle is not None
     assert (bundle["model"], bundle["survivors"]) == ("m", [])
     first, *_, last = (row[1] for row in bundle["readings"])
-    assert first > 0.4 * GIB > 0.3 * GIB > last
+    # Four times the floor is where a fall that reaches it counts as a collapse.
+    assert last < 0.4 * GIB < first
 
 
 def runs(agent: Agent) -> tuple[int, ...]:

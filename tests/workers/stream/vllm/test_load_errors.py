@@ -19,6 +19,7 @@ import torch
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.waiting import until
 from tests.workers.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
@@ -135,7 +136,7 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     assert said["error"]["message"] == str(caught.value)
     assert "\n" not in str(caught.value)
     assert [one.name for one in cache.rglob("*")] in ([], [".lock"])
-    assert shared_memory() <= before
+    until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
 
 
 # Memory that is used up in the middle
@@ -232,5 +233,5 @@ def test_a_load_that_is_ended_from_outside_leaves_nothing(
     assert (said["phase"], type(error).__name__ in said["error"]["message"]) == ("failed", False)
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
-    assert shared_memory() <= before
+    until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]
