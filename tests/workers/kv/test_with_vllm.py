@@ -172,6 +172,13 @@ def test_the_way_back_to_vllms_own_sizing_needs_no_symbol_itself(monkeypatch, la
     assert host._stock(None) / GIB == pytest.approx(10, abs=0.001)
 
 
+def test_ranks_of_one_host_share_its_memory():
+    made = cpu.CpuRehearsal(SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=4)))
+    assert made.read().sharers == 4
+    made.meet(lambda mine: [mine, "another host's", mine])
+    assert made.read().sharers == 2
+
+
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
 STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
 LENGTH = 65_536
