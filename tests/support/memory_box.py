@@ -43,6 +43,8 @@ class MemoryBox:
             self.group.mkdir()
             (self.group / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")).write_text(str(limit_bytes))
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.group.rmdir()
             raise NoBox(f"no memory cgroup can be made at {self.group}: {error.strerror}") from error
         self._meminfo.write_bytes(self._text())
         self._over = threading.Event()
@@ -62,6 +64,10 @@ class MemoryBox:
         """How often the kernel had to kill somebody here."""
         lines = (self.group / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.split()[0] == "oom_kill"), 0)
+
+    def take_in(self, pid: int) -> None:
+        """A process that is there already; what it holds by then stays where it is."""
+        (self.group / "cgroup.procs").write_text(str(pid))
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in (self.group / "cgroup.procs").read_text().split()]

@@ -16,8 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from workers.kv.agreement import Gather, over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.engine_identity import folders_of, identity_of
-from workers.kv.memory import PROC, MemoryReading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
-from workers.kv.numa import nodes_bound
+from workers.kv.memory import MemoryReading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.rehearsal import all_decoding, largest_prefill, minimal_cache, profiled, receive
 from workers.kv.release import forget_files, give_back, trim
 from workers.kv.settings import CacheSettings
@@ -34,20 +33,15 @@ class CpuRehearsal:
         self.weights = 0
         self._worker = worker
         self._resident = 0
-        self._kept: frozenset[int] | None = None
-        self._sharers = self._ranks = max(1, worker.parallel_config.local_world_size)
+        self._sharers = max(1, worker.parallel_config.local_world_size)
 
     def meet(self, gather: Gather[Any]) -> None:
-        """Count the ranks on this host and those that share this rank's NUMA nodes. Call it on the thread that vLLM has bound, after the
-        binding: a memory policy belongs to a thread."""
-        self._kept = nodes_bound(PROC)
-        mine = (boot_id(), self._kept)
+        """Count the ranks on this host."""
+        mine = boot_id()
         try:
-            here = [nodes for host, nodes in gather(mine) if host == mine[0]]
+            self._sharers = gather(mine).count(mine)
         except Missing:
             return  # the missing symbol is reported where the ranks agree on their sizes
-        self._ranks = len(here)
-        self._sharers = sum(nodes is None or self._kept is None or bool(nodes & self._kept) for nodes in here)
 
     def warm(self) -> int:
         """Compile the model. The batch is small, so its peak is no measure of the largest: returns 0."""
@@ -72,7 +66,7 @@ class CpuRehearsal:
 
     def read(self) -> MemoryReading:
         """The host's memory. Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
-        return replace(host(nodes_kept=self._kept), sharers=self._sharers, ranks=self._ranks)
+        return replace(host(), sharers=self._sharers)
 
     def taken(self) -> int:
         return taken_by_session()

@@ -14,7 +14,6 @@ from pathlib import Path
 from workers.host.meminfo import read_fields
 from workers.host.processes import read_stat
 from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
-from workers.kv.numa import NODES, memory_of
 
 PROC = Path("/proc")
 EVERY_S = 0.05
@@ -23,8 +22,7 @@ EVERY_S = 0.05
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
     """Bytes. cgroup_left: left under this process's memory limit, None without one. device_free, device_total: from the driver, None on a
-    CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory; ranks:
-    all ranks on this host, where some use other NUMA nodes (0: none does). total, available, free, reclaimable: of the bound NUMA nodes.
+    CPU. integrated: the device's memory is the host's. sharers: ranks on this host, each of which takes an equal part of its memory.
     """
 
     total: int
@@ -36,19 +34,15 @@ class MemoryReading:
     device_total: int | None = None
     integrated: bool = False
     sharers: int = 1
-    ranks: int = 0
-
-    @property
-    def ranks_here(self) -> int:
-        """The number of ranks on this host, which share a limit of the host."""
-        return max(self.ranks, self.sharers)
 
     @property
     def room(self) -> int:
         """The bytes that this rank can take now: of a discrete GPU's own memory, else its part of the host's memory, by the tightest of the
         readings."""
-        part = self._whole_room // self.sharers
-        return part if self.cgroup_left is None or not self.is_shared else min(part, self.cgroup_left // self.ranks_here)
+        whole = self._whole_room
+        if self.cgroup_left is not None and self.is_shared:
+            whole = min(whole, self.cgroup_left)
+        return whole // self.sharers
 
     @property
     def size(self) -> int:
@@ -73,16 +67,13 @@ class MemoryReading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP, nodes_kept: frozenset[int] | None = None, nodes: Path = NODES) -> MemoryReading:
-    """The host's memory. nodes_kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo is unreadable."""
-    fields, limited = read_fields(proc), cgroup_left(proc, cgroup)
-    of_nodes = None if nodes_kept is None else memory_of(nodes_kept, fields, nodes)
-    if of_nodes is not None:
-        return MemoryReading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
+def host(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryReading:
+    """The host's memory. Raises OSError where /proc/meminfo is unreadable."""
+    fields = read_fields(proc)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else fields.get("Cached", 0)
     total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))
-    return MemoryReading(total, available, free, reclaimable, cgroup_left=limited)
+    return MemoryReading(total, available, free, reclaimable, cgroup_left=cgroup_left(proc, cgroup))
 
 
 def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:

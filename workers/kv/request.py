@@ -49,7 +49,7 @@ class CacheRequest:
     def reserved(self, reading: MemoryReading) -> Reserved | None:
         """The limit by reserved_bytes and the engine's present memory; None without a limit."""
         whole = self._settings.reserved_bytes
-        return None if whole is None else Reserved(whole, self._taken(), reading.ranks_here)
+        return None if whole is None else Reserved(whole, self._taken(), reading.sharers)
 
     def limit(self, reading: MemoryReading) -> int | None:
         """The smaller of both limits, while the engine's further demand is unknown."""
@@ -71,7 +71,7 @@ class CacheRequest:
     def margin(self, reading: MemoryReading) -> int:
         """This rank's part of the memory that stays free on the machine."""
         requested = self._settings.margin_bytes
-        return margin_of(reading.size, None if requested is None else requested // reading.ranks_here)
+        return margin_of(reading.size, None if requested is None else requested // reading.sharers)
 
 
 def _whole(size: float, block: int) -> int:

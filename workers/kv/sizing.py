@@ -235,7 +235,7 @@ class Sizing:
         self._learned = profile = self._profiles.find(self._key)
         if before.room < floor:
             demand = None if profile is None else profile.demand
-            refusal = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.ranks_here, demand)
+            refusal = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.sharers, demand)
             return Vote(self._rank, refusal=refusal)
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)

@@ -166,7 +166,7 @@ class StubProtocol(asyncio.Protocol):
         interval_s = behaviour.chunk_interval_s
         stop = min(answer.tokens, start + (1 if interval_s else _BURST))
         if behaviour.held(stop):
-            stop = min(stop, behaviour.gate_after)
+            stop = behaviour.gate_after
         events = [stream.chunk(seq, time.monotonic_ns()) for seq in range(start, stop)]
         if start == 0 and stream.head:
             events.insert(0, stream.head)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.support import memory_hog
 from tests.support.descriptors import descriptors_in
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
+from tests.support.memory_box import GIB, MemoryBox, NoBox
 from tests.support.memory_hog import show
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
@@ -182,6 +183,45 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
         assert "'../../etc/passwd'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def box(folder: Path) -> Iterator[MemoryBox]:
+    """A memory cgroup of half a GiB, whose memory the guard sees as the machine's."""
+    try:
+        made = MemoryBox(folder / "proc", GIB // 2)
+    except NoBox as why:
+        pytest.skip(f"memory cgroup: {why}")
+    yield made
+    made.close()
+
+
+def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: MemoryBox, agents: Agents, folder: Path) -> None:
+    agent = agents.start({"mode": "on", "soft_gib": 0.3, "hard_gib": 0.2, "floor_gib": 0.1})
+    gate, size = folder / "gate", box.limit_bytes - (64 << 20)
+    runaway = {"entrypoint": "tests.support.runaway"}
+    agent.spawn(order(folder, PYTHONPATH=str(ROOT), RUNAWAY_GATE=str(gate), RUNAWAY_BYTES=str(size)) | runaway, False)
+    engine = until(lambda: [pid for pid in runs(agent) if b"tests.support.runaway" in Path(f"/proc/{pid}/cmdline").read_bytes()])
+    for pid in engine:
+        box.take_in(pid)
+    gate.touch()
+    until(lambda: fact_of(agent)["killed"], "the guard has killed it")
+    until(lambda: not fact_of(agent)["alive"])
+    (summary,) = until(agent.incidents, "a bundle")
+    until(lambda: box.available_bytes() > size, "its memory is back")
+
+    assert box.oom_kills() == 0
+    bundle = agent.incident(summary["id"])
+    assert bundle is not None
+    assert (bundle["model"], bundle["survivors"]) == ("m", [])
+    first, *_, last = (row[1] for row in bundle["readings"])
+    # Four times the floor is where a fall that reaches it counts as a collapse.
+    assert last < 0.4 * GIB < first
+
+
+def runs(agent: Agent) -> tuple[int, ...]:
+    """The processes of the one rank, as the guard sees them."""
+    return next((tuple(rank.pids) for rank in agent.sentry.holders.ranks), ())
+
+
 class RealNode(FakeCluster):
     """One node whose agent and ranks are real; only Ray is left out."""
 
@@ -227,38 +267,38 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     async with asyncio.TaskGroup() as tasks:
         supervisor.tasks.group = tasks
 
-        async def tick_until(look: Callable[[], object], what: str) -> None:
-            deadline_s = time.monotonic() + HUNG_S
-            while not look():
-                assert time.monotonic() < deadline_s, f"{what}; {made.state()}"
+        async def tick() -> None:
+            while True:
                 await supervisor.tick()
                 await asyncio.sleep(0.02)
 
-        async def tick_until_state(state: str) -> None:
-            await tick_until(lambda: made.state() == state, state)
+        async def reaches(state: str) -> None:
+            await eventually(lambda: made.state() == state, state)
+
+        tasks.create_task(tick())
 
         supervisor.want("m", Want.RUNNING, "admin")
-        await tick_until_state("READY")
+        await reaches("READY")
         first = supervisor.registry.find("m").attempt.rank_id
         await eventually(lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
         show(folder / "proc", 0.4)
-        await tick_until_state("FAILED")
+        await reaches("FAILED")
         assert supervisor.registry.find("m").attempt.reason == "MemoryGuard"
         short = lambda: [one for one in supervisor.snapshot().conditions if one.reason == "MemoryShort" and "n1" in one.message]  # noqa: E731
-        await tick_until(short, "the node says that memory is short")
+        await eventually(short, "the node says that memory is short")
         looks = agent.sentry._vitals._count
-        await tick_until(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
+        await eventually(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
         assert made.state() == "FAILED", "no load begins while memory is short"
         with pytest.raises(Unavailable):
             async with supervisor.lease("m", wait_s=0.1):
                 raise AssertionError
 
         show(folder / "proc", 60.0)
-        await tick_until_state("READY")
+        await reaches("READY")
         assert supervisor.registry.find("m").attempt.rank_id != first
         assert {"memory", "failed"} <= {event.kind for event in supervisor.ledger.events(0, 200)}
         supervisor.want("m", Want.STOPPED, "admin")
-        await tick_until_state("STOPPED")
+        await reaches("STOPPED")
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()
     made.store.close()

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.cli.config_check import check
-from sparkd.config.recipe_check import load
 from sparkd.errors import ConfigError
 from workers.host import regular_file
-from workers.host.hub_cache import snapshot_of
 
 
 def pipe(path: Path) -> Path:
@@ -39,35 +36,7 @@ def test_the_reader_refuses_it(tmp_path: Path, made: Callable[[Path], Path]) -> 
         regular_file.read(tmp_path)
 
 
-@KINDS
-def test_a_configuration_and_what_it_names(tmp_path: Path, made: Callable[[Path], Path]) -> None:
-    (problem,) = check(made(tmp_path / "sparkd.yaml"), {})
-    assert problem.severity == "error"
-
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors.index.json", "model.safetensors"):
-        made(model / name)
-    made(tmp_path / "keys")
-    made(tmp_path / "recipes" / "odd.yaml")
-    file = tmp_path / "all.yaml"
-    file.write_text(
-        f"keys: {{admin_file: {tmp_path}/keys}}\nrecipes_dir: {tmp_path}/recipes\n"
-        f"models: {{a: {{model: {model}, tensor_parallel: 2, chat_template: x}}, b: {{recipe: ./recipes/odd.yaml}}, c: {{recipe: odd}}}}"
-    )
-    problems = {problem.line for problem in check(file, {}) if problem.severity == "error"}
-    assert {1, 3} == problems
-
-
-@KINDS
-def test_a_recipe_and_a_reference_of_the_hub(tmp_path: Path, made: Callable[[Path], Path]) -> None:
-    file, problems = load(made(tmp_path / "odd.yaml"), {})
-    assert file is None and len(problems) == 1
-    made(tmp_path / "models--o--m" / "refs" / "main")
-    assert snapshot_of("o/m", None, {"HF_HUB_CACHE": str(tmp_path)}) is None
-
-
-COMMANDS = ("check PATH", "recipes check PATH", "recipes import PATH", "ps --key-file PATH", "plan m --config PATH")
+COMMANDS = ("check PATH", "recipes import PATH", "ps --key-file PATH")
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparkd.schema.kv_cache import kv_cache
 from workers.kv.advice import OTHER_PROGRAMS, Cure, written
@@ -102,64 +99,10 @@ def check(start: Start) -> list[Cure]:
     return found
 
 
-_MIB = 1 << 20
-_bytes = st.integers(0, 24 * 1024).map(lambda mib: mib * _MIB)
-
-
-@st.composite
-def starts(draw: Callable[..., Any]) -> Start:
-    length = draw(st.sampled_from([4096, 32768, 131072]))
-    state = draw(st.sampled_from([0, 0, 37 * _MIB, GIB]))
-    block = draw(st.sampled_from([_MIB, 3 * _MIB + 4096, 16 * _MIB]))
-    need = need_of(
-        length,
-        draw(st.integers(1, 160)) * 1024,
-        state,
-        block,
-        batch_tokens=8192,
-        sequences=draw(st.sampled_from([16, 256])),
-        lookahead=draw(st.sampled_from([0, 3])),
-    )
-    demand = Demand(draw(st.sampled_from([0, GIB, 3 * GIB])), 0, 0, draw(_bytes)).with_peaks(
-        draw(_bytes) // 4 + _MIB, draw(_bytes) // 4 + _MIB
-    )
-    sizes = st.sampled_from(["auto", "bytes", "tokens", "sequences", "at", "blocks", "at_most", "reserved", "both"])
-    how = draw(sizes)
-    reserved = None
-    asked = CacheSettings()
-    if how == "bytes":
-        asked = CacheSettings(bytes=max(1, draw(_bytes)))
-    elif how == "tokens":
-        asked = CacheSettings(tokens=draw(st.integers(1, 4 * length)))
-    elif how == "sequences":
-        asked = CacheSettings(sequences=draw(st.integers(1, 6)))
-    elif how == "at":
-        asked = CacheSettings(sequences=draw(st.integers(1, 6)), at=draw(st.integers(1, 2 * length)))
-    elif how == "blocks":
-        asked = CacheSettings(blocks=draw(st.integers(1, 4096)))
-    if how in ("at_most", "both"):
-        asked = CacheSettings(at_most_bytes=max(1, draw(_bytes)))
-    if how in ("reserved", "both"):
-        taken = demand.weights + draw(st.integers(0, 4096)) * _MIB
-        reserved = Reserved(draw(st.integers(1, 64)) * GIB, taken, draw(st.sampled_from([1, 2])))
-    return Start(draw(_bytes), demand, need, asked, reserved)
-
-
-def test_an_advice_that_is_followed_is_no_reason_for_another_refusal() -> None:
-    cures = list[Cure]()
-
-    @settings(max_examples=120, deadline=None)
-    @given(starts())
-    def is_started(start: Start) -> None:
-        cures.extend(check(start))
-
-    is_started()
-    assert len(cures) > 10, "hardly any cure could be followed"
-
-
-LINEAR = need_of(32768, 128 << 10, 0, 16 * _MIB, batch_tokens=8192, sequences=256)  # 4 GiB
+MIB = 1 << 20
+LINEAR = need_of(32768, 128 << 10, 0, 16 * MIB, batch_tokens=8192, sequences=256)  # 4 GiB
 # As much again whatever its length: tokens of a shorter request cost more each.
-STATE = need_of(32768, 128 << 10, 4 * GIB, 16 * _MIB, batch_tokens=8192, sequences=256)
+STATE = need_of(32768, 128 << 10, 4 * GIB, 16 * MIB, batch_tokens=8192, sequences=256)
 BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
 
 

@@ -69,6 +69,7 @@ def test_the_least_of_a_window_counts():
     ("limits", "left"),
     [
         ({"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
+        ({"a/b": ("1000", "4000")}, 0),
         ({"a/b": ("max", "400")}, None),
     ],
 )

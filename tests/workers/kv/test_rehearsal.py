@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.late import Late
 from workers.kv import encoders
 from workers.kv.rehearsal import all_decoding, profiled, smaller_batches
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own are not ours
-    import vllm.multimodal.encoder_budget  # noqa: F401 - replaced below
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm() -> None:
+    """What is replaced in some tests."""
+    assert Late("vllm.multimodal.encoder_budget").MultiModalBudget
 
 
 @pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])

@@ -12,22 +12,13 @@ import pytest
 import torch
 
 from sparkd.capacity.kv_cache import KvLayout, Serving, sized
+from tests.support.late import Late
 from workers.kv.arithmetic import CacheCosts
 from workers.kv.request import CacheRequest
 from workers.kv.settings import CacheSettings
 from workers.kv.symbols import lookahead_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own are not ours
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
-
+arg_utils, interface, outputs = (Late(f"vllm.{name}") for name in ("engine.arg_utils", "v1.kv_cache_interface", "v1.outputs"))
 BLOCK_TOKENS, MAX_MODEL_LEN = 16, 512
 SEQUENCES = 3
 CONFIG = {
@@ -49,7 +40,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     drafts = request.param
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return EngineArgs(
+        return arg_utils.EngineArgs(
             model=str(tmp_path),
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
@@ -65,15 +56,16 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
 def preempted(config: Any, blocks: int, at: int, *, ahead: bool, written: int, drafts: int) -> int:
     """How often, while SEQUENCES requests that begin at once come to `at` tokens; no draft is ever right. ahead: a step begins before the
     result of the one before is there."""
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    kind = Late("vllm.v1.core.sched.async_scheduler").AsyncScheduler if ahead else Late("vllm.v1.core.sched.scheduler").Scheduler
+    spec = interface.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = interface.KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[interface.KVCacheGroupSpec(["layer"], spec)])
     config.cache_config.num_gpu_blocks = blocks
-    scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache, StructuredOutputManager(config), BLOCK_TOKENS)
+    scheduler = kind(config, cache, Late("vllm.v1.structured_output").StructuredOutputManager(config), BLOCK_TOKENS)
     scheduler.num_lookahead_tokens = written
     for number in range(SEQUENCES):
-        wish = SamplingParams(max_tokens=at - 8, ignore_eos=True)
+        wish = Late("vllm").SamplingParams(max_tokens=at - 8, ignore_eos=True)
         wish.update_from_generation_config({}, 1)
-        scheduler.add_request(Request(str(number), [5] * 8, wish, None))
+        scheduler.add_request(Late("vllm.v1.request").Request(str(number), [5] * 8, wish, None))
     counted, flying = 0, list[Any]()
     for _ in range(4 * at):
         if not scheduler.has_requests():
@@ -85,10 +77,11 @@ def preempted(config: Any, blocks: int, at: int, *, ahead: bool, written: int, d
             continue
         done = flying.pop(0)
         ids = list(done.num_scheduled_tokens)
-        output = ModelRunnerOutput(req_ids=ids, req_id_to_index={one: at for at, one in enumerate(ids)}, sampled_token_ids=[[7]] * len(ids))
+        places = {one: place for place, one in enumerate(ids)}
+        output = outputs.ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=[[7]] * len(ids))
         scheduler.update_from_output(done, output)
         if drafts and not ahead:
-            scheduler.update_draft_token_ids(DraftTokenIds(ids, [[9] * drafts] * len(ids)))
+            scheduler.update_draft_token_ids(outputs.DraftTokenIds(ids, [[9] * drafts] * len(ids)))
     raise AssertionError("they never ended")
 
 

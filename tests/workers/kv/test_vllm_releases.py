@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +16,13 @@ import pytest
 
 import workers.kv
 from tests.support.facts import facts
+from tests.support.late import Late
 from tests.workers.kv.test_sizing import NEED, STOCK, Machine, at_once
-from workers.kv import prompt_logprobs, rehearsal, symbols
+from workers.kv import rehearsal, symbols
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing, imported
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own are not ours
-    import vllm.platforms
-    import vllm.v1.worker.cpu_worker
-    import vllm.v1.worker.gpu_worker
 
 __all__ = ["at_once"]  # a fixture
 FOLDER = Path(workers.kv.__file__).parent
@@ -53,6 +47,12 @@ def _asked(name: str) -> Iterator[tuple[Any, ...]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
                 yield tuple(one.value for one in node.args if isinstance(one, ast.Constant))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm() -> None:
+    """vLLM's workers with all that they import."""
+    assert Late("vllm.v1.worker.cpu_worker").CPUWorker and Late("vllm.v1.worker.gpu_worker").Worker
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def _config() -> Any:
 )
 def test_what_a_worker_is_built_on_is_missing(monkeypatch, tmp_path, caplog, file, module, name, settings, size, says):
     found = _hidden(monkeypatch, file, module, name)
-    monkeypatch.setattr(vllm.platforms, "current_platform", Platform())
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform())
     monkeypatch.setenv("SPARKD_KV", json.dumps({**settings, "report": str(tmp_path / "report")}))
     found.__bases__ = (*found.__bases__, Extension)  # as vLLM does with --worker-extension-cls
     config = _config()
@@ -126,7 +126,7 @@ def test_a_platform_without_a_worker_is_said_with_the_cure(monkeypatch):
     found = _hidden(monkeypatch, file, module, name)
     platform = Platform()
     platform.name = "NotThere"
-    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
     with pytest.raises(RuntimeError, match=rf"{name}.*NotThere.*--worker-cls.*kv_cache: \{{utilization: 0\.8\}}"):
         found(vllm_config=_config(), rank=0)
 
@@ -185,9 +185,3 @@ def test_a_runner_that_lacks_a_method_for_a_small_cache_is_named(lacks):
     runner = SimpleNamespace(**dict.fromkeys(known, print), compilation_config=None)
     with pytest.raises(Missing, match=lacks), rehearsal.minimal_cache(runner):
         pass
-
-
-def test_prompt_logprobs_that_are_computed_elsewhere_are_said_and_nothing_else(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, prompt_logprobs._MODULE, None)
-    prompt_logprobs.bound(SimpleNamespace())
-    assert "log-probabilities" in caplog.text

@@ -3,7 +3,6 @@ conftest.py and a registered plugin."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,21 +12,6 @@ from typing import Any
 import torch
 
 from workers import plugin
-
-
-class Late:
-    """A module that is imported when something of it is used: a run that only collects the tests imports no vLLM."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # pytest looks at what a module of tests holds
-        with warnings.catch_warnings():
-            # vLLM's own warnings are not ours.
-            warnings.simplefilter("ignore")
-            return getattr(importlib.import_module(self._name), name)
 
 
 def load(

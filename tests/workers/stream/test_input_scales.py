@@ -213,7 +213,7 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
         assert torch.equal(exported[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
-UNUSABLE = {"none": None, "blank": b" " * 5000, "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
+UNUSABLE = {"none": None, "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
 
 
 @pytest.mark.parametrize("data", UNUSABLE.values(), ids=UNUSABLE)
@@ -225,12 +225,6 @@ def test_a_text_that_cannot_be_used_is_refused_before_anything_is_read(data: byt
     with pytest.raises(CheckpointError) as refused:
         recipe.assign(read_checkpoint(folder))
     assert str(path) in facts(refused.value.message)
-
-
-def test_a_pipe_is_no_text_and_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError):
-        text_of(str(tmp_path / "pipe"))
 
 
 def test_a_calibration_is_a_path_of_a_format_that_has_one() -> None:

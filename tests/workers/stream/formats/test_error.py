@@ -23,8 +23,8 @@ def squared_error(spelling: str, weight: torch.Tensor, size: int) -> np.ndarray:
     return (made - weight.double()).square().view(-1, size).sum(1).numpy()
 
 
-def relative_error(spelling: str, distribution: str) -> float:
-    weight = weights.distribution(distribution, 512, 1024)
+def relative_error(spelling: str) -> float:
+    weight = weights.distribution("gauss", 512, 1024)
     error = squared_error(spelling, weight, weight.numel())[0]
     return float((error / float(weight.double().square().sum())) ** 0.5)
 
@@ -39,27 +39,18 @@ def product_error() -> float:
     return float((made - meant).norm() / meant.norm())
 
 
-@pytest.mark.parametrize(
-    ("spelling", "bar"), [("mxfp4", 0.123), ("nvfp4", 0.083), ("int4-g32", 0.105), ("nf4-g32", 0.096), ("fp8", 0.027), ("fp8-block", 0.027)]
-)
-def test_heavy_tails_cost_no_more_than_this(spelling: str, bar: float) -> None:
-    """Of normal weights ERRORS says it."""
-    assert relative_error(spelling, "t5") <= bar
-
-
 @pytest.mark.parametrize("spelling", ERRORS)
 def test_the_error_that_ranks_a_format_is_the_measured_one(spelling: str) -> None:
-    error = product_error() if Format.parse(spelling).rounds_activations else relative_error(spelling, "gauss")
+    error = product_error() if Format.parse(spelling).rounds_activations else relative_error(spelling)
     assert ERRORS[spelling] == pytest.approx(error, rel=0.005), "ERRORS of workers/quantization/formats.py"
 
 
-# Light tails and heavy ones; the distributions with columns that stand out are the bench's (tests/bench/formats.py).
-SOME = pytest.mark.parametrize("distribution", ["gauss", "t5"])
+# Tails as heavy as these are where a scale is hardest to choose; what a normal distribution costs, ERRORS says to half a percent.
+HEAVY = "t5"
 
 
-@SOME
-def test_nvfp4_has_the_best_of_all_normal_scales(distribution: str) -> None:
-    weight = weights.distribution(distribution, 32, 1024)
+def test_nvfp4_has_the_best_of_all_normal_scales() -> None:
+    weight = weights.distribution(HEAVY, 32, 1024)
     divisor = float(quantizer(Format("nvfp4")).quantize(weight)["weight_global_scale"])
     groups = weight.double().view(-1, 16).numpy()
     best = reference.least_error(groups, reference.E4M3[8:0x7F] / divisor, reference.encode_e2m1, reference.E2M1)
@@ -68,34 +59,29 @@ def test_nvfp4_has_the_best_of_all_normal_scales(distribution: str) -> None:
     assert found.sum() <= best.sum() * (1 + 5e-4)
 
 
-@SOME
-def test_mxfp4_has_the_best_power_of_two(distribution: str) -> None:
-    weight = weights.distribution(distribution, 32, 1024)
+def test_mxfp4_has_the_best_power_of_two() -> None:
+    weight = weights.distribution(HEAVY, 32, 1024)
     groups = weight.double().view(-1, 32).numpy()
     best = reference.least_error(groups, 2.0 ** np.arange(-24, 4), reference.encode_e2m1, reference.E2M1)
     assert np.allclose(squared_error("mxfp4", weight, 32), best, rtol=1e-5)
 
 
-@pytest.mark.parametrize("group", [32, 128])
-@SOME
-def test_int4_is_near_the_best_of_160_scales(distribution: str, group: int) -> None:
-    weight = weights.distribution(distribution, 32, 1024)
-    groups = weight.double().view(-1, group)
+def test_int4_is_near_the_best_of_160_scales() -> None:
+    weight = weights.distribution(HEAVY, 32, 1024)
+    groups = weight.double().view(-1, 32)
     tried = [sign * groups.abs().amax(1) / divisor for divisor in np.arange(6.8, 14.8, 0.1) for sign in (1, -1)]
     scales = torch.stack(tried).bfloat16().double().numpy()
     best = reference.least_error(groups.numpy(), scales, reference.encode_int4, np.arange(-8.0, 8.0))
-    assert squared_error(f"int4-g{group}", weight, group).sum() <= best.sum() * 1.015
+    assert squared_error("int4-g32", weight, 32).sum() <= best.sum() * 1.015
 
 
-@pytest.mark.parametrize("group", [32, 256])
-@SOME
-def test_nf4_is_near_the_best_of_120_scales(distribution: str, group: int) -> None:
-    weight = weights.distribution(distribution, 32, 1024)
-    groups = weight.double().view(-1, group)
+def test_nf4_is_near_the_best_of_120_scales() -> None:
+    weight = weights.distribution(HEAVY, 32, 1024)
+    groups = weight.double().view(-1, 32)
     tried = [sign * groups.abs().amax(1) * factor for factor in np.arange(0.5, 1.1, 0.01) for sign in (1, -1)]
     scales = torch.stack(tried).bfloat16().double().numpy()
     best = reference.least_error(groups.numpy(), scales, reference.encode_nf4, reference.NF4.astype(np.float64))
-    assert squared_error(f"nf4-g{group}", weight, group).sum() <= best.sum() * 1.06
+    assert squared_error("nf4-g32", weight, 32).sum() <= best.sum() * 1.06
 
 
 @pytest.mark.parametrize("clipped", [True, False])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from tests.support.checkpoints import Tensor, write_checkpoint
-from tests.workers.stream.loading import Late
+from tests.support.late import Late
 from workers.quantization.formats import SPELLINGS, Format
 from workers.stream.vllm.config import in_our_formats, linear_modules, matches, patterns, quantization_config
 

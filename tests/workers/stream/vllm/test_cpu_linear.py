@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError, MissingSymbol
-from tests.workers.stream.loading import Late
+from tests.support.late import Late
 from tests.workers.stream.products import assert_product
 from workers.quantization.formats import Format
 from workers.stream.formats import quantizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
-from tests.workers.stream.loading import Late
+from tests.support.late import Late
 from tests.workers.stream.products import assert_near
 from workers.quantization.formats import Format
 from workers.stream.expert_placement import answered, families, place

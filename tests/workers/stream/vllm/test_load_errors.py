@@ -19,6 +19,7 @@ import torch
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama
 from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.waiting import until
 from tests.workers.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
@@ -104,13 +105,11 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     ("truncated shard", truncated, "nvfp4", r"model-\d+-of-\d+\.safetensors: "),
     ("missing shard", lambda folder: shards(folder)[1].unlink(), "nvfp4", r"model-00002-of-\d+\.safetensors: "),
     ("integers", of_integers, "nvfp4", rf"{W}: .* I16\b"),
-    ("integers, plain", of_integers, "bf16", rf"{W}: .* I16\b"),
     ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: .*LlamaForCausalLM .* BF16 .*\[128, 512\]"),
     ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: .* 128 .*gate_proj\.weight .* 256\b"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
     ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .* in LlamaModel\)\. .*`keep`"),
     ("NaN", not_finite, "nvfp4", rf"{W}.*NaN"),
-    ("NaN, plain", not_finite, "bf16", rf"{W}.*NaN"),
     ("a group that does not divide", narrow, {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}}, rf"{ALONE}: K=64 .*128.* int4-g64"),
     ("a group that is not built", lambda folder: None, "nf4-g16", r" 16\b"),
 ]
@@ -137,7 +136,7 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     assert said["error"]["message"] == str(caught.value)
     assert "\n" not in str(caught.value)
     assert [one.name for one in cache.rglob("*")] in ([], [".lock"])
-    assert shared_memory() <= before
+    until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
 
 
 # Memory that is used up in the middle
@@ -234,5 +233,5 @@ def test_a_load_that_is_ended_from_outside_leaves_nothing(
     assert (said["phase"], type(error).__name__ in said["error"]["message"]) == ("failed", False)
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
-    assert shared_memory() <= before
+    until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]

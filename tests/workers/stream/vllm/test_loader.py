@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.workers.stream.loading import Late
+from tests.support.late import Late
 from workers import plugin
 from workers.quantization.formats import Format
 from workers.stream.vllm.config import quantization_config

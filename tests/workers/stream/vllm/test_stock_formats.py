@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.workers.stream.loading import Late
+from tests.support.late import Late
 from tests.workers.stream.weights import distribution
 from workers.quantization.formats import Format
 from workers.stream.formats import quantizer
