@@ -411,6 +411,15 @@ def values(tensor: Tensor, seed: int = 0, device: torch.device | str = "cpu") ->
         yield _drawn(tensor.draw, min(step, total - start), getattr(torch, DRAWN[tensor.dtype]), generator)
 
 
+def stored(ref: TensorRef) -> torch.Tensor:
+    """A tensor as it stands in its file."""
+    import torch
+
+    with open(ref.path, "rb") as file:
+        raw = bytearray(os.pread(file.fileno(), ref.nbytes, ref.offset))
+    return torch.frombuffer(raw, dtype=getattr(torch, DRAWN[ref.dtype])).view(ref.shape)
+
+
 def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     import torch
 

@@ -53,7 +53,7 @@ def test_the_error_that_ranks_a_format_is_the_measured_one(spelling: str) -> Non
     assert ERRORS[spelling] == pytest.approx(error, rel=0.005), "ERRORS of workers/quantization/formats.py"
 
 
-# Light tails and heavy ones; the distributions with columns that stand out are the bench's (tests/bench/formats.py).
+# Light tails and heavy ones.
 SOME = pytest.mark.parametrize("distribution", ["gauss", "t5"])
 
 
