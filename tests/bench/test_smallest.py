@@ -22,7 +22,6 @@ WRONG = (
     ("change", "--models", "1"),
     ("chaos", "--only", "no such target"),
     ("cluster", "--only", "no such fault"),
-    ("footprint", "--only", "no such model"),
     ("gateway", "--runs", "0"),
     ("hog",),
     ("kv", "--only", "no such step"),

@@ -18,7 +18,7 @@ from tests.support.checkpoints import dense, tensors_of
 from tests.support.inventories import known
 from workers.quantization.recipe import QuantizationRecipe
 
-# The preset h200 of tests/bench/footprint.py.
+# What the H200's engines were started with.
 SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)
 SERVING = Serving(4096, 16, 8192, prefix_caching=False, batches_in_flight=1)
 
@@ -28,7 +28,7 @@ def of(name: str) -> Inventory:
     return known(dict(model.config), [(entry.name, tuple(entry.shape), entry.dtype) for entry in model.entries])
 
 
-# MiB that torch had reserved at most, weights and cache included: vLLM 0.26 without a compiler (tests/bench/footprint.py --preset h200).
+# MiB that torch had reserved at most, weights and cache included: vLLM 0.26 without a compiler.
 @pytest.mark.parametrize(
     ("name", "form", "measured_mib"),
     [
