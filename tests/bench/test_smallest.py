@@ -24,7 +24,7 @@ WRONG = (
     ("cluster", "--only", "no such fault"),
     ("gateway", "--runs", "0"),
     ("hog",),
-    ("kv", "--only", "no such step"),
+    ("kv", "--only", "no such start"),
     ("live", "--models", "1"),
     ("loader", "--only", "no such row"),
     ("mutants", "--only", "no/such/folder"),
