@@ -25,7 +25,6 @@ WRONG = (
     ("gateway", "--runs", "0"),
     ("hog",),
     ("kv", "--only", "no such start"),
-    ("live", "--models", "1"),
     ("loader", "--only", "no such row"),
     ("mutants", "--only", "no/such/folder"),
     ("page", "--models", "1"),
