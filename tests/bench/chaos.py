@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.bench.arguments import Parser, amount, count, model, new, pattern
 from tests.support.activated import ActivatedDaemon
-from tests.support.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
+from tests.support.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
 from tests.support.clock_shift import ShiftedClock
 from tests.support.waiting import until
 
@@ -125,7 +125,7 @@ def _one(scene: Scene, engine: str, name: str, hit: Callable[[], frozenset[int]]
     well_s = scene.well(without=killed)
     strange = {session: pids for session, pids in scene.ranks().items() if session != scene.present()}
     # A daemon that is killed takes its connections with it.
-    lost = 0 if name == "daemon" else sum(not client.ended_well() for client in clients)
+    lost = 0 if name == "daemon" else sum(not ended_well(client) for client in clients)
     kept = scene.daemon.model(MODEL).get("want") == "RUNNING"
     return Outcome(engine, name, state, len(clients), well_s, sum(map(len, strange.values())), twins, kept, lost, answer_s, len(killed))
 
@@ -220,7 +220,7 @@ def _inside(seed: int) -> dict[str, str | None]:
                 time.sleep(INSIDE_S)
                 file.unlink()
                 waits.append(scene.well())
-                if bad := sum(not client.ended_well() for client in clients):
+                if bad := sum(not ended_well(client) for client in clients):
                     return {f"errors inside, one of {1 / share:.0f} calls": f"{bad} streams had no clean end"}
             same = made.process is daemon and daemon is not None and daemon.poll() is None
             kept = made.model(MODEL).get("want") == "RUNNING"
@@ -272,7 +272,7 @@ def _clock() -> dict[str, str | None]:
                 clients = scene.streams(4)
                 clock.set(shift_s)
                 time.sleep(1)
-                bad = sum(not client.ended_well() for client in clients)
+                bad = sum(not ended_well(client) for client in clients)
                 if bad or scene.daemon.model(MODEL)["failures"] != failures:
                     return {f"clock jumps by {shift_s} s": f"{bad} streams were lost, {scene.daemon.model(MODEL)['failures']} failures"}
                 scene.shim()
@@ -288,15 +288,14 @@ def _storm() -> dict[str, str | None]:
         made, rank = scene.daemon, scene.present()
         given = settings(made.folder, stub=True, model=None)
         made.configure(given)
-        streams = [Client(made.url) for _ in range(STORM_STREAMS)]
-        until(lambda: sum(client.began for client in streams) == STORM_STREAMS, "streams begin")
+        streams = scene.streams(STORM_STREAMS)
         for number in range(RELOADS):
             made.configure(given | {"global_ttl_s": 100_000 + number} if number % 5 else {"modles": number})
             if number % 2:
                 made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
             else:
                 made.client.post("/admin/v1/reload")
-        whole = sum(client.ended_well() and "[DONE]" in client.text for client in streams)
+        whole = sum(ended_well(client) and client.whole() for client in streams)
         made.configure(given)
         made.client.post("/admin/v1/reload").raise_for_status()
         same = scene.present() == rank

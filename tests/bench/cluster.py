@@ -106,7 +106,7 @@ def _bring_to(pair: Pair, state: str) -> list[Stream]:
         return [Stream(pair).start() for _ in range(STREAMS)]
     if pair.daemon.model("pair")["want"] == "RUNNING":
         pair.daemon.unload("pair")
-    pair.daemon.wait_for("pair", "STOPPED", 60)
+    pair.daemon.wait_for("pair", "STOPPED")
     pair.daemon.load("pair")
     # A busy machine may pass through a state between two looks.
     reached = STATES[STATES.index(state) :]

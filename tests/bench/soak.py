@@ -118,7 +118,7 @@ def stub_daemon(folder: Path) -> DaemonProcess:
     made.start()
     try:
         made.settled()
-        made.wait_for("m", "READY", 120)
+        made.wait_for("m", "READY")
     except AssertionError:
         made.gone()
         raise
