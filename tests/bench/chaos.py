@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import signal
 import statistics
@@ -22,10 +21,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.arguments import Parser, amount, count, model, new, pattern
+from tests.bench.arguments import Parser, amount, count, model, pattern
 from tests.support.activated import ActivatedDaemon
 from tests.support.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
 from tests.support.clock_shift import ShiftedClock
@@ -66,7 +65,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=amount, default=5400)
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the names of targets and trials")
-    parser.add_argument("--json", type=new)
     asked = parser.parse_args()
     names = parser.chosen((*TARGETS, *TRIALS), asked.only)
     targets, trials = [name for name in names if name in TARGETS], [name for name in names if name in TRIALS]
@@ -81,8 +79,6 @@ def main() -> int:
                 _faults(asked, targets, stub=stub, times=times, deadline_s=deadline_s, outcomes=outcomes)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     return _judge(outcomes, _others(trials, deadline_s, asked.seed), timed=not asked.smallest)
 
 

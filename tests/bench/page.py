@@ -138,7 +138,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=count, default=30, help="for which CPU is measured, and changes are watched on each of two pages")
     parser.add_argument("--rounds", type=count, default=5, help="cold loads")
     parser.add_argument("--changes", type=count, default=28_800, help="that the heap has to bear: 8 h at one a second")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     asked = parser.parse_args()
     if asked.loaded > asked.models:
         parser.error("argument --loaded: more than --models")
@@ -146,7 +145,7 @@ def main() -> int:
         sys.stdout.write("chromium is missing (Debian's package chromium).\n")
         return NO_CHROMIUM
     figures = [*stream(asked), *few(asked), *many(asked)]
-    show(figures, as_json=asked.json)
+    show(figures)
     return 1 if any(figure.missed for figure in figures) and not asked.smallest else 0
 
 
@@ -309,10 +308,7 @@ def many(asked: Any) -> list[Figure]:
     return figures
 
 
-def show(figures: list[Figure], *, as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps([figure._asdict() for figure in figures]) + "\n")
-        return
+def show(figures: list[Figure]) -> None:
     table = Table(box=box.SIMPLE, title="the page")
     for column in ("", "sparkd", "bar", ""):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
