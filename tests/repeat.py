@@ -53,7 +53,8 @@ def run(number: int, load: int, command: list[str]) -> tuple[int, float, int, li
         words = [*command, f"--randomly-seed={seed}", f"--junitxml={report}"]
         print(f"\nrun {number}: {shlex.join(words)}", flush=True)
         for _ in range(load):
-            beside.callback(subprocess.Popen(BUSY).kill)
+            busy = beside.enter_context(subprocess.Popen(BUSY))  # whose exit waits for it
+            beside.callback(busy.kill)
         began_s = time.monotonic()
         status = subprocess.run(words, check=False).returncode
         return seed, time.monotonic() - began_s, status, failed_in(report)

@@ -30,7 +30,7 @@ from workers.quantization.recipe import AS_IT_IS
 if TYPE_CHECKING:
     from sparkd.capacity.requirement import Requirement
 
-# How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
+# How far an account may be from what an engine takes.
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
 _SMALLER = Cure(deed="choose a smaller context or format")
 _BEGIN = {

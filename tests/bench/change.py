@@ -14,12 +14,11 @@ not answered, or a change to a model that was not loaded before waited for more 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def main() -> int:
             changes = _measure(made, options)
         finally:
             made.gone()
-    print(json.dumps([asdict(one) for one in changes])) if options.json else _show(changes)
+    _show(changes)
     idle_s = load_config(options.config, environ={}).swap_idle_s if options.config else 5.0
     allowed_s = options.bar_s + max(0.0, idle_s - options.pause_s)
     late = [one for one in changes if one.first and one.waiting > allowed_s]
@@ -111,7 +110,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bar-s", type=float, default=2.0, help="what a change to a fresh model may wait (2)")
     parser.add_argument("--config", type=there, help="a sparkd.yaml whose keys are used besides, without `models`")
     parser.add_argument("--limit-s", type=amount, default=1800.0, help="how long one request may take (1800)")
-    parser.add_argument("--json", action="store_true")
     options: argparse.Namespace = parser.parse_args()
     if options.models < 2:
         parser.error("argument --models: a change needs at least two models")

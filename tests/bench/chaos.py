@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import signal
 import statistics
@@ -22,12 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.arguments import Parser, amount, count, model, new, pattern
+from tests.bench.arguments import Parser, amount, count, model, pattern
 from tests.support.activated import ActivatedDaemon
-from tests.support.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
+from tests.support.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
 from tests.support.clock_shift import ShiftedClock
 from tests.support.waiting import until
 
@@ -66,7 +65,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=amount, default=5400)
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the names of targets and trials")
-    parser.add_argument("--json", type=new)
     asked = parser.parse_args()
     names = parser.chosen((*TARGETS, *TRIALS), asked.only)
     targets, trials = [name for name in names if name in TARGETS], [name for name in names if name in TRIALS]
@@ -81,8 +79,6 @@ def main() -> int:
                 _faults(asked, targets, stub=stub, times=times, deadline_s=deadline_s, outcomes=outcomes)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     return _judge(outcomes, _others(trials, deadline_s, asked.seed), timed=not asked.smallest)
 
 
@@ -125,7 +121,7 @@ def _one(scene: Scene, engine: str, name: str, hit: Callable[[], frozenset[int]]
     well_s = scene.well(without=killed)
     strange = {session: pids for session, pids in scene.ranks().items() if session != scene.present()}
     # A daemon that is killed takes its connections with it.
-    lost = 0 if name == "daemon" else sum(not client.ended_well() for client in clients)
+    lost = 0 if name == "daemon" else sum(not ended_well(client) for client in clients)
     kept = scene.daemon.model(MODEL).get("want") == "RUNNING"
     return Outcome(engine, name, state, len(clients), well_s, sum(map(len, strange.values())), twins, kept, lost, answer_s, len(killed))
 
@@ -220,7 +216,7 @@ def _inside(seed: int) -> dict[str, str | None]:
                 time.sleep(INSIDE_S)
                 file.unlink()
                 waits.append(scene.well())
-                if bad := sum(not client.ended_well() for client in clients):
+                if bad := sum(not ended_well(client) for client in clients):
                     return {f"errors inside, one of {1 / share:.0f} calls": f"{bad} streams had no clean end"}
             same = made.process is daemon and daemon is not None and daemon.poll() is None
             kept = made.model(MODEL).get("want") == "RUNNING"
@@ -272,7 +268,7 @@ def _clock() -> dict[str, str | None]:
                 clients = scene.streams(4)
                 clock.set(shift_s)
                 time.sleep(1)
-                bad = sum(not client.ended_well() for client in clients)
+                bad = sum(not ended_well(client) for client in clients)
                 if bad or scene.daemon.model(MODEL)["failures"] != failures:
                     return {f"clock jumps by {shift_s} s": f"{bad} streams were lost, {scene.daemon.model(MODEL)['failures']} failures"}
                 scene.shim()
@@ -288,15 +284,14 @@ def _storm() -> dict[str, str | None]:
         made, rank = scene.daemon, scene.present()
         given = settings(made.folder, stub=True, model=None)
         made.configure(given)
-        streams = [Client(made.url) for _ in range(STORM_STREAMS)]
-        until(lambda: sum(client.began for client in streams) == STORM_STREAMS, "streams begin")
+        streams = scene.streams(STORM_STREAMS)
         for number in range(RELOADS):
             made.configure(given | {"global_ttl_s": 100_000 + number} if number % 5 else {"modles": number})
             if number % 2:
                 made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
             else:
                 made.client.post("/admin/v1/reload")
-        whole = sum(client.ended_well() and "[DONE]" in client.text for client in streams)
+        whole = sum(ended_well(client) and client.whole() for client in streams)
         made.configure(given)
         made.client.post("/admin/v1/reload").raise_for_status()
         same = scene.present() == rank

@@ -23,8 +23,6 @@ from typing import Any
 from workers.rank.command import kernels_on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
-# The one backend of latent attention that every GPU has; the others need libraries that are not everywhere.
-LATENT_ATTENTION = "TRITON_MLA"
 WATCH_S = 0.05
 ANSWER = "SPARKD_BENCH_ANSWER "
 # Of the children that are running, the process ids, each of which leads a group.

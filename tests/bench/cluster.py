@@ -6,7 +6,6 @@ and when it was noticed, when the model answered again, what was left behind, an
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,10 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.arguments import Parser, count, new, pattern
+from tests.bench.arguments import Parser, count, pattern
 from tests.support.pair import Pair, Stream, shared_model, two_sparks
 from tests.support.waiting import until
 
@@ -61,7 +60,6 @@ def main() -> int:
     parser.add_argument("--faults", type=count, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the faults' names")
-    parser.add_argument("--json", type=new, help="write the outcomes there")
     asked = parser.parse_args()
     rng = random.Random(asked.seed)
     names = parser.chosen([fault.name for fault in FAULTS], asked.only)
@@ -76,8 +74,6 @@ def main() -> int:
                 fault, state = faults[number % len(faults)], STATES[(number + number // len(faults)) % len(STATES)]
                 outcomes.append(_one(pair, fault, state, rng))
                 print(_row(outcomes[-1]), flush=True)
-                if asked.json:
-                    asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     return _judge(outcomes, timed=not asked.smallest)
 
 
@@ -106,7 +102,7 @@ def _bring_to(pair: Pair, state: str) -> list[Stream]:
         return [Stream(pair).start() for _ in range(STREAMS)]
     if pair.daemon.model("pair")["want"] == "RUNNING":
         pair.daemon.unload("pair")
-    pair.daemon.wait_for("pair", "STOPPED", 60)
+    pair.daemon.wait_for("pair", "STOPPED")
     pair.daemon.load("pair")
     # A busy machine may pass through a state between two looks.
     reached = STATES[STATES.index(state) :]

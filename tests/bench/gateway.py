@@ -36,6 +36,7 @@ from tests.bench import targets
 from tests.bench.arguments import Parser, count
 from tests.bench.load import Job, short_body
 from tests.bench.targets import Cores, Target
+from tests.support.daemon_process import free_port
 
 _BARS: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("bars.json").read_text())
 MODEL = "stub"
@@ -179,7 +180,7 @@ def measure(options: argparse.Namespace, folder: Path, cores: Cores) -> dict[str
     size = _SMALLEST if options.smallest else _QUICK if options.quick else _FULL
     os.sched_setaffinity(0, {cores.load})
     with ExitStack() as stack:
-        uds, port = str(folder / "s"), targets.free_port()
+        uds, port = str(folder / "s"), free_port()
         stack.enter_context(targets.stub(folder, cores.load, uds=uds, model=MODEL))
         stack.enter_context(targets.stub(folder, cores.load, port=port, model=MODEL))
         direct = Target("direct", "127.0.0.1", port, None, MODEL)

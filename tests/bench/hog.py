@@ -98,7 +98,7 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
     hog = None
     try:
         made.settled()
-        made.wait_for("m", "READY", 400)
+        made.wait_for("m", "READY")
         assert made.chat("m", "Hello").status_code == 200
         before, box.least_available_bytes = made.pid_of("m"), box.available_bytes()
         print(
@@ -125,7 +125,7 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
         hog.kill()
         hog.wait()
         began_s = time.monotonic()
-        made.wait_for("m", "READY", 400)
+        made.wait_for("m", "READY")
         back_s, answered = time.monotonic() - began_s, made.chat("m", "Hello").status_code
         reaction_s, kills = rows[-1][0] - crossed_s, box.oom_kills()
         bars = {

@@ -1,9 +1,9 @@
 """One engine start, measured, and the largest load that it admits. Never compares two engines, never sizes a cache.
 
-Standard input: {"model", "arguments", "rounds", "new_tokens", "free": bytes before it}.
-Answer: {"ready_at" (of the machine's monotonic clock), "engine_s", "tokens", "bytes_per_token", "free_ready", "idle_ready": reserved by
-torch's allocator and in no use}, said when the engine is ready, and once more with {"free_lowest", "asked", "finished", "preempted",
-"load_s"} when the load is done. A child without the second one did not survive.
+Standard input: {"model", "arguments", "rounds", "new_tokens"}.
+Answer: {"ready_at" (of the machine's monotonic clock), "engine_s", "tokens", "free_before", "free_ready", "idle_ready": reserved by torch's
+allocator and in no use}, said when the engine is ready, and once more with {"free_lowest", "asked", "finished", "preempted", "load_s"} when
+the load is done. A child without the second one did not survive.
 
 A round is max_num_seqs prompts of the longest length that still leaves room for an answer. Every prompt begins with other tokens, so the
 prefix cache spares nothing and in the end every block of the cache was written. Half of the requests ask for all that a sampler can do
@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from tests.bench import child
-from tests.bench.kv_watch import own_bytes
+from tests.bench.sampling import resident
+from tests.support.given_memory import SIZE_BYTES, install
 
 EVERY_S = 0.01
 MOST_LOGPROBS = 20  # vLLM's default limit
@@ -56,15 +57,17 @@ def main() -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    began = time.monotonic()
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        install()
+    # Of the given machine: less what this process holds and nothing but itself can give back.
+    free = (lambda: int(torch.cuda.mem_get_info()[0])) if cuda else (lambda: SIZE_BYTES - own_bytes())
+    free_before, began = free(), time.monotonic()
     engine = LLM(question["model"], skip_tokenizer_init=True, disable_log_stats=False, **question["arguments"])
     ready_at = time.monotonic()
-    cuda = torch.cuda.is_available()
-    # Of a host, which it shares with others: what was free before, less what it holds itself.
-    free = (lambda: int(torch.cuda.mem_get_info()[0])) if cuda else (lambda: question["free"] - own_bytes())
     idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if cuda else 0
-    answer: dict[str, Any] = {"ready_at": ready_at, "engine_s": ready_at - began, "free_ready": free(), "idle_ready": idle}
-    answer |= _cache(engine)
+    answer: dict[str, Any] = {"ready_at": ready_at, "engine_s": ready_at - began, "tokens": _tokens(engine)}
+    answer |= {"free_before": free_before, "free_ready": free(), "idle_ready": idle}
     child.say(answer)
     if not question["rounds"]:
         return
@@ -97,14 +100,15 @@ def main() -> None:
     child.say({**answer, "free_lowest": lowest.value, "asked": asked, "finished": finished, "preempted": preempted, "load_s": load_s})
 
 
-def _cache(engine: Any) -> dict[str, Any]:
-    """Tokens as vLLM counts them (its log's "GPU KV cache size"). Bytes a token: of a model with attention alone."""
-    config = engine.llm_engine.vllm_config
-    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
-    tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
-    width = 1 if cache.cache_dtype.startswith("fp8") else model.dtype.itemsize
-    each = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * width
-    return {"tokens": tokens, "bytes_per_token": each}
+def own_bytes() -> int:
+    found = resident()
+    return found["anon"] + found["shared"]
+
+
+def _tokens(engine: Any) -> int:
+    """As vLLM counts them (its log's "GPU KV cache size")."""
+    cache = engine.llm_engine.vllm_config.cache_config
+    return getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What loading costs: one table for stock vLLM and for the load format `spark_stream`, same model, same run. Never asserts; it prints.
 
-    python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep] [--json FILE]
+    python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep]
                                  [--compare]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
@@ -23,14 +23,13 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.bench import child, sampling
-from tests.bench.arguments import Parser, amount, count, formats, new, pattern
+from tests.bench.arguments import Parser, count, formats, new, pattern
 from tests.bench.child import ChildFailed
 from tests.support import checkpoints
 
@@ -332,10 +331,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=count, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")
     parser.add_argument("--dir", type=new)
     parser.add_argument("--keep", action="store_true", help="leave checkpoints and caches in --dir")
-    parser.add_argument("--json", type=new)
     parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
-    parser.add_argument("--limit-s", type=amount, default=float("inf"), help="no row begins later")
     given = parser.parse_args()
     child.end_with_children()
     wanted_formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
@@ -350,10 +347,8 @@ def main() -> int:
         bench = Bench(folder, given.preset, "cuda" if gpus else "cpu", logs, compare=given.compare)
         rates = [bench.disk_rate()]
         size = sum(os.path.getsize(path) for path in _files(bench.checkpoint(False)))
-        started = time.monotonic()
         for case in wanted:
-            if time.monotonic() - started < given.limit_s:
-                bench.run(case)
+            bench.run(case)
         rates.append(bench.disk_rate())
         told = " and ".join(f"{rate / 1e9:.2f}" for rate in rates)
         print(f"checkpoint {size / 1e9:.2f} GB ({size / GIB:.2f} GiB); disk, O_DIRECT: {told} GB/s")
@@ -367,9 +362,6 @@ def main() -> int:
         for told, same in comparisons(bench.rows):
             print(f"{'equal ' if same else 'DIFFERS'}  {told}")
             missed += not same
-        if given.json:
-            records = [{"case": row.case.name, "loads": row.loads, "answer": row.answer, "failed": row.failed} for row in bench.rows]
-            given.json.write_text(json.dumps({"disk": rates, "bytes": size, "rows": records}, indent=1), encoding="utf-8")
         if given.dir and not given.keep:
             for path in [*folder.glob(f"{given.preset}-*"), *folder.glob(f"cache-{given.preset}-*")]:
                 shutil.rmtree(path)

@@ -1,7 +1,9 @@
-"""`python -m tests.bench.page`: how soon the page paints and what it fetches, how soon a change is drawn, how its heap grows, in Chromium.
+"""`python -m tests.bench.page`: what the page's stream costs the daemon, and in Chromium how soon the page paints and what it fetches, how
+soon a change is drawn and how its heap grows.
 
-The page is served by the daemon's parts over made-up nodes (live_target.py), in a process of its own. First paint and transferred bytes: an
-empty cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
+The page is served by the daemon's parts over made-up nodes (page_target.py), in a process of its own. CPU is that of the process, percent
+of a core, and memory its VmRSS, before the stream begins and with --pages clients that read it. First paint and transferred bytes: an empty
+cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
 models. Heap: changes that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
 measured after a forced collection, on the overview, is compared with the same after one walk through all pages. Exit code 1: a bar is
 missed; 2: there is no Chromium.
@@ -11,21 +13,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from playwright.sync_api import Browser, Page
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from tests.bench.arguments import Parser, count
-from tests.bench.live import Figure, Target, show
+from tests.bench.targets import cpu_ms, rss_kib
 from tests.web.browser import chromium, context_of
 
+CPU_PERCENT, RSS_MIB = 3.0, 25.0
 PAINT_S, MOST_BYTES, DELAY_MS, GROWTH_MB = 1.0, 120_000, 200.0, 5.0
 NO_CHROMIUM = 2
 FEW = {"nodes": 2, "models": 10, "loaded": 4}
@@ -68,47 +77,133 @@ _WATCH = """async () => {
 }"""
 
 
+class Figure(NamedTuple):
+    """One row. at_most: None where there is no bar."""
+
+    name: str
+    value: float
+    digits: int
+    at_most: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.at_most is not None and self.value > self.at_most
+
+
+class Target:
+    """The process of page_target.py."""
+
+    def __init__(self, folder: str, nodes: int, models: int, loaded: int) -> None:
+        numbers = {"nodes": nodes, "models": models, "loaded": loaded}
+        argv = [sys.executable, "-m", "tests.bench.page_target", "--folder", folder]
+        argv += [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        line = self._child.stdout.readline() if self._child.stdout else ""
+        if not line:
+            raise RuntimeError("The target has ended.")
+        self.port = int(line.split()[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def rss_mib(self) -> float:
+        return rss_kib(self._child.pid) / 1024
+
+    def begin(self) -> None:
+        """The stream."""
+        if self._child.stdin is None:
+            raise RuntimeError("The target has no standard input.")
+        self._child.stdin.write("live\n")
+        self._child.stdin.flush()
+        time.sleep(2)
+
+    def cpu_percent(self, seconds: float) -> float:
+        before_ms = cpu_ms(self._child.pid)
+        time.sleep(seconds)
+        return (cpu_ms(self._child.pid) - before_ms) / seconds / 10
+
+    def end(self) -> None:
+        self._child.terminate()
+        self._child.communicate(timeout=30)
+
+
 def main() -> int:
-    parser = Parser("tests.bench.page", __doc__, nodes=3, models=4, loaded=2, seconds=3, rounds=1, changes=80)
+    parser = Parser("tests.bench.page", __doc__, nodes=3, models=4, loaded=2, pages=2, seconds=3, rounds=1, changes=80)
     parser.add_argument("--nodes", type=count, default=100)
     parser.add_argument("--models", type=count, default=200)
     parser.add_argument("--loaded", type=count, default=20, help="models with an engine, whose figures change each second")
-    parser.add_argument("--seconds", type=count, default=30, help="for which changes are watched, on each of two pages")
+    parser.add_argument("--pages", type=count, default=10, help="clients that read the stream while its CPU is measured")
+    parser.add_argument("--seconds", type=count, default=30, help="for which CPU is measured, and changes are watched on each of two pages")
     parser.add_argument("--rounds", type=count, default=5, help="cold loads")
     parser.add_argument("--changes", type=count, default=28_800, help="that the heap has to bear: 8 h at one a second")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     asked = parser.parse_args()
     if asked.loaded > asked.models:
         parser.error("argument --loaded: more than --models")
     if shutil.which("chromium") is None:
         sys.stdout.write("chromium is missing (Debian's package chromium).\n")
         return NO_CHROMIUM
-    figures = [*few(asked), *many(asked)]
-    show(figures, as_json=asked.json, title="the page in Chromium")
+    figures = [*stream(asked), *few(asked), *many(asked)]
+    show(figures)
     return 1 if any(figure.missed for figure in figures) and not asked.smallest else 0
 
 
 @contextmanager
-def target(nodes: int, models: int, loaded: int) -> Iterator[str]:
-    """The address of one whose stream has begun."""
+def target(nodes: int, models: int, loaded: int) -> Iterator[Target]:
     with tempfile.TemporaryDirectory(prefix="sp") as folder:
         made = Target(folder, nodes, models, loaded)
         try:
-            made.order("live")
-            time.sleep(2)
-            yield f"http://127.0.0.1:{made.port}"
+            yield made
         finally:
             made.end()
 
 
+def stream(asked: Any) -> list[Figure]:
+    with target(asked.nodes, asked.models, asked.loaded) as made, ThreadPoolExecutor(asked.pages) as pages:
+        time.sleep(min(3.0, asked.seconds))
+        without, rss_mib = made.cpu_percent(asked.seconds), made.rss_mib
+        made.begin()
+        until_s = time.monotonic() + asked.seconds + 2
+        reads = [pages.submit(read, made.port, until_s) for _ in range(asked.pages)]
+        time.sleep(1)
+        with_pages = made.cpu_percent(asked.seconds)
+        more_mib = made.rss_mib - rss_mib
+        nbytes = [one.result() for one in reads]
+    return [
+        Figure("CPU without the stream: % of a core", without, 2),
+        Figure(f"CPU more, {asked.pages} pages open", with_pages - without, 2, CPU_PERCENT),
+        Figure("memory more: MiB", more_mib, 1, RSS_MIB),
+        Figure("KB a second and page", sum(nbytes) / len(nbytes) / asked.seconds / 1000, 1),
+    ]
+
+
+def read(port: int, until_s: float) -> int:
+    """The bytes that a client got from the stream until then."""
+    total = 0
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /admin/v1/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        client.settimeout(0.2)
+        while time.monotonic() < until_s:
+            try:
+                piece = client.recv(1 << 20)
+            except TimeoutError:
+                continue
+            if not piece:
+                raise RuntimeError("The target's stream has ended.")
+            total += len(piece)
+    return total
+
+
 def few(asked: Any) -> list[Figure]:
-    with target(**FEW) as url:
+    with target(**FEW) as made:
+        made.begin()
         with chromium() as browser:
-            loads = [cold(browser, url) for _ in range(asked.rounds)]
+            loads = [cold(browser, made.url) for _ in range(asked.rounds)]
         paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
-        snapshot, changes = recorded(url, min(RECORDED_S, asked.seconds))
+        snapshot, changes = recorded(made.url, min(RECORDED_S, asked.seconds))
         with chromium(*_FAST, "--js-flags=--expose-gc") as browser:
-            before, after, changes_s = heap(browser, url, snapshot, changes, asked.changes)
+            before, after, changes_s = heap(browser, made.url, snapshot, changes, asked.changes)
     return [
         Figure("first paint, cold: s", paint_s, 2, PAINT_S),
         Figure("the overview with its figures: s", drawn_s, 2, PAINT_S),
@@ -196,9 +291,10 @@ def used_mb(page: Page) -> float:
 
 def many(asked: Any) -> list[Figure]:
     figures = []
-    with target(asked.nodes, asked.models, asked.loaded) as url, chromium() as browser:
+    with target(asked.nodes, asked.models, asked.loaded) as made, chromium() as browser:
+        made.begin()
         page = context_of(browser).new_page()
-        page.goto(f"{url}/ui/")
+        page.goto(f"{made.url}/ui/")
         page.wait_for_function(_DRAWN)
         page.evaluate(_WATCH)
         for address, name in (("", "overview"), ("models", "models")):
@@ -210,6 +306,17 @@ def many(asked: Any) -> list[Figure]:
             figures.append(Figure(f"delay until a change is painted, {name}, p50: ms", statistics.median(delays), 0))
             figures.append(Figure(f"delay, {name}, longest of {len(delays)}: ms", delays[-1], 0, DELAY_MS))
     return figures
+
+
+def show(figures: list[Figure]) -> None:
+    table = Table(box=box.SIMPLE, title="the page")
+    for column in ("", "sparkd", "bar", ""):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for figure in figures:
+        bar = "" if figure.at_most is None else f"≤ {figure.at_most:g}"
+        verdict = "" if figure.at_most is None else "[red]MISSED[/red]" if figure.missed else "ok"
+        table.add_row(figure.name, f"{figure.value:,.{figure.digits}f}", bar, verdict)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 if __name__ == "__main__":

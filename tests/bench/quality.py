@@ -1,6 +1,6 @@
 """What a format costs a model: its size, its error, and how far the model's answers move from those of stock vLLM. It prints.
 
-    python -m tests.bench.quality --model FOLDER [--quantize nvfp4,int4,..] [--dequantized]
+    python -m tests.bench.quality --model FOLDER [--quantize nvfp4,int4,..]
 
 `sparkd bench --quality` measures most of it through a daemon. Here every format gets a real engine of its own. The columns:
 
@@ -10,8 +10,6 @@
   that stock vLLM in BF16 finds most likely, looked up in the 512 most likely of the format (divergence.py).
 * agreement: the share of stock vLLM's first 32 greedy tokens before the first that differs, mean over the 32 prompts of
   sparkd/bench/quality_prompts.txt.
-* with --dequantized: KL from stock vLLM on a BF16 checkpoint of the values that the format holds (dequantized.py). The loader and the
-  kernels add this part, and it should be next to nothing.
 * answer: to a question for a short sentence. To the bare question SmolLM2-135M in BF16 begins its answer with "The" at 0.155 and with "L"
   at 0.140, and goes on in bad French after the second, so that rounding alone decides (FP8 does so at a KL of 0.012).
 
@@ -20,7 +18,6 @@ A format that does not suit the model's columns gets its reason instead.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,14 +25,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sparkd.bench.divergence import divergences, mean_kl, perplexity
+from sparkd.bench.divergence import divergences, perplexity
 from sparkd.bench.figures import percentile
 from sparkd.bench.passages import LOOKED_UP, TEXT, TOP, agreement, prompts
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import SparkdError
 from tests.bench import child
 from tests.bench.arguments import Parser, count, formats, model
-from tests.bench.dequantized import read, write_dequantized
+from tests.support.checkpoints import stored
 from workers.quantization.formats import SPELLINGS
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -58,14 +55,13 @@ def main() -> int:
     parser.add_argument("--model", type=model, required=True, help="a folder with a model that can chat")
     parser.add_argument("--quantize", type=formats, default=",".join(SPELLINGS), help="formats, separated by commas")
     parser.add_argument("--prompts", type=count, default=len(prompts()), help="how many of the prompts are answered")
-    parser.add_argument("--dequantized", action="store_true", help="compare each with stock vLLM on the dequantized model too")
     given = parser.parse_args()
     child.end_with_children()
     arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048, "max_num_seqs": given.prompts}
     asked = prompts()[: given.prompts]
     reference: Mapping[str, Any] | None = None
     failed = 0
-    _print_row([*HEAD, *(["KL from dequantized"] if given.dequantized else []), "answer"])
+    _print_row([*HEAD, "answer"])
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         plugins = child.plugin_folder(temporary)
         for form in (STOCK, *given.quantize.split(",")):
@@ -78,17 +74,11 @@ def main() -> int:
                 continue
             try:
                 answers = _answers(given.model, asked, {**arguments, **more}, plugins, ours=quantized)
-                exact = None
-                if quantized and given.dequantized:
-                    exact = _dequantized(given.model, form, asked, arguments, plugins, Path(temporary))
             except child.ChildFailed as failure:
                 print(f"{form:<{_WIDTHS[0]}}  {failure}", flush=True)
                 failed += 1
                 continue
-            row = [form, *size, *answer_figures(reference, answers)]
-            if given.dequantized:
-                row.append("" if exact is None else f"{mean_kl(exact['likely'], answers['likely'], TOP):.5f}")
-            _print_row([*row, repr(answers["chat"].strip())])
+            _print_row([form, *size, *answer_figures(reference, answers), repr(answers["chat"].strip())])
             reference = reference or (None if quantized else answers)
             failed += "Paris" not in answers["chat"]
     return 1 if failed else 0
@@ -110,9 +100,9 @@ def weight_figures(folder: Path, form: str) -> list[str]:
         used.check(ref.name, rows, columns)
         nbytes += chosen.nbytes(rows, columns)
         weights += rows * columns
-        stored = read(ref)[:ROWS].float()
-        missed += float((used.dequantize(used.quantize(stored), stored.dtype) - stored).square().sum())
-        total += float(stored.square().sum())
+        weight = stored(ref)[:ROWS].float()
+        missed += float((used.dequantize(used.quantize(weight), weight.dtype) - weight).square().sum())
+        total += float(weight.square().sum())
     return [f"{8 * nbytes / weights:.2f}", f"{(missed / total) ** 0.5:.4f}"] if weights else ["", ""]
 
 
@@ -128,8 +118,7 @@ def answer_figures(reference: Mapping[str, Any] | None, answers: Mapping[str, An
 
 def _print_row(row: Sequence[str]) -> None:
     *figures, answer = row[1:]
-    widths = [*_WIDTHS[1:], 18][: len(figures)]
-    cells = (figure.rjust(width) for figure, width in zip(figures, widths, strict=True))
+    cells = (figure.rjust(width) for figure, width in zip(figures, _WIDTHS[1:], strict=True))
     print(f"{row[0]:<{_WIDTHS[0]}}  {'  '.join(cells)}  {answer}", flush=True)
 
 
@@ -140,19 +129,6 @@ def _answers(folder: Path, asked: Sequence[str], arguments: Mapping[str, Any], p
     question |= {"greedy": list(asked), "max_tokens": GREEDY_TOKENS, "chat": QUESTION}
     said = child.ask("tests.bench.speak_case", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
     return {**said["read"][0], "tokens": said["greedy"], "chat": said["chat"]}
-
-
-def _dequantized(
-    source: Path, form: str, asked: Sequence[str], arguments: Mapping[str, Any], plugins: Path, folder: Path
-) -> Mapping[str, Any] | None:
-    """The answers of stock vLLM with the format's values in BF16; None where the format quantizes nothing."""
-    into = folder / form
-    if not write_dequantized(source, into, form):
-        return None
-    try:
-        return _answers(into, asked, arguments, plugins, ours=False)
-    finally:
-        shutil.rmtree(into)
 
 
 if __name__ == "__main__":

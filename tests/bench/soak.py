@@ -1,14 +1,12 @@
-"""`python -m tests.bench.soak`: a whole daemon under clients that abort, event subscribers and made-up requests.
+"""`python -m tests.bench.soak`: a whole daemon under clients that abort and subscribers of events.
 
     aborts        --aborts clients in turn, which close or reset before, within and behind the request
     subscribers   --subscribers of events at one time, each of which reads up to 1,000 rows of a history of --events
-    v1, admin     schemathesis over v1-openapi.yaml and over the admin API's own document, --schema-s each: no status of 500 and more but
-                  502 and 503, no traceback, every error in OpenAI's shape with its request_id
 
 The daemon has Ray and the stub engine. Its longest silence is that of /livez, asked every 50 ms over a connection of its own, beside which
 stands how late the watch itself was woken, the machine's doing; its memory is the anonymous pages of smaps_rollup before and after, behind
 a round that does not count. The subscribers come in three rounds, whose median growth is judged: a leak grows with each. Exits 1 where a
-bar is missed: no crash, no fault, no silence above 0.25 s, at most 4 MiB more than before. --only names parts by a regular expression.
+bar is missed: no crash, no traceback, no silence above 0.25 s, at most 4 MiB more than before. --only names parts by a regular expression.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ from typing import Self
 import httpx
 
 from sparkd.state.store import Store
-from tests.bench import soak_schema
-from tests.bench.arguments import Parser, amount, count, pattern
+from tests.bench.arguments import Parser, count, pattern
 from tests.sparkd.gateway.fakes import post, request
 from tests.support.daemon_process import DaemonProcess
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
 LIVEZ_S = 0.05
-PARTS = ("aborts", "subscribers", "v1", "admin")
-# The seconds of a part that belong to the round that does not count: what a daemon keeps of the last minutes fills.
-WARM, MOST_WARM_S = 0.5, 60.0
+PARTS = ("aborts", "subscribers")
 # With 2,000 subscribers the first round in a daemon takes 134 MiB, and the second or the third 5 to 7 more, once: as much as it holds where
 # all of them wait for the rest of their rows at one moment. Each of the others took at most 0.6.
 SUBSCRIBER_ROUNDS = 3
@@ -55,11 +50,10 @@ EVENTS = request("GET", f"/admin/v1/events?limit={MOST_ROWS}", "Accept: text/eve
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One part, done to a daemon: `warm` once, then `act` so often, each of which is measured and returns (how many, faults)."""
+    """One part, done to a daemon: `act` returns how many. The first time does not count, the others are measured."""
 
     name: str
-    warm: Callable[[], object]
-    act: Callable[[], tuple[int, list[str]]]
+    act: Callable[[], int]
     times: int = 1
 
 
@@ -103,35 +97,28 @@ class Watch:
 
 
 def main() -> int:
-    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, events=200, schema_s=1.0)
+    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, events=200)
     parser.add_argument("--aborts", type=count, default=20_000)
     parser.add_argument("--subscribers", type=count, default=2_000)
     parser.add_argument("--events", type=count, default=10_000, help="before the daemon starts; it keeps the last 5,000 and some")
-    parser.add_argument("--schema-s", type=amount, default=600.0)
-    parser.add_argument("--schemathesis", default=soak_schema.program(), metavar="ST", help="its program; else that on PATH")
     parser.add_argument("--only", type=pattern, default="")
     asked = parser.parse_args()
     chosen = parser.chosen(PARTS, asked.only)
-    made_up = {"v1", "admin"} & set(chosen)
-    if made_up and asked.schemathesis is None and not asked.smallest:
-        parser.error(f"schemathesis is not installed, which v1 and admin need: {soak_schema.INSTALL}; or name other parts with --only")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(f"{'':18} {'count':>9} {'seconds':>8} {'longest silence':>16} {'watch late':>12} {'memory':>11}")
-    if made_up and asked.schemathesis is None:
-        print("v1, admin          left out: schemathesis is not installed", flush=True)
     return 1 if _one_daemon(asked, chosen) else 0
 
 
-def stub_daemon(folder: Path, environ: dict[str, str]) -> DaemonProcess:
+def stub_daemon(folder: Path) -> DaemonProcess:
     (folder / "model").mkdir()
     model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
     settings = {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
-    made = DaemonProcess(folder, settings, environ)
+    made = DaemonProcess(folder, settings)
     made.start()
     try:
         made.settled()
-        made.wait_for("m", "READY", 120)
+        made.wait_for("m", "READY")
     except AssertionError:
         made.gone()
         raise
@@ -146,7 +133,7 @@ def anonymous_kib(pid: int) -> float:
 def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
         _fill(Path(folder) / "state" / "state.db", asked.events)
-        made = stub_daemon(Path(folder), environ=soak_schema.OFFLINE)
+        made = stub_daemon(Path(folder))
         try:
             rounds = [one for one in _rounds(made, asked) if one.name in chosen]
             return sum(_missed(made, one, judged=not asked.smallest) for one in rounds)
@@ -155,40 +142,23 @@ def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
 
 
 def _rounds(made: DaemonProcess, asked: argparse.Namespace) -> list[Round]:
-    """Those of one daemon; /v1 before the admin API, which may unload its model."""
-    abort, subscribe = partial(_abort, made.port, asked.aborts), partial(_subscribe, made.port, asked.subscribers)
-    rounds = [
-        Round("aborts", abort, lambda: (abort(), [])),
-        Round("subscribers", subscribe, lambda: (subscribe(), []), SUBSCRIBER_ROUNDS),
+    return [
+        Round("aborts", partial(_abort, made.port, asked.aborts)),
+        Round("subscribers", partial(_subscribe, made.port, asked.subscribers), SUBSCRIBER_ROUNDS),
     ]
-    if asked.schemathesis is None:
-        return rounds
-
-    def requests(document: str, seconds: float) -> tuple[int, list[str]]:
-        answers, faults = soak_schema.call(made, asked.schemathesis, document, seconds)
-        soak_schema.forget_added(made)
-        return answers, faults
-
-    warm_s = min(MOST_WARM_S, WARM * asked.schema_s)
-    for name, document in (("v1", str(soak_schema.V1)), ("admin", soak_schema.ADMIN)):
-        rounds.append(
-            Round(name, lambda at=document: requests(at, warm_s), lambda at=document: requests(at, asked.schema_s))  # type: ignore[misc]
-        )
-    return rounds
 
 
 def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
-    """Does it and prints its row. judged: whether the figures count, too; a fault or a crash always does."""
+    """Does it and prints its row. judged: whether the figures count, too; a traceback or a crash always does."""
     if made.process is None:
         raise RuntimeError("the daemon does not run")
     if judged:
-        one.warm()  # pools and caches grow to what the round that counts needs
+        one.act()  # pools and caches grow to what the round that counts needs
         time.sleep(1.0)
-    sizes_kib, begun_s, count, faults = [anonymous_kib(made.process.pid)], time.monotonic(), 0, list[str]()
+    sizes_kib, begun_s, count = [anonymous_kib(made.process.pid)], time.monotonic(), 0
     with Watch(made.port) as watch:
         for _ in range(one.times if judged else 1):
-            done, wrong = one.act()
-            count, faults = count + done, faults + wrong
+            count += one.act()
             time.sleep(1.5 if judged else 0.5)
             if made.process.poll() is not None:
                 print(f"{one.name:18} {count:>9,} MISSED the daemon ended with {made.process.returncode}: {made.tail()}", flush=True)
@@ -196,7 +166,7 @@ def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
             sizes_kib.append(anonymous_kib(made.process.pid))
     took_s = time.monotonic() - begun_s
     more_kib = growth(sizes_kib)
-    faults += ["/livez did not answer 200"] * watch.failed
+    faults = ["/livez did not answer 200"] * watch.failed
     faults += ["a traceback in the daemon's log"] * ("Traceback (most recent call last)" in made.output.read_text(errors="replace"))
     missed = bool(faults) or (judged and (watch.longest_s > SILENCE_BAR_S or more_kib > MEMORY_BAR_KIB))
     row = f"{one.name:18} {count:>9,} {took_s:>8.1f} {watch.longest_s:>14.3f} s {watch.late_s:>10.3f} s {more_kib:>+7.0f} KiB"

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N] [--json]`: what taking turns costs.
+"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N]`: what taking turns costs.
 
 The real supervisor over fake nodes and a clock that is turned by hand: nothing is slept, an hour takes seconds. One node with room for one
 model at a time; a model's first load takes --cold-s, each later one --warm-s (154 and 39 s were measured on an H200), its end 2 s, and its
@@ -18,14 +18,13 @@ Bar: with sparkd's rule at most half of the time under each pattern. Exit status
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -236,11 +235,10 @@ def main() -> int:
     parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
     parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` (17)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
     outcomes = run(times, options.pattern or list(PATTERNS), options.seed)
-    print(json.dumps([asdict(one) for one in outcomes])) if options.json else Console(width=100).print(_table(outcomes))
+    Console(width=100).print(_table(outcomes))
     missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]
     for one in missed:
         print(

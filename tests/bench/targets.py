@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.daemon_process import free_port
+
 _START_S = 30.0
 _STOP_S = 10.0
 # proxy_buffering off and HTTP/1.1 with keep-alive upstream: nginx at its best for event streams.
@@ -138,12 +140,6 @@ def busy_s() -> float:
     """Seconds all cores together were not idle since boot."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

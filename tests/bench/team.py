@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.arguments import Parser
-from tests.support.pair import Pair, command_of, two_sparks
+from tests.support.pair import Pair, two_sparks
 from tests.support.pair_vllm import AGREED, API_SERVER, furthest, log_probabilities, vllm_models
+from tests.support.processes import command_of
 from workers.rank.status import worker_of
 
-START_S, DETECTED_S = 600.0, 10.0
+DETECTED_S = 10.0
 HEAD = "way                     READY s    apart noticed         after s  again s    apart  left"
 WAYS = (("split", "whole", "TP=2, native ranks"), ("rayed", "whole", "TP=2, executor: ray"), ("piped", "alone", "PP=2, native ranks"))
 
@@ -54,7 +55,7 @@ class Engine:
     entrypoint: str
     says: Callable[[Pair, str], Any]
     apart: Callable[[Any, Any], float]
-    parts: tuple[bytes, ...]
+    parts: tuple[str, ...]
 
 
 def _text(pair: Pair, model: str) -> str:
@@ -63,8 +64,8 @@ def _text(pair: Pair, model: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-VLLM = Engine(API_SERVER, log_probabilities, furthest, (b"vllm.entrypoints", b"RayWorkerProc"))
-STUB = Engine("workers.stub", _text, lambda one, other: float(one != other), (b"workers.stub",))
+VLLM = Engine(API_SERVER, log_probabilities, furthest, ("vllm.entrypoints", "RayWorkerProc"))
+STUB = Engine("workers.stub", _text, lambda one, other: float(one != other), ("workers.stub",))
 
 
 def main() -> int:
@@ -93,7 +94,7 @@ def main() -> int:
 
 def _said_by(pair: Pair, engine: Engine, model: str) -> Any:
     pair.daemon.load(model)
-    pair.daemon.wait_for(model, "READY", START_S)
+    pair.daemon.wait_for(model, "READY")
     said = engine.says(pair, model)
     _unloaded(pair, model)
     return said
@@ -104,7 +105,7 @@ def _broken(pair: Pair, engine: Engine, model: str, alone: Any, way: str) -> Out
     pair.both()
     began_s = time.time()
     pair.daemon.load(model)
-    ranks = pair.daemon.wait_for(model, "READY", START_S)["ranks"]
+    ranks = pair.daemon.wait_for(model, "READY")["ranks"]
     ready_s = time.time() - began_s
     if len(ranks) != 2:
         raise RuntimeError(f"{model} has {len(ranks)} ranks where two are asked for")
@@ -113,14 +114,14 @@ def _broken(pair: Pair, engine: Engine, model: str, alone: Any, way: str) -> Out
     victim, at_s = _process_of(pair, ranks[1], of_ray=model == "rayed"), time.time()
     os.kill(victim, signal.SIGKILL)
     reason, noticed_s = pair.failure(at_s, model)
-    after_ranks = pair.daemon.wait_for(model, "READY", START_S)["ranks"]
+    after_ranks = pair.daemon.wait_for(model, "READY")["ranks"]
     again_s = time.time() - at_s
     after = engine.apart(engine.says(pair, model), alone)
     kept = {rank["pid"] for rank in after_ranks}
     left = sum(len(pair.members(rank)) for rank in ranks if rank["pid"] not in kept)
     _unloaded(pair, model)
     everywhere = (*pair.here.pids(), *pair.there.pids())
-    left += sum(any(part in command_of(pid) for part in engine.parts) for pid in everywhere)
+    left += sum(any(part in " ".join(command_of(pid)) for part in engine.parts) for pid in everywhere)
     return Outcome(way, ready_s, before, reason, noticed_s, again_s, after, left)
 
 
@@ -137,7 +138,7 @@ def _process_of(pair: Pair, rank: dict[str, object], *, of_ray: bool) -> int:
 
 def _unloaded(pair: Pair, model: str) -> None:
     pair.daemon.unload(model)
-    pair.daemon.wait_for(model, "STOPPED", 60)
+    pair.daemon.wait_for(model, "STOPPED")
 
 
 if __name__ == "__main__":

@@ -19,23 +19,17 @@ LACKS = {"hog": "no memory cgroup", "page": "chromium is missing", "products": "
 NEEDS = {"quality": ("--model", str(ROOT / ".sparkd" / "models" / "SmolLM2-135M-Instruct"))}
 BENCHES = sorted(path.stem for path in BENCH.glob("*.py") if f'Parser("tests.bench.{path.stem}"' in path.read_text(encoding="utf-8"))
 WRONG = (
-    ("architectures", "--only", "no such architecture"),
-    ("best", "--model", "no/such/folder"),
     ("change", "--models", "1"),
     ("chaos", "--only", "no such target"),
     ("cluster", "--only", "no such fault"),
-    ("footprint", "--only", "no such model"),
-    ("formats", "--only", "no such format"),
     ("gateway", "--runs", "0"),
     ("hog",),
-    ("kv", "--only", "no such step"),
-    ("live", "--models", "1"),
+    ("kv", "--only", "no such start"),
     ("loader", "--only", "no such row"),
     ("mutants", "--only", "no/such/folder"),
     ("page", "--models", "1"),
     ("products", "--only", "no such kind"),
     ("quality",),
-    ("ranks", "--shapes", "two"),
     ("soak", "--only", "no such part"),
     ("swap", "--pattern", "none"),
 )

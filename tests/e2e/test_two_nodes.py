@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.pair import Pair, command_of, two_sparks
+from tests.support.pair import Pair, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
+from tests.support.processes import command_of
 from workers.rank.status import worker_of
 
 WAYS = ("split", "rayed", "whole")
@@ -62,9 +63,8 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
 
     for name in ("split", "rayed"):
         assert furthest(said[name], said["whole"]) < AGREED
-    assert [
-        pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid) or b"RayWorkerProc" in command_of(pid)
-    ] == []
+    commands = [" ".join(command_of(pid)) for node in (pair.here, pair.there) for pid in node.pids()]
+    assert [command for command in commands if "vllm" in command or "RayWorkerProc" in command] == []
 
 
 def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:

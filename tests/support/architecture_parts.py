@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.checkpoints import FP8_STD, Draw, Tensor, linear, normal, special_tokens
+from tests.support.checkpoints import Draw, Tensor, linear, normal, special_tokens
 
 HEAD_DIM = 64
 # A norm that multiplies by one plus its weight is stored around zero.
@@ -77,7 +77,7 @@ def head_norms(base: str, *, head_dim: int = HEAD_DIM, draw: Draw | None = None)
 
 
 def self_attention(
-    size: Size, base: str, *, mixer: str = "", head_dim: int = HEAD_DIM, gated: bool = False, biased: bool = False, source: str = "bf16"
+    size: Size, base: str, *, mixer: str = "", head_dim: int = HEAD_DIM, gated: bool = False, biased: bool = False
 ) -> list[Tensor]:
     """gated: the query projection holds an output gate too."""
     module = mixer or f"{base}.self_attn"
@@ -88,36 +88,25 @@ def self_attention(
         "v_proj": (keys, size.hidden),
         "o_proj": (size.hidden, queries),
     }
-    found = [entry for name, shape in shapes.items() for entry in linear(f"{module}.{name}", *shape, source, std=0.05)]
+    found = [entry for name, shape in shapes.items() for entry in linear(f"{module}.{name}", *shape, std=0.05)]
     biases = [Tensor(f"{module}.{name}.bias", (shape[0],), "BF16", normal(0.1)) for name, shape in shapes.items()]
     return found + biases if biased else found
 
 
-def gated_mlp(size: Size, module: str, inner: int, source: str = "bf16") -> list[Tensor]:
+def gated_mlp(size: Size, module: str, inner: int) -> list[Tensor]:
     shapes = (("gate_proj", inner, size.hidden), ("up_proj", inner, size.hidden), ("down_proj", size.hidden, inner))
-    return [entry for name, n, k in shapes for entry in linear(f"{module}.{name}", n, k, source, std=0.05)]
+    return [entry for name, n, k in shapes for entry in linear(f"{module}.{name}", n, k, std=0.05)]
 
 
-def routed_experts(size: Size, mlp: str, source: str = "bf16") -> list[Tensor]:
+def routed_experts(size: Size, mlp: str) -> list[Tensor]:
     gate = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
-    return gate + [entry for expert in range(size.experts) for entry in gated_mlp(size, f"{mlp}.experts.{expert}", size.inner, source)]
+    return gate + [entry for expert in range(size.experts) for entry in gated_mlp(size, f"{mlp}.experts.{expert}", size.inner)]
 
 
-def packed_experts(size: Size, mlp: str, inner: int, source: str = "bf16") -> list[Tensor]:
-    """source: FP8 as transformers saves it (fp8_block), as Mistral-Small-4 has it (fp8_tensor), or with a scale for each row."""
-    entries = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
-    for which, n, k in (("gate_up_proj", 2 * inner, size.hidden), ("down_proj", size.hidden, inner)):
-        weight = f"{mlp}.experts.{which}"
-        if source == "bf16":
-            entries.append(Tensor(weight, (size.experts, n, k), "BF16", normal(0.05)))
-            continue
-        shapes = {"fp8_block": (-(-n // 128), -(-k // 128)), "fp8_tensor": (1, 1), "fp8_channel": (n, 1)}
-        scales = Draw("uniform", 0.75 * 0.05 / FP8_STD, 1.25 * 0.05 / FP8_STD)
-        entries += [
-            Tensor(weight, (size.experts, n, k), "F8_E4M3", normal(FP8_STD)),
-            Tensor(f"{weight}_scale{'' if source == 'fp8_channel' else '_inv'}", (size.experts, *shapes[source]), "F32", scales),
-        ]
-    return entries
+def packed_experts(size: Size, mlp: str, inner: int) -> list[Tensor]:
+    shapes = {"gate_up_proj": (2 * inner, size.hidden), "down_proj": (size.hidden, inner)}
+    packed = [Tensor(f"{mlp}.experts.{name}", (size.experts, *shape), "BF16", normal(0.05)) for name, shape in shapes.items()]
+    return linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05) + packed
 
 
 def dense(size: Size, *, qk_norm: bool = False, tied: bool = False) -> list[Tensor]:

@@ -60,22 +60,17 @@ def qwen3(size: Size = SMALL) -> Model:
     return Model(config, tuple(dense(size, qk_norm=True, tied=True)))
 
 
-def qwen3_moe(source: str = "bf16", packed: bool = False, size: Size = SMALL) -> Model:
-    """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers, in
-    FP8 too."""
+def qwen3_moe(size: Size = SMALL, packed: bool = False) -> Model:
+    """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers."""
     # Packed, no block may be square: its shape says which way round it stands.
     inner = size.inner + 128 if packed else size.inner
     parts = {**attention_config(size), **qwen_moe_config(size, inner), "intermediate_size": size.wide, "attention_bias": False}
     config = plain_config(size, "Qwen3MoeForCausalLM", "qwen3_moe", 2 * size.times, **parts)
-    if source != "bf16":
-        from tests.support.checkpoints import fp8_config
-
-        config["quantization_config"] = fp8_config(source)
     entries = ends(size)
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"
-        entries += [*norms(size, base), *self_attention(size, base, source=source), *head_norms(base)]
-        entries += packed_experts(size, f"{base}.mlp", inner, source) if packed else routed_experts(size, f"{base}.mlp", source=source)
+        entries += [*norms(size, base), *self_attention(size, base), *head_norms(base)]
+        entries += packed_experts(size, f"{base}.mlp", inner) if packed else routed_experts(size, f"{base}.mlp")
     return Model(config, tuple(entries))
 
 
@@ -333,13 +328,8 @@ def _published(make: Callable[..., Model], source: str) -> Callable[..., Model]:
 ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
     "llama": llama,
     "qwen3": qwen3,
-    "qwen3_moe": lambda size=SMALL: qwen3_moe(size=size),
-    "qwen3_moe-packed": lambda size=SMALL: qwen3_moe(packed=True, size=size),
-    "qwen3_moe-fp8_block": lambda size=SMALL: qwen3_moe("fp8_block", size=size),
-    "qwen3_moe-fp8_channel": lambda size=SMALL: qwen3_moe("fp8_channel", size=size),
-    "qwen3_moe-packed-fp8_block": lambda size=SMALL: qwen3_moe("fp8_block", True, size),
-    "qwen3_moe-packed-fp8_channel": lambda size=SMALL: qwen3_moe("fp8_channel", True, size),
-    "qwen3_moe-packed-fp8_tensor": lambda size=SMALL: qwen3_moe("fp8_tensor", True, size),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe-packed": lambda size=SMALL: qwen3_moe(size, packed=True),
     "qwen3_next": qwen3_next,
     "qwen3_next-mtp": lambda size=SMALL: qwen3_next(size, ahead=True),
     "gpt_oss": lambda size=SMALL: gpt_oss(size=size),

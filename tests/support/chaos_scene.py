@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,45 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.support.activated import ActivatedDaemon
-from tests.support.daemon_process import alive
+from tests.support.processes import alive, command_of, parent_of, session_of, text_of
+from tests.support.stream import Stream
 from tests.support.waiting import until
 
 MODEL = "m"
-RANK = b"SPARKD_RANK_ID="
+RANK = "SPARKD_RANK_ID="
 _RAY = ("gcs_server", "raylet", "ray::Agent")
 # Everything must be well again within that time: a head of Ray takes up to a minute on busy cores.
 WELL_S = 150.0
-
-
-class Client:
-    """A stream on a thread of its own."""
-
-    def __init__(self, url: str) -> None:
-        self.text, self.status = "", 0
-        self._url = url
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        body = {"model": MODEL, "stream": True, "max_tokens": 40, "messages": [{"role": "user", "content": "Count."}]}
-        try:
-            with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=120, trust_env=False) as answer:
-                self.status = answer.status_code
-                for piece in answer.iter_text():
-                    self.text += piece
-        except httpx.HTTPError as error:
-            self.text += f" {type(error).__name__}"
-
-    @property
-    def began(self) -> bool:
-        return bool(self.text) or self.status >= 400
-
-    def ended_well(self, timeout_s: float = 60.0) -> bool:
-        """With its answer, an error event or a status: not in the middle of nothing."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive() and (self.status >= 400 or "[DONE]" in self.text or '"error"' in self.text)
+CLEAN_S = 60.0
 
 
 class Scene:
@@ -68,14 +41,10 @@ class Scene:
     def ranks(self) -> dict[int, list[int]]:
         """By session, which is the shim's number, the living processes of every rank of this daemon."""
         found: dict[int, list[int]] = {}
-        mark = str(self.daemon.runtime_dir).encode()
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or not alive(int(entry.name)):
-                continue
-            with suppress(OSError, IndexError):
-                if RANK in (environ := (entry / "environ").read_bytes()) and mark in environ + (entry / "cmdline").read_bytes():
-                    session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-                    found.setdefault(session, []).append(int(entry.name))
+        mark = str(self.daemon.runtime_dir)
+        for pid in psutil.pids():
+            if RANK in (text := text_of(pid)) and mark in text and alive(pid):
+                found.setdefault(session_of(pid), []).append(pid)
         return found
 
     def present(self) -> int:
@@ -129,11 +98,11 @@ class Scene:
             return True
         return False
 
-    def streams(self, count: int) -> list[Client]:
-        clients = [Client(self.daemon.url) for _ in range(count)]
-        with suppress(AssertionError):
-            until(lambda: all(client.began for client in clients), "streams begin", 0.05)
-        return clients
+    def streams(self, count: int) -> list[Stream]:
+        """All of which have begun."""
+        asked = [Stream(self.daemon.url, MODEL, max_tokens=40).ask() for _ in range(count)]
+        until(lambda: all(stream.began.is_set() for stream in asked), "streams begin")
+        return asked
 
     # Where to hit. Each returns the processes that it killed; none is a fault that hit nothing.
 
@@ -143,14 +112,14 @@ class Scene:
     def api_server(self) -> frozenset[int]:
         """The shim's child."""
         shim = self.present()
-        return _kill([pid for pid in self.ranks().get(shim, []) if _parent(pid) == shim])
+        return _kill([pid for pid in self.ranks().get(shim, []) if parent_of(pid) == shim])
 
     def engine_core(self) -> frozenset[int]:
         """The last of what the API server has started, or what calls itself so."""
         shim = self.present()
         members = self.ranks().get(shim, [])
-        named = [pid for pid in members if b"EngineCore" in _command(pid)]
-        below = [pid for pid in members if pid != shim and _parent(pid) != shim and _parent(pid) in members]
+        named = [pid for pid in members if any("EngineCore" in word for word in command_of(pid))]
+        below = [pid for pid in members if pid != shim and parent_of(pid) != shim and parent_of(pid) in members]
         return _kill(named[:1] or below[-1:])
 
     def of_ray(self, name: str) -> Callable[[], frozenset[int]]:
@@ -173,16 +142,8 @@ def _kill(pids: list[int]) -> frozenset[int]:
     return frozenset(pids) - {0}
 
 
-def _parent(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def _command(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
-    return b""
+def ended_well(stream: Stream) -> bool:
+    return stream.ended.wait(CLEAN_S) and stream.clean
 
 
 class SmallDisk:

@@ -38,7 +38,6 @@ DRAWN = {
 # FP8 codes are drawn with this deviation: 448 is 4.7 of them away, as in a checkpoint whose scales come from the largest value.
 FP8_STD = 96.0
 SOURCES = ("bf16", "f16", "fp8_tensor", "fp8_channel", "fp8_block")
-PACKED = ("linear", "transposed")
 # The CPU table's 1.85 GB, and the 9.29 GiB that the GPU figures are about.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "smallest": {"layers": 1, "hidden": 256, "experts": 4, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512},
@@ -255,7 +254,6 @@ def qwen3_moe(
     vocab: int = 512,
     active: int = 8,
     source: str = "bf16",
-    packed: str | None = None,
     shard_bytes: int = 200 * MIB,
     shuffled: bool = False,
     seed: int = 0,
@@ -264,11 +262,9 @@ def qwen3_moe(
     """A Qwen3-MoE checkpoint under the names of the published ones.
 
     source: precision of the linear weights, experts included; the scales lie beside them as publishers of FP8 checkpoints have them.
-    packed: a layer's experts are two tensors, [experts, 2 intermediate, hidden] and [experts, hidden, intermediate] (`linear`), or both
-    transposed; 16 bits only.
     """
-    if source not in SOURCES or packed not in (None, *PACKED) or (packed and source.startswith("fp8")):
-        raise ValueError(f"No checkpoint has the source {source!r} with packed={packed!r}; sources are {', '.join(SOURCES)}.")
+    if source not in SOURCES:
+        raise ValueError(f"No checkpoint has the source {source!r}; sources are {', '.join(SOURCES)}.")
     plain = "F16" if source == "f16" else "BF16"
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -311,7 +307,7 @@ def qwen3_moe(
             Tensor(f"{attention}.k_norm.weight", (head_dim,), plain),
             Tensor(f"{base}.post_attention_layernorm.weight", (hidden,), plain),
             Tensor(f"{base}.mlp.gate.weight", (experts, hidden), plain, normal(0.05)),
-            *expert_entries(f"{base}.mlp.experts", experts, hidden, intermediate, source, packed),
+            *expert_entries(f"{base}.mlp.experts", experts, hidden, intermediate, source),
         ]
     entries += [Tensor("model.norm.weight", (hidden,), plain), Tensor("lm_head.weight", (vocab, hidden), plain, normal(0.05))]
     return write_checkpoint(folder, config, entries, shard_bytes=shard_bytes, shuffled=shuffled, seed=seed, device=device)
@@ -330,22 +326,13 @@ def linear(module: str, n: int, k: int, source: str = "bf16", std: float = 0.03)
     return [weight, Tensor(f"{module}.weight_scale_inv", (-(-n // 128), -(-k // 128)), "F32", scales)]
 
 
-def expert_entries(experts_module: str, experts: int, hidden: int, intermediate: int, source: str, packed: str | None) -> list[Tensor]:
-    """A layer's routed experts with gate, up and down projections, one by one or packed."""
-    if packed is None:
-        return [
-            entry
-            for expert in range(experts)
-            for which, n, k in (("gate", intermediate, hidden), ("up", intermediate, hidden), ("down", hidden, intermediate))
-            for entry in linear(f"{experts_module}.{expert}.{which}_proj", n, k, source)
-        ]
-    dtype = "F16" if source == "f16" else "BF16"
-    first, second = (2 * intermediate, hidden), (hidden, intermediate)
-    if packed == "transposed":
-        first, second = first[::-1], second[::-1]
+def expert_entries(experts_module: str, experts: int, hidden: int, intermediate: int, source: str) -> list[Tensor]:
+    """A layer's routed experts with gate, up and down projections, one by one."""
     return [
-        Tensor(f"{experts_module}.gate_up_proj", (experts, *first), dtype, normal(0.03)),
-        Tensor(f"{experts_module}.down_proj", (experts, *second), dtype, normal(0.03)),
+        entry
+        for expert in range(experts)
+        for which, n, k in (("gate", intermediate, hidden), ("up", intermediate, hidden), ("down", hidden, intermediate))
+        for entry in linear(f"{experts_module}.{expert}.{which}_proj", n, k, source)
     ]
 
 
@@ -409,6 +396,15 @@ def values(tensor: Tensor, seed: int = 0, device: torch.device | str = "cpu") ->
     for start in range(0, total, step):
         generator.manual_seed(zlib.crc32(f"{seed}/{tensor.name}/{start}".encode()))
         yield _drawn(tensor.draw, min(step, total - start), getattr(torch, DRAWN[tensor.dtype]), generator)
+
+
+def stored(ref: TensorRef) -> torch.Tensor:
+    """A tensor as it stands in its file."""
+    import torch
+
+    with open(ref.path, "rb") as file:
+        raw = bytearray(os.pread(file.fileno(), ref.nbytes, ref.offset))
+    return torch.frombuffer(raw, dtype=getattr(torch, DRAWN[ref.dtype])).view(ref.shape)
 
 
 def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

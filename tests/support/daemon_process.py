@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
 from sparkd.config.config import load_config
+from tests.support.processes import alive, command_of, text_of
 from tests.support.waiting import HUNG_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,14 +28,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def alive(pid: int) -> bool:
-    """A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 class DaemonProcess:
@@ -104,12 +98,12 @@ class DaemonProcess:
         """The shim of the first rank."""
         return self.pids_of(name)[0]
 
-    def wait_for(self, name: str, state: str, limit_s: float = HUNG_S) -> dict[str, Any]:
+    def wait_for(self, name: str, state: str) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             seen = self.model(name)
             return seen if seen.get("state") == state else None
 
-        return until(look, f"{name} {state}", 0.1, limit_s=limit_s)
+        return until(look, f"{name} {state}", 0.1)
 
     def load(self, name: str) -> str:
         response = self.client.post(f"/admin/v1/models/{name}/load")
@@ -145,11 +139,11 @@ class DaemonProcess:
             self.process.kill()
             self.process.wait(HUNG_S)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, limit_s: float = HUNG_S) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         if self.process is None:
             return 0
         self.process.send_signal(number)
-        return self.process.wait(limit_s)
+        return self.process.wait(HUNG_S)
 
     def gone(self) -> None:
         """Ended by Ctrl-C, and nothing of it is left."""
@@ -166,15 +160,9 @@ class DaemonProcess:
 
     def leftovers(self) -> list[str]:
         """Command lines of every process that carries this state directory or its runtime directory, the daemon's own included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid() or not alive(int(entry.name)):
-                continue
-            with contextlib.suppress(OSError):
-                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                if str(self.runtime_dir).encode() in text or str(self.state_dir).encode() in text:
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')[:120]!r}")
-        return found
+        marks = (str(self.runtime_dir), str(self.state_dir))
+        others = [pid for pid in psutil.pids() if pid != os.getpid() and any(mark in text_of(pid) for mark in marks)]
+        return [f"{pid} {' '.join(command_of(pid))[:120]}" for pid in others if alive(pid)]
 
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""

@@ -16,6 +16,7 @@ import httpx
 
 from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
+from tests.support.processes import command_of, parent_of, session_of
 from tests.support.ray_node import RayNode, reserve_gib
 from tests.support.stream import Stream as ClientStream
 from tests.support.waiting import HUNG_S, until
@@ -56,13 +57,14 @@ class Pair:
                 check=False,
             )
 
-    def both(self, limit_s: float = HUNG_S) -> None:
-        """Both nodes are in sight, by their agents. limit_s: only benches set it."""
+    def both(self) -> None:
+        """Both nodes are in sight, by their agents."""
+
         def seen() -> bool:
             nodes = (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]
             return len(nodes) == 2 and all(node["agent"] for node in nodes)
 
-        until(seen, "both nodes", 0.2, limit_s=limit_s)
+        until(seen, "both nodes", 0.2)
 
     def ready(self) -> list[dict[str, Any]]:
         """The ranks, rank 0's first."""
@@ -101,18 +103,18 @@ class Pair:
         return [(event["data"]["reason"], event["at_s"] - since_s) for event in failed]
 
     def engines(self) -> list[int]:
-        return [pid for pid in (*self.here.pids(), *self.there.pids()) if b"workers.stub" in command_of(pid)]
+        return [pid for pid in (*self.here.pids(), *self.there.pids()) if "workers.stub" in command_of(pid)]
 
     def engine_of(self, rank: dict[str, Any]) -> int:
         """The engine's process below the rank's shim."""
-        return next(pid for pid in self.engines() if _stat(pid)[0] == rank["pid"])
+        return next(pid for pid in self.engines() if parent_of(pid) == rank["pid"])
 
     def child_of(self, rank: dict[str, Any]) -> int:
         """The shim's own child, whatever engine it is."""
-        return next(pid for pid in self.members(rank) if _stat(pid)[0] == rank["pid"])
+        return next(pid for pid in self.members(rank) if parent_of(pid) == rank["pid"])
 
     def members(self, rank: dict[str, Any]) -> list[int]:
-        return [pid for pid in (*self.here.pids(), *self.there.pids()) if _stat(pid)[1] == rank["pid"]]
+        return [pid for pid in (*self.here.pids(), *self.there.pids()) if session_of(pid) == rank["pid"]]
 
     def answers_quickly(self) -> bool:
         try:
@@ -161,12 +163,6 @@ def shared_model(folder: Path, **env: str) -> dict[str, Any]:
     return {"model": str(folder), "memory_gib": 3, "tensor_parallel": 2, "env": env}
 
 
-def command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def _built(folder: Path, here: Namespace, there: Namespace, models: dict[str, dict[str, Any]]) -> Pair:
     for name in ("a", "b/state"):
         (folder / name).mkdir(parents=True)
@@ -181,11 +177,3 @@ def _built(folder: Path, here: Namespace, there: Namespace, models: dict[str, di
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
     }
     return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
-
-
-def _stat(pid: int) -> tuple[int, int]:
-    """Parent and session."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(words[1]), int(words[3])
-    return -1, -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import yaml
 from sparkd.cluster.read_memory import GIB
 from tests.support.daemon_process import ROOT
 from tests.support.namespaces import Namespace
+from tests.support.processes import command_of
 from tests.support.waiting import HUNG_S
 from workers.host.meminfo import sample
 
@@ -95,7 +95,5 @@ def reserve_gib(offered_gib: int) -> float:
 
 def name_of(pid: int) -> str:
     """The program, or the title that Ray gave its process."""
-    words: list[bytes] = []
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        words = file.read().split(bytes(1))
-    return os.path.basename(words[0].decode("utf-8", "replace")).strip() if words else ""
+    words = command_of(pid)
+    return os.path.basename(words[0]).strip() if words else ""

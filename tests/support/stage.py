@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.daemon_process import DaemonProcess, alive
+from tests.support.daemon_process import DaemonProcess
 from tests.support.stream import Stream, asking
 from tests.support.waiting import until
 
@@ -114,17 +114,3 @@ def stored(made: DaemonProcess) -> list[str]:
     """Ids of the requests in its record that are on disk."""
     with contextlib.closing(sqlite3.connect(f"file:{made.state_dir / 'requests.db'}?mode=ro", uri=True)) as db:
         return [row[0] for row in db.execute("SELECT request_id FROM requests ORDER BY number")]
-
-
-def session_of(pid: int) -> int:
-    """-1 for a process that has gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
-    except OSError:
-        return -1
-
-
-def members(shim: int) -> list[int]:
-    """The living processes of a rank, its shim's included."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if session_of(pid) == shim and alive(pid)]

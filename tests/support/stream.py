@@ -51,9 +51,14 @@ class Stream:
         self._headers = dict(headers or {})
         self._inside = inside
 
+    def ask(self) -> Stream:
+        """Returns at once."""
+        threading.Thread(target=self._read, daemon=True).start()
+        return self
+
     def start(self) -> Stream:
         """Returns once the answer has begun."""
-        threading.Thread(target=self._read, daemon=True).start()
+        self.ask()
         assert self.began.wait(HUNG_S), "an answer begins"
         return self
 

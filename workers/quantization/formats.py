@@ -9,8 +9,9 @@ from typing import Any
 
 from sparkd.errors import ConfigError, clause
 
-# By spelling, the relative Frobenius error of Gaussian weights (`python -m tests.bench.formats`). Those of fp8 and fp8-block are equal in
-# the measurement; fp8 counts as more precise, because each row has a scale of its own. That of nvfp4-a4 counts the activations too.
+# By spelling, the relative Frobenius error of Gaussian weights (tests/workers/stream/formats/test_error.py). Those of fp8 and fp8-block
+# are equal in the measurement; fp8 counts as more precise, because each row has a scale of its own. That of nvfp4-a4 counts the
+# activations too.
 ERRORS: Mapping[str, float] = {
     "nvfp4": 0.0813, "nvfp4-a4": 0.1247, "mxfp4": 0.1115, "int4-g32": 0.0814, "int4-g64": 0.0902, "int4-g128": 0.0972, "nf4-g32": 0.0777,
     "nf4-g64": 0.0842, "nf4-g128": 0.0891, "nf4-g256": 0.0929, "nf4-g512": 0.0957, "fp8": 0.0264, "fp8-block": 0.0265, "bf16": 0.0,

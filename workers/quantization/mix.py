@@ -24,14 +24,14 @@ from workers.quantization.units import BF16, FormatUnit, UnitList
 # Each kind of format is a set of kernels that the engine compiles and captures.
 MOST_KINDS = 4
 _GIB = 1 << 30
-# KL to BF16 (nats) for each unit of squared relative error: the median of each class over SmolLM2-135M, `python -m tests.bench.best
-# --classes`. They stand where a model cannot be run before it is loaded. Medians, because the first and the last layers are much more
-# sensitive: means choose worse. Experts stand for a whole MLP.
+# KL to BF16 (nats) for each unit of squared relative error: the median of each class over SmolLM2-135M. They stand where a model cannot
+# be run before it is loaded. Medians, because the first and the last layers are much more sensitive: means choose worse. Experts stand
+# for a whole MLP.
 SENSITIVITIES: Mapping[str, float] = {"q_proj": 0.30, "o_proj": 0.054, "gate_proj": 0.24, "down_proj": 0.14}
 
 
-# KL to BF16 for each unit of squared relative error, nvfp4 = 1: the same model wholly in each format, `python -m tests.bench.best`. Where
-# channels were not weighted, relative error alone would take int4-g32 for as good as nvfp4.
+# KL to BF16 for each unit of squared relative error, nvfp4 = 1: the same model wholly in each format. Where channels were not weighted,
+# relative error alone would take int4-g32 for as good as nvfp4.
 ERROR_WEIGHTS: Mapping[str, float] = {"nvfp4": 1.0, "nf4": 1.0, "int4": 1.4, "mxfp4": 1.2, "fp8": 0.65}
 
 

@@ -24,8 +24,8 @@ from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.pair import RAY_PORT, Pair
+from tests.support.processes import session_of
 from tests.support.ray_node import RayNode, name_of, reserve_gib
-from tests.support.stage import session_of
 from tests.support.stream import held
 from tests.support.waiting import until
 from workers.host.hub_cache import snapshot_of

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from sparkd.__main__ import exit_code
@@ -21,6 +22,7 @@ from sparkd.bench.benchy import chosen_text
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import text_label
 from tests.support.daemon_process import ROOT
+from tests.support.processes import alive, command_of
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
@@ -145,11 +147,12 @@ def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Pat
     until(lambda: has_request(stage), "a request of the bench")
     busy = start(stage, force=True)
     assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conflict")
-    children = [pid for pid in os.listdir("/proc") if pid.isdigit() and b"benchy_program" in _command(pid)]
-    assert children and all(ADMIN_KEY.encode() not in _command(pid) for pid in children)
+    commands = {pid: " ".join(command_of(pid)) for pid in psutil.pids()}
+    children = [pid for pid, command in commands.items() if "benchy_program" in command]
+    assert children and all(ADMIN_KEY not in commands[pid] for pid in children)
     assert stage.client.delete(f"/admin/v1/operations/{started['operation']}").status_code < 300
     assert stage.ended(started["operation"])["state"] == "CANCELLED"
-    until(lambda: not any(_command(pid) for pid in children), "llama-benchy ended")
+    until(lambda: not any(alive(pid) for pid in children), "llama-benchy ended")
     until(lambda: result_of(stage, bench_id)["state"] == "cancelled", "the result is kept")
     assert result_of(stage, bench_id)["cells"][0]["state"] != "done"
     for other in ({"profile": "other"}, {"book": "Call me Ishmael. " * 60}, {"profile_text": PROFILE}):
@@ -166,13 +169,6 @@ def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Pat
     # It went on without being given its text again.
     assert result["text"] == text_label("moby.txt", BOOK)
     assert [stage.client.delete(f"/admin/v1/bench/{bench_id}").status_code for _ in range(2)] == [200, 404]
-
-
-def _command(pid: str) -> bytes:
-    try:
-        return Path("/proc", pid, "cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def test_an_engine_that_is_killed_costs_one_cell(broken: Broken) -> None:

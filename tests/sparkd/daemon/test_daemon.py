@@ -17,7 +17,8 @@ from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import Config
 from tests.support.daemon_process import DaemonProcess, alive
 from tests.support.facts import lacking
-from tests.support.stage import Stage, members
+from tests.support.processes import members
+from tests.support.stage import Stage
 from tests.support.stream import held
 from tests.support.waiting import until
 

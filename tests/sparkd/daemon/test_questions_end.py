@@ -24,6 +24,7 @@ from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
 from tests.support.checkpoints import dense, tensors_of, write
 from tests.support.daemon_process import ROOT
+from tests.support.processes import alive
 from tests.support.waiting import eventually, until
 from workers.host.runtime import API_SERVER
 
@@ -52,9 +53,9 @@ def pid_of(engine: Engine) -> int:
 
 
 def is_asked(engine: Engine) -> bool:
-    """Whether the child that is asked is there, dead children that nobody has reaped yet aside."""
+    """Whether the child that is asked is there."""
     try:
-        return Path(f"/proc/{pid_of(engine)}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return alive(pid_of(engine))
     except (OSError, ValueError):
         return False
 

@@ -23,6 +23,7 @@ from sparkd.execution.threads import Threads
 from tests.support.bounded_functions import ERRORS, fail, sleep, with_descendant
 from tests.support.checkpoints import write_folder
 from tests.support.fakes import FakeCluster
+from tests.support.processes import alive
 from tests.support.waiting import HUNG_S, until
 
 TINY = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64}
@@ -58,13 +59,6 @@ def test_a_call_that_takes_too_long_is_ended_by_its_own_clock() -> None:
     assert caught.value.exceeded == "0.01 s"
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("number", [0, signal.SIGALRM, signal.SIGSTOP])
 def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pid"
@@ -81,7 +75,7 @@ def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monke
     except NoAnswer as error:
         result = error.exceeded
 
-    until(lambda: not runs(int(path.read_text())), "the end of what the call started")
+    until(lambda: not alive(int(path.read_text())), "the end of what the call started")
     assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s", signal.SIGSTOP: None}[number]
 
 

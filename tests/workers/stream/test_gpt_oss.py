@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.bench.dequantized import read
 from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
-from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.checkpoints import MIB, stored, write_checkpoint
 from tests.support.pipelines import pipeline_of
 from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
@@ -61,13 +60,13 @@ def test_every_expert_stands_where_vllm_reads_it(folder: Path, loaded: Any, spel
     checkpoint = read_checkpoint(folder)
     kind = quantizer(Format.parse(spelling))
     for name, half in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-        weights = read(checkpoint.tensors[f"{MLP}.{name}"])
+        weights = stored(checkpoint.tensors[f"{MLP}.{name}"])
         for expert in range(EXPERTS):
             for suffix, part in kind.quantize(weights[expert].t().contiguous()).items():
                 if suffix != "weight_shape":
                     parameter = got[f"{MLP}.routed_experts.{half}_{suffix}"]
                     assert torch.equal(parameter[expert].view(torch.uint8), part.view(torch.uint8)), (half, suffix, expert)
-        assert torch.equal(got[f"{MLP}.routed_experts.{half}_bias"], read(checkpoint.tensors[f"{MLP}.{name}_bias"]))
+        assert torch.equal(got[f"{MLP}.routed_experts.{half}_bias"], stored(checkpoint.tensors[f"{MLP}.{name}_bias"]))
 
 
 @pytest.mark.parametrize(("spelling", "rank"), [("mxfp4", 0), ("mxfp4", 1), ("fp8-block", 1)])
@@ -93,7 +92,7 @@ def test_a_rank_takes_its_rows_of_both_halves_at_once(
     assert all(taken.once for taken in trace.taken.values())
     kind = quantizer(form)
     for name, half, dim in (("gate_up_proj", "w13", 0), ("down_proj", "w2", 1)):
-        for expert, block in enumerate(read(checkpoint.tensors[f"{MLP}.{name}"])):
+        for expert, block in enumerate(stored(checkpoint.tensors[f"{MLP}.{name}"])):
             for suffix, part in kind.quantize(block.t().contiguous()).items():
                 if suffix != "weight_shape":
                     mine = parameters[f"{MLP}.routed_experts.{half}_{suffix}"][expert]
@@ -129,8 +128,8 @@ def experts_of(stock: ModuleType, rank: int, form: Format, monkeypatch: pytest.M
 def test_attention_may_keep_its_precision_or_have_another_format(folder: Path, loaded: Any) -> None:
     kept = loaded({"format": "mxfp4", "keep": ["self_attn"]})
     checkpoint = read_checkpoint(folder)
-    stored = [read(checkpoint.tensors[f"model.layers.0.self_attn.{name}_proj.weight"]) for name in "qkv"]
-    assert torch.equal(kept["model.layers.0.attn.qkv_proj.weight"], torch.cat(stored))
+    parts = [stored(checkpoint.tensors[f"model.layers.0.self_attn.{name}_proj.weight"]) for name in "qkv"]
+    assert torch.equal(kept["model.layers.0.attn.qkv_proj.weight"], torch.cat(parts))
     assert kept[f"{MLP}.routed_experts.w2_weight_packed"].shape == (EXPERTS, HIDDEN, 128)
     other = loaded({"format": "nvfp4", "layers": {"experts": "mxfp4"}})
     assert "model.layers.0.attn.o_proj.weight_global_scale" in other

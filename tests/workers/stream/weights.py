@@ -1,4 +1,4 @@
-"""Weights for the tests and the bench of the formats: five distributions, seeded, and what is hard for a quantizer. Never asserts."""
+"""Weights for the tests of the formats: three distributions, seeded, and what is hard for a quantizer. Never asserts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DISTRIBUTIONS = ("gauss", "laplace", "t5", "row-column", "outlier-columns")
-
 
 def distribution(name: str, n: int = 1024, k: int = 2048) -> Tensor:
-    """bfloat16 [n, k]. row-column: Gaussian times lognormal row and column factors (sigma 0.35); outlier-columns: 1 in 128, times 6."""
+    """bfloat16 [n, k]. name: gauss, laplace or t5."""
     random = np.random.default_rng(20260)
     match name:
         case "laplace":
@@ -22,10 +20,6 @@ def distribution(name: str, n: int = 1024, k: int = 2048) -> Tensor:
             weight = random.standard_t(5, size=(n, k))
         case _:
             weight = random.standard_normal((n, k))
-    if name == "row-column":
-        weight *= np.exp(0.35 * random.standard_normal((n, 1))) * np.exp(0.35 * random.standard_normal((1, k)))
-    if name == "outlier-columns":
-        weight[:, random.permutation(k)[: k // 128]] *= 6
     return torch.from_numpy(weight * 0.02).bfloat16()
 
 

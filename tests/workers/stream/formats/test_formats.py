@@ -198,7 +198,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: it comes with vLLM for a GPU")
 def test_the_gpu_kernels_make_what_torch_makes() -> None:
-    """In Triton's interpreter, which needs no GPU; on one, tests/bench/formats.py compares them. Triton comes with vLLM where it exists."""
+    """In Triton's interpreter, which needs no GPU. Triton comes with vLLM where it exists."""
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "nf4-g32", "fp8", "fp8-block"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)

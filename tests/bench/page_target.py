@@ -1,7 +1,7 @@
 """The daemon's parts that the page's stream is made of, over nodes and models that are made up. Never starts Ray or an engine.
 
-Started by tests.bench.live with --folder, --nodes, --models and --loaded. It prints `port N`. Each line of its standard input is an order,
-and a line of its own says that it was followed: `live` starts the stream and the series, `day N` writes N seconds of them without a pause.
+Started by tests.bench.page with --folder, --nodes, --models and --loaded. It prints `port N`. A line on its standard input starts the
+stream and its series; the next, or the end of the input, ends it.
 """
 
 from __future__ import annotations
@@ -119,25 +119,10 @@ async def serve(asked: argparse.Namespace) -> None:
         tasks.create_task(server.run_until_told([listener]))
         tasks.create_task(real.run())
         say(f"port {listener.getsockname()[1]}")
-        while words := (await asyncio.to_thread(sys.stdin.readline)).split():
-            if words[0] == "live":
-                tasks.create_task(live.run())
-            else:
-                await day(live, supervisor, scraper, int(words[1]))
-            say("done")
+        if await asyncio.to_thread(sys.stdin.readline):
+            tasks.create_task(live.run())
+            await asyncio.to_thread(sys.stdin.readline)
         raise SystemExit(0)
-
-
-async def day(live: Live, supervisor: MadeUp, scraper: MadeUpScraper, seconds: int) -> None:
-    """Seconds that have not been: each writes its row, and now and then the document is made."""
-    begin_s = time.time() - seconds
-    for second in range(seconds):
-        if second % 60 == 0:
-            snapshot = supervisor.snapshot()
-            shown = {"at_s": second, "nodes": {node.node_id: {"reading": str(node.reading)} for node in snapshot.nodes}}
-            await live.stream.publish(lambda shown=shown: shown)
-        at_s = begin_s + second
-        await asyncio.to_thread(live._keep, at_s - 1, replace(snapshot, at_s=at_s), scraper.rates())
 
 
 def say(line: str) -> None:
