@@ -94,10 +94,11 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
     assert (found.waits["c"].reason, found.waits["c"].lack) == (LEAVE, Lack(10))
 
 
-def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, 42)), a=16)
+@pytest.mark.parametrize("stay_s", [42, 0.5])
+def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, stay_s)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
-    assert reason(found, "c") == (STAY, ("a",), 42)
+    assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
 
 

@@ -903,6 +903,18 @@ async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_
         assert looks.count == 3
 
 
+async def test_files_are_looked_at_for_a_model_that_is_away_only(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        assert made.state() == "LOADING"
+        looks = made.supervisor._door._unusable = Looks()
+        asking = asyncio.create_task(enter(made, "m"))
+        await made.settle()
+        assert not asking.done() and looks.count == 0
+        asking.cancel()
+
+
 async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_path: Path) -> None:
     looks = 0
 

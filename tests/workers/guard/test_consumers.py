@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from workers.guard import consumers
 from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Holders
+from workers.host import processes
 from workers.host.bounded_child import ProgramOutput
+from workers.rank.status import status_path, write_status
 
 
 class Asked:
@@ -51,6 +55,28 @@ def test_a_node_without_an_engine_is_not_measured_and_has_no_trouble(tmp_path: P
     asked.ids = []
     asked.holders.refresh(200.0)
     assert (asked.holders.device_trouble, asked.wanted, len(asked.commands)) == (None, [True, False], 1)
+
+
+def test_a_process_that_ended_is_let_go_once_no_look_can_mean_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(tmp_path, monkeypatch, unified=False)
+    engine = subprocess.Popen(["sleep", "infinity"])
+    who = processes.identity(engine.pid)
+    assert who is not None
+    status = {"engine_pid": who.pid, "engine_start_ticks": who.start_ticks, "boot_id": who.boot_id, "handle": {}}
+    write_status(status_path(str(tmp_path), "m-1"), status)
+    asked.holders.refresh(100.0)
+    ((fd,),) = [one.pidfds for one in asked.holders.ranks]
+    engine.kill()
+    engine.wait()
+
+    asked.holders.refresh(101.0)
+    assert asked.holders.ranks == () and is_pidfd(fd)
+    asked.holders.refresh(101.0 + consumers.RETIRED_S)
+    assert not is_pidfd(fd)
+
+
+def is_pidfd(fd: int) -> bool:
+    return os.path.realpath(f"/proc/self/fd/{fd}").endswith("[pidfd]")
 
 
 def test_of_two_guards_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
