@@ -71,6 +71,12 @@ def pytest_collection_finish() -> None:
     _settle()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test leaves open must not depend on when garbage is collected."""
+    gc.disable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Whatever opened a file in the test's own folder has closed it.
@@ -79,6 +85,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """
     folder = getattr(item, "funcargs", {}).get("tmp_path")
     yield
+    gc.enable()
     if nextitem is not None and nextitem.path != item.path:
         _settle()
     if folder is not None:

@@ -1,4 +1,4 @@
-"""One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by the tests of the group `served`."""
+"""One real daemon with real Ray, real vLLM (CPU build) and a real small chat model, for the files that SHARED of tests/conftest.py names."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,13 @@ def test_no_flag_leads_its_code_elsewhere(book: RecipeLibrary, flag: str) -> Non
 
 def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
-    store = Store(tmp_path / "state.db")
-    store.wishes.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
-    store.wishes.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
-    store.wishes.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
-    store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
+    with closing(Store(tmp_path / "state.db")) as store:
+        store.wishes.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
+        store.wishes.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
+        store.wishes.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
+        store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
 
-    roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
+        roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
 
     assert set(roster.records) == {"tuned"}
     assert all(name in caplog.text for name in ("elsewhere", "loud", "overridden"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,13 @@ def test_the_files_own_is_told_by_check_log_and_condition(where: str, tmp_path: 
     assert [problem.severity for problem in check(file, {}) if "VLLM_LOGGING_LEVEL" in problem.message] == ["warning"]
 
     config = load_config(file, flags={"state_dir": str(tmp_path)}, environ={})
-    roster = Roster(config, Store(tmp_path / "state.db"), lambda: 0.0, lambda: 0.0)
-    assert [condition.reason for condition in roster.conditions] == ["LogsAnswers"]
-    warned = caplog.text.count("VLLM_LOGGING_LEVEL")
-    roster.configure(config)
-    assert warned and caplog.text.count("VLLM_LOGGING_LEVEL") == warned
+    with closing(Store(tmp_path / "state.db")) as store:
+        roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
+        assert [condition.reason for condition in roster.conditions] == ["LogsAnswers"]
+        warned = caplog.text.count("VLLM_LOGGING_LEVEL")
+        roster.configure(config)
+        assert warned and caplog.text.count("VLLM_LOGGING_LEVEL") == warned
 
-    quiet = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
-    roster.configure(quiet)
-    assert roster.conditions == []
+        quiet = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
+        roster.configure(quiet)
+        assert roster.conditions == []

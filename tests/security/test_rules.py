@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -89,11 +90,11 @@ def test_there_are_so_many_rules_at_most() -> None:
 
 
 def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(tmp_path / "state.db")
-    store.wishes.save_spec("slow", {"model": "o/m", "quantize": {"layers": {"re:(a+)+b": "fp8"}}})
-    store.wishes.save_spec("odd", {"model": "o/m", "quantize": {"layers": {r"re:(a)\1": "fp8"}}})
+    with closing(Store(tmp_path / "state.db")) as store:
+        store.wishes.save_spec("slow", {"model": "o/m", "quantize": {"layers": {"re:(a+)+b": "fp8"}}})
+        store.wishes.save_spec("odd", {"model": "o/m", "quantize": {"layers": {r"re:(a)\1": "fp8"}}})
 
-    roster = Roster(load_config(None, flags={"state_dir": str(tmp_path)}, environ={}), store, lambda: 0.0, lambda: 0.0)
+        roster = Roster(load_config(None, flags={"state_dir": str(tmp_path)}, environ={}), store, lambda: 0.0, lambda: 0.0)
 
     assert set(roster.records) == {"slow"}
     assert "odd" in caplog.text

@@ -583,6 +583,7 @@ def test_charts_of_a_gpu_are_there_with_figures_only(tab: Tab) -> None:
     page.route(f"**/admin/v1/history?series={power}*", answer)
     try:
         tab.open("models", "quick", "load")
+        expect(page.locator(".waterfall rect").first).to_be_visible()
         with page.expect_response(f"**/admin/v1/history?series={power}*"):
             tab.open("models", "quick", "live")
         expect(charts.filter(has_text="GPU")).to_have_count(1)

@@ -41,6 +41,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         await made.supervisor.tick()
         served = Served(made, tmp_path / "history.bin")
         running = asyncio.ensure_future(served.live.run())
+        await eventually(lambda: served.live._series, "the history's file")
         yield served
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -15,7 +15,6 @@ from sparkd.bench.result import BenchResult, BenchSubject
 from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample
 from sparkd.execution.boundary import Boundary
-from sparkd.state.store import Store
 from tests.sparkd.control.test_supervisor import make_ready
 from tests.support.fakes import Scene, stage
 from tests.support.waiting import HUNG_S
@@ -28,7 +27,7 @@ class BenchedEngine:
     """The parts of the daemon that say whether an engine lives. looks: how often its counters were asked."""
 
     def __init__(self, scene: Scene) -> None:
-        self.snapshot = scene.supervisor.snapshot
+        self.snapshot, self.store = scene.supervisor.snapshot, scene.store
         self.alive, self.looks = True, 0
         self.then: Callable[[], object] = lambda: None
         # The guard writes the second time that it is asked.
@@ -59,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench_of(folder: Path, engine: BenchedEngine) -> tuple[RunningBench, Ledger]:
-    ledger = Ledger(Store(folder / "bench.db"), lambda: 5.0)
+    ledger = Ledger(engine.store, lambda: 5.0)
     subject = BenchSubject(model="m", source="/m")
     result = BenchResult(id="20261126-101500-m", state="running", subject=subject, profile="quick", tool="llama-benchy 0.4.0", started_s=1)
     around = cast(Surroundings, engine)

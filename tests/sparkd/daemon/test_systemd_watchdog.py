@@ -36,7 +36,9 @@ async def daemon(tmp_path: Path, manager: socket.socket) -> AsyncIterator[Daemon
     """Built, and none of its parts begun."""
     config, store = Config(state_dir=tmp_path, runtime_dir=tmp_path), Store(tmp_path / "state.db")
     with bind("127.0.0.1", 0) as listening:
-        yield Daemon(config, Options(), Systemd(notify_socket=str(tmp_path / "notify")), store, [listening], {})
+        made = Daemon(config, Options(), Systemd(notify_socket=str(tmp_path / "notify")), store, [listening], {})
+        yield made
+    await made._requests.close()
     store.close()
 
 

@@ -25,7 +25,7 @@ from workers.kv.symbols import need_of, weight_bits
 
 cpu, cuda = Late("workers.kv.cpu"), Late("workers.kv.cuda")
 multimodal = Late("vllm.config.multimodal")
-models = Late("tests.sparkd.capacity.test_against_vllm")
+specs_of = Late("tests.workers.kv.vllm_specs")
 GIB = 2**30
 # Bytes free and reserved, of which allocated: of each device.
 FREE, RESERVED, ALLOCATED = (60 * GIB, 7 * GIB), (9 * GIB, 3 * GIB), (8 * GIB, GIB)
@@ -194,17 +194,17 @@ SHAPES: dict[str, list[Mixer]] = {
 def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> CacheCosts:
     """By vLLM's own counting, as the worker asks it."""
     serving = Serving(max_model_len, max_num_batched_tokens=2048)
-    config = models.vllm_config(serving)
+    config = specs_of.vllm_config(serving)
     config.cache_config.block_size = BLOCK_TOKENS["cuda"]
     states = [one for one in shape.mixers if isinstance(one, RecurrentState)]
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
     if states and attentions:
-        models.aligned(config, attentions[0], states[0], serving, monkeypatch)
+        specs_of.aligned(config, attentions[0], states[0], serving, monkeypatch)
     block, padded = config.cache_config.block_size, config.cache_config.mamba_page_size_padded
     specs = {
-        f"layers.{number}": models.state_spec(one, serving, block, padded)
+        f"layers.{number}": specs_of.state_spec(one, serving, block, padded)
         if isinstance(one, RecurrentState)
-        else models.attention_spec(one, serving, block)
+        else specs_of.attention_spec(one, serving, block)
         for number, one in enumerate(shape.mixers)
         if one is not None
     }
