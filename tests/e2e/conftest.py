@@ -1,4 +1,4 @@
-"""One real daemon with real Ray, real vLLM (CPU build) and a real small chat model, for the files that SHARED of tests/conftest.py names."""
+"""One real daemon with real Ray, real vLLM (CPU build) and a real small chat model, for the files that SHARED of tests/conftest.py has."""
 
 from __future__ import annotations
 
