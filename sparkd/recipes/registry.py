@@ -108,8 +108,6 @@ class Registry:
 class Change:
     """The changes of an update, as names of recipes in alphabetical order."""
 
-    old_commit: str
-    new_commit: str
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
@@ -119,8 +117,6 @@ class Change:
         both = sorted(old.recipes.keys() & new.recipes.keys())
         before, after = ({*each.recipes, *each.unreadable} for each in (old, new))
         return cls(
-            old.commit,
-            new.commit,
             tuple(sorted(new.recipes.keys() - old.recipes.keys())),
             tuple(name for name in both if old.recipes[name] != new.recipes[name]),
             tuple(sorted(before - after)),

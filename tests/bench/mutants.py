@@ -4,8 +4,9 @@
 
 Kinds: a wrong comparison (also a dropped `not`), swapped arguments of a call, a dropped await, a missing release, and `and` for `or`. A
 fault stands in a copy of the working tree, never in the checkout. First the folder of tests that mirrors the module's runs, then every
-other test file that imports the module, with --whole then all tests. A fault that lets a test hang is found. A test that finds a fault is
-run once more without it: if it fails again, it has found nothing (UNSURE). Exit status 1: fewer than 38 of 40 were found.
+other test file that imports the module, with --whole then all tests. A fault that lets a test hang is found. The test that finds a fault
+(its whole run, where no test is named) is run once more without it: if it fails again, it has found nothing (UNSURE). Exit status 1: fewer
+than 38 of 40 were found.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LOGS = {"debug", "info", "warning", "error", "exception", "critical"}
 LEFT_OUT = re.compile(r"kernels\.py$")
 INTERRUPT_S = 60.0
 # No test takes so long on two cores that do nothing else.
-HUNG_S = 120
+TEST_LIMIT_S = 120
 _FOUND = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -168,8 +169,8 @@ def stages(tree: Path, path: str, *, whole: bool) -> Iterator[list[str]]:
 
 
 def failure(tree: Path, targets: Sequence[str], limit_s: float) -> str | None:
-    """The test that failed; None where all passed."""
-    flags = ("-x", "-q", "-m", "not rest", f"--timeout={HUNG_S}", "-p", "no:cacheprovider", "--tb=no")
+    """The test that failed, or how the run ended that names none; None where all passed."""
+    flags = ("-x", "-q", "-m", "not rest", f"--timeout={TEST_LIMIT_S}", "-p", "no:cacheprovider", "--tb=no")
     command = [sys.executable, "-m", "pytest", *flags, *targets]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     with (tree / "mutant.log").open("w+") as log:
@@ -204,7 +205,7 @@ def verdict(tree: Path, mutant: Mutant, number: int, *, whole: bool, limit_s: fl
     file.write_bytes(original[: mutant.start] + mutant.text.encode() + original[mutant.end :])
     # Python tells by its time whether a file was compiled before.
     os.utime(file, (number, number))
-    by = None
+    by, targets = None, list[str]()
     for targets in stages(tree, mutant.path, whole=whole):
         by = failure(tree, targets, limit_s)
         if by is not None:
@@ -212,7 +213,7 @@ def verdict(tree: Path, mutant: Mutant, number: int, *, whole: bool, limit_s: fl
     shutil.copy2(ROOT / mutant.path, file)
     if by is None:
         return "SURVIVED"
-    if "::" in by and failure(tree, [by], limit_s) is not None:
+    if failure(tree, [by] if "::" in by else targets, limit_s) is not None:
         return f"UNSURE   {by} fails without it, too"
     return f"found    {by}"
 

@@ -1,4 +1,7 @@
-"""The processes of this machine as tests look at them: what has gone has no command, no parent and no session."""
+"""The processes of this machine as tests look at them: what has gone has no command, no parent and no session.
+
+What belongs to somebody else says nothing of its environment to who is not root, as one that has gone.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _nemotron_layer(base: str, text: Config, kind: str) -> Rows:
 
 
 def _deepseek(config: Config) -> Rows:
-    """DeepSeek-V2 and V3, Kimi-K2, GLM-4.5; a layer ahead has an embedding and a head of its own."""
+    """DeepSeek-V2 and V3, GLM-4.5; a layer ahead has an embedding and a head of its own."""
     hidden, layers, ahead = config["hidden_size"], config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
     yield from _ends(config)
     for number in range(layers + ahead):
@@ -328,6 +328,5 @@ _FAMILIES: Mapping[str, Callable[[Config], Rows]] = {
     "nemotron_h": _nemotron_h,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
     "glm4_moe": _deepseek,
 }

@@ -6,12 +6,10 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
 
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, reported in the loader's progress file
-    SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
     SPARKD_STUB_LOAD_GATE         a file; the load stands still half-way until it exists
-    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS, _GATE, _GATE_AFTER
+    SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _STATUS, _SECOND_HANGS, _GATE, _GATE_AFTER
                                   workers.stub.engine.Behaviour
-    SPARKD_STUB_HANG_AT           none, start (never listens), request, second, health or metrics
-    SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
+    SPARKD_STUB_EXIT_AT           none, start or load
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
     SPARKD_STUB_IGNORE_SIGTERM    1: only SIGKILL ends it
     SPARKD_STUB_CHILDREN          sleeping children in its process group; the first ignores SIGTERM
@@ -24,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -89,14 +86,12 @@ class CommandLine:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """How the process lives and dies. `exit_after` counts answered POSTs; 0 never."""
+    """How the process lives and dies."""
 
     start_delay_s: float = 0.0
     load_bytes: int = 0
     load_gate: str = ""
-    room_bytes: int = 64 << 30
     exit_at: str = "none"
-    exit_after: int = 0
     exit_code: int = 1
     ignore_sigterm: bool = False
     children: int = 0
@@ -108,7 +103,7 @@ class Life:
         """SystemExit names a variable that is unknown or cannot be read: a test with a typing error must not pass."""
         given = {name.removeprefix(_PREFIX).lower(): value for name, value in environ.items() if name.startswith(_PREFIX)}
         answering = {one.name: type(one.default) for one in fields(Behaviour)}
-        living = {one.name: str if one.default is None else type(one.default) for one in fields(cls) if one.name != "exit_after"}
+        living = {one.name: str if one.default is None else type(one.default) for one in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
             kind = answering.get(name) or living.get(name)
@@ -119,16 +114,10 @@ class Life:
                     f"stub: {_PREFIX}{name.upper()}={value!r} is unknown or cannot be read; see workers/stub/__main__.py"
                 ) from None
         exit_at = values.get("exit_at", "none")
-        counted = re.fullmatch(r"after_(\d+)_requests?", exit_at)
-        if counted:
-            values["exit_after"] = int(counted[1])
-        elif exit_at not in ("none", "start", "load", "ready"):
-            raise SystemExit(f"stub: {_PREFIX}EXIT_AT={exit_at!r} is not one of none, start, load, ready, after_N_requests")
-        life = cls(**{name: value for name, value in values.items() if name in living or name == "exit_after"})
-        try:
-            return life, Behaviour(**{name: value for name, value in values.items() if name in answering})
-        except ValueError as wrong:
-            raise SystemExit(f"stub: {wrong}") from None
+        if exit_at not in ("none", "start", "load"):
+            raise SystemExit(f"stub: {_PREFIX}EXIT_AT={exit_at!r} is not one of none, start, load")
+        life = cls(**{name: value for name, value in values.items() if name in living})
+        return life, Behaviour(**{name: value for name, value in values.items() if name in answering})
 
 
 async def start_stub(
@@ -137,14 +126,13 @@ async def start_stub(
     host: str = "127.0.0.1",
     port: int = 0,
     models: Sequence[str] = ("stub",),
-    keep_requests: int = 100,
     **behaviour: Any,
 ) -> StubEngine:
     """A stub inside the caller's loop; `async with await start_stub(...) as engine`. `behaviour` are the fields of Behaviour.
 
-    `engine.url` and `engine.uds` say where it listens, `engine.seen` holds the last `keep_requests` requests as they came in.
+    `engine.url` and `engine.uds` say where it listens.
     """
-    engine = StubEngine(models=tuple(models), keep_requests=keep_requests, behaviour=Behaviour(**behaviour), uds=str(uds) if uds else None)
+    engine = StubEngine(models=tuple(models), behaviour=Behaviour(**behaviour), uds=str(uds) if uds else None)
     listener = _bind(engine.uds, host, port)
     await _listen(engine, listener)
     if uds is None:
@@ -184,7 +172,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     if life.core and children:
         loop.add_reader(os.pidfd_open(children[-1].pid), _core_died, stop)
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
-    load, kv = StubLoad(line.flags, life.load_bytes, life.load_gate), StubKv(line.flags, os.environ, life.room_bytes)
+    load, kv = StubLoad(line.flags, life.load_bytes, life.load_gate), StubKv(line.flags, os.environ)
     team = StubTeam.of(line.flags)
     if team is not None:
         engine.stalled = team.stalled
@@ -193,9 +181,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     if status is None and not stop.is_set():
         if listener is not None:
             await _listen(engine, listener)
-        _serving(line, life, engine)
-        if life.exit_at == "ready":
-            os._exit(life.exit_code)
+        _serving(line)
         await stop.wait()
     _log("APIServer", "launcher.py:254", "[shutdown] API server: shutdown triggered")
     await engine.close()
@@ -230,9 +216,6 @@ async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop
         _log("EngineCore", "core.py:1512", "EngineCore failed to start.", level="ERROR")
         _log("EngineCore", "core.py:1512", "torch.OutOfMemoryError: CUDA out of memory, as the stub was told.", level="ERROR")
         os._exit(life.exit_code)
-    if engine.behaviour.hang_at == "start":
-        await stop.wait()
-        return None
     await load.pass_gate(stop)
     await load.go_on(stop, pause_s, 1.0)
     load.done()
@@ -254,12 +237,9 @@ async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop
     return None
 
 
-def _serving(line: CommandLine, life: Life, engine: StubEngine) -> None:
+def _serving(line: CommandLine) -> None:
     if line.headless:
         return
-    if life.exit_after:
-        after = life.exit_after
-        engine.on_answered = lambda count: os._exit(life.exit_code) if count >= after else None
     where = f"unix:{line.uds}" if line.uds else f"http://{line.host}:{line.port}"
     _log("APIServer", "entry.py:140", f"Starting vLLM server on {where}")
     for text in (f"Started server process [{os.getpid()}]", "Waiting for application startup.", "Application startup complete."):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -16,7 +15,6 @@ from urllib.parse import unquote
 
 from workers.door import Lock
 from workers.stub import answers, metrics
-from workers.stub.faults import FAULTS
 
 _KEPT_RESPONSES = 1000
 _FORM_FIELD = rb'name="%s"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
@@ -28,28 +26,19 @@ _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 class Behaviour:
     """How requests are answered. A request may override any field with a body member `"stub": {"tokens": 3, …}`.
 
-    tokens: per answer; a smaller max_tokens wins. chunk_interval_s: 0 is unpaced. first_delay_s: before the first byte.
-    malformed: a name in workers.stub.faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
-    hang_at: none, request (POSTs are never answered, /health goes on), second (all but the first are not, nor are they counted as
-    running: as in a vLLM that hangs in the step that it begins with), health or metrics.
+    tokens: per answer; a smaller max_tokens wins. chunk_interval_s: 0 is unpaced. status: any but 200 answers with vLLM's error body.
+    second_hangs: all POSTs but the first are never answered, nor counted as running, and /health goes on: as in a vLLM that hangs in the
+    step that it begins with.
     gate: a file; until it exists an answer of more than `gate_after` tokens is held, a stream behind so many pieces, so that a test makes
     the moment in which requests are in flight. The question that makes a model READY has 4.
     """
 
     tokens: int = 7
     chunk_interval_s: float = 0.0
-    first_delay_s: float = 0.0
-    malformed: str = ""
     status: int = 200
-    hang_at: str = "none"
+    second_hangs: bool = False
     gate: str = ""
     gate_after: int = 4
-
-    def __post_init__(self) -> None:
-        if self.malformed and self.malformed not in FAULTS:
-            raise ValueError(f"malformed={self.malformed!r} is not a fault; choose one of {', '.join(FAULTS)}")
-        if self.hang_at not in ("none", "start", "request", "second", "health", "metrics"):
-            raise ValueError(f"hang_at={self.hang_at!r} is not one of none, start, request, second, health, metrics")
 
     def held(self, pieces: int) -> bool:
         """Whether an answer of which `pieces` were sent waits for the gate."""
@@ -82,24 +71,17 @@ class StubEngine:
     models: tuple[str, ...] = ("stub",)
     lock: Lock | None = None
     behaviour: Behaviour = field(default_factory=Behaviour)
-    keep_requests: int = 0
-    on_answered: Callable[[int], None] | None = None
     # Whether requests cannot go on now, because another rank gives no sign.
     stalled: Callable[[], bool] = lambda: False
     running: int = 0
     posts: int = 0
-    answered: int = 0
     aborts: int = 0
     generation_tokens: int = 0
-    seen: deque[Request] = field(init=False)
     responses: dict[str, dict[str, Any]] = field(default_factory=dict)
     connections: set[asyncio.Transport] = field(default_factory=set)
     server: asyncio.Server | None = None
     uds: str | None = None
     url: str = "http://stub"
-
-    def __post_init__(self) -> None:
-        self.seen = deque(maxlen=self.keep_requests)
 
     async def __aenter__(self) -> StubEngine:
         return self
@@ -173,18 +155,16 @@ def _post(engine: StubEngine, path: str, content: bytes) -> Answer:
         phrase = HTTPStatus(how.status).phrase
         text = answers.error(how.status, phrase.replace(" ", ""), f"{phrase}, as the stub was told.")
         return Answer(how.status, text, behaviour=how)
-    if how.hang_at == "request":
-        return Answer(behaviour=how, hang=True)
-    if how.hang_at == "second" and engine.posts > 1:
+    if how.second_hangs and engine.posts > 1:
         return Answer(hang=True)
     return _POSTS[path](engine, path, body, model, len(content) // 4, how)
 
 
 def _get(engine: StubEngine, path: str) -> Answer:
     if path in ("/health", "/ping"):
-        return Answer(hang=engine.behaviour.hang_at == "health")
+        return Answer()
     if path == "/metrics":
-        return Answer(body=engine.metrics(), content_type=_EXPOSITION, hang=engine.behaviour.hang_at == "metrics")
+        return Answer(body=engine.metrics(), content_type=_EXPOSITION)
     if path == "/version":
         return Answer(body=b'{"version":"0.32.0+stub"}')
     if path == "/v1/models":

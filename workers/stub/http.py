@@ -14,7 +14,6 @@ from http import HTTPStatus
 import httptools
 
 from workers.stub.engine import Answer, Behaviour, Request, StubEngine, route
-from workers.stub.faults import broken_answer
 
 _SSE = b"content-type: text/event-stream; charset=utf-8\r\n"
 _PLAIN = Behaviour()
@@ -113,17 +112,11 @@ class StubProtocol(asyncio.Protocol):
         if self._request is not None or not self._waiting:
             return
         request = self._request = self._waiting.popleft()
-        self._engine.seen.append(request)
         self._seq = 0
         self._answer = answer = route(self._engine, request)
         if answer.behaviour is not None:
             self._engine.running += 1
-        if answer.hang:
-            return
-        delay_s = answer.behaviour.first_delay_s if answer.behaviour else 0.0
-        if delay_s:
-            self._timer = self._loop.call_later(delay_s, self._begin)
-        else:
+        if not answer.hang:
             self._begin()
 
     def _begin(self) -> None:
@@ -134,11 +127,6 @@ class StubProtocol(asyncio.Protocol):
         behaviour = answer.behaviour
         if behaviour is not None and self._waits(behaviour, 0 if answer.stream else answer.tokens - 1):
             self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._begin)
-            return
-        if answer.behaviour is not None and answer.behaviour.malformed:
-            data, close = broken_answer(answer.behaviour.malformed)
-            self._transport.write(data)
-            self._end(close=close)
             return
         if answer.stream is not None:
             framing = b"transfer-encoding: chunked\r\n" if request.chunked_reply else b""
@@ -198,15 +186,10 @@ class StubProtocol(asyncio.Protocol):
         return False
 
     def _end(self, *, close: bool) -> None:
-        posted = self._request is not None and self._request.method == "POST"
         self._leave()
         if close:
             self._transport.close()
-        if posted:
-            self._engine.answered += 1
-            if self._engine.on_answered is not None:
-                self._engine.on_answered(self._engine.answered)
-        if self._waiting and not close:
+        elif self._waiting:
             self._loop.call_soon(self._next)
 
     def _leave(self) -> None:

@@ -19,6 +19,8 @@ _OURS = "workers.kv."
 BYTES_PER_TOKEN = 2048
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 4096
+# The pretended machine has so much left.
+ROOM_BYTES = 64 * GIB
 
 
 class CacheRefused(Exception):
@@ -41,8 +43,8 @@ class Size:
 class StubKv:
     """The stub's KV cache: sized by workers.kv where the command line names one of its worker classes, else the stub's usual 1 GiB."""
 
-    def __init__(self, flags: Mapping[str, Sequence[str]], environ: Mapping[str, str], room_bytes: int) -> None:
-        """room_bytes: what the pretended machine has left. SystemExit where the settings cannot be read, as the worker."""
+    def __init__(self, flags: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+        """SystemExit where the settings cannot be read, as the worker."""
         length = (flags.get("max-model-len") or [""])[0]
         self._of = int(length) if length.isdecimal() and int(length) else MAX_MODEL_LEN
         self._machine: _Machine | None = None
@@ -55,8 +57,8 @@ class StubKv:
         per_request = self._of * BYTES_PER_TOKEN
         need = CacheCosts(per_request, per_request + BLOCK_TOKENS * BYTES_PER_TOKEN, self._of)
         self._need = need
-        self._machine = _Machine(room_bytes)
-        about = {"stub": flags.get("served-model-name"), "room": room_bytes, "length": self._of}
+        self._machine = _Machine()
+        about = {"stub": flags.get("served-model-name"), "room": ROOM_BYTES, "length": self._of}
         self._sizing = sizing.Sizing(self._machine, settings, lambda: need, lambda: about)
 
     async def size(self, stop: asyncio.Event, seconds: float) -> Size:
@@ -86,10 +88,9 @@ class StubKv:
 
 
 class _Machine:
-    """A machine of `room_bytes` on which only the stub lives, and whose memory it does not touch."""
+    """A machine of ROOM_BYTES on which only the stub lives, and whose memory it does not touch."""
 
-    def __init__(self, room_bytes: int) -> None:
-        self._room_bytes = room_bytes
+    def __init__(self) -> None:
         self.seconds = 0.0
         self.ended = threading.Event()
 
@@ -101,7 +102,7 @@ class _Machine:
         return Demand(peak=GIB // 16, weights=GIB // 4)
 
     def read(self) -> MemoryReading:
-        return MemoryReading(self._room_bytes, self._room_bytes, self._room_bytes, 0)
+        return MemoryReading(ROOM_BYTES, ROOM_BYTES, ROOM_BYTES, 0)
 
     def untouched(self, pool_bytes: int) -> int:
         return pool_bytes

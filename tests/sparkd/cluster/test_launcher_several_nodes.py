@@ -24,7 +24,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pr")
     models = {
         "pair": shared_model(folder / "model"),
-        "mute": shared_model(folder / "model", SPARKD_STUB_HANG_AT="second"),
+        "mute": shared_model(folder / "model", SPARKD_STUB_SECOND_HANGS="1"),
     }
     with two_sparks(folder, models) as made:
         yield made

@@ -1,4 +1,4 @@
-"""Tests of what a test asks of the stub engine by name: gates, faults, a behaviour. Everything else of it is used by the daemon's tests."""
+"""Tests of what a test asks of the stub engine by name: gates, a behaviour. Everything else of it is used by the daemon's tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import pytest
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.stub.__main__ import Life, StubEngine, start_stub
 from workers.stub.answers import text
-from workers.stub.faults import FAULTS, broken_answer
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -83,18 +82,6 @@ async def test_an_answer_in_one_piece_is_held_until_its_gate_is_there(tmp_path: 
         assert not asked.done()
         gate.touch()
         assert (await asked).json()["choices"][0]["message"]["content"] == text(7)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-async def test_breaks_as_named(name: str) -> None:
-    async with stub(malformed=name) as (engine, _):
-        reader, writer = await post(engine, CHAT | {"stream": True})
-        expected, closes = broken_answer(name)
-        assert await reader.readexactly(len(expected)) == expected
-        if closes:
-            assert await reader.read() == b""
-        writer.close()
-        assert engine.aborts == 0
 
 
 async def post(engine: StubEngine, *bodies: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
