@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.support.daemon_process import free_port
+from tests.support.waiting import until
 
 _START_S = 30.0
 _STOP_S = 10.0
@@ -68,7 +71,7 @@ def stub(folder: Path, core: int, *, uds: str | None = None, port: int = 0, mode
     where = ["--uds", uds] if uds else ["--host", "127.0.0.1", "--port", str(port)]
     argv = [sys.executable, "-m", "workers.stub", "serve", "stub", *where, "--served-model-name", model]
     with _process(argv, core, folder / f"stub{port}.log") as child:
-        _wait(child, lambda: _answers(uds or ("127.0.0.1", port)), folder / f"stub{port}.log")
+        _wait(child, uds or ("127.0.0.1", port), folder / f"stub{port}.log")
         yield
 
 
@@ -84,7 +87,7 @@ def nginx(folder: Path, core: int, uds: str, model: str) -> Iterator[Target | No
     config.write_text(_NGINX.format(folder=folder, socket=uds, port=port))
     log = folder / "nginx.out"
     with _process([program, "-e", str(folder / "nginx.log"), "-c", str(config), "-p", str(folder)], core, log) as child:
-        _wait(child, lambda: _answers(("127.0.0.1", port)), log)
+        _wait(child, ("127.0.0.1", port), log)
         yield Target("nginx", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
 
 
@@ -95,19 +98,18 @@ def gateway(folder: Path, core: int, uds: str, model: str) -> Iterator[Target]:
     argv = [sys.executable, "-m", "tests.bench.gateway_target", "--stub-socket", uds, "--port", str(port), "--model", model]
     log = folder / "gateway.log"
     with _process(argv, core, log) as child:
-        _wait(child, lambda: _answers(("127.0.0.1", port)), log)
+        _wait(child, ("127.0.0.1", port), log)
         yield Target("sparkd", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
 
 
 def rss_kib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0])
+    return int(psutil.Process(pid).memory_info().rss) >> 10
 
 
 def cpu_ms(pid: int) -> float:
     """Time on a CPU of every thread, ms: the first field of schedstat, in ns."""
     total_ns = 0
-    for thread in _threads(pid):
+    for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(FileNotFoundError, ProcessLookupError):
             total_ns += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])
     return total_ns / 1e6
@@ -172,12 +174,10 @@ def _process(argv: list[str], core: int, log: Path) -> Iterator[subprocess.Popen
             child.wait()
 
 
-def _wait(child: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while not ready():
-        if child.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit(f"process {child.pid} did not come up: {log.read_text()[-2000:]}")
-        time.sleep(0.02)
+def _wait(child: subprocess.Popen[bytes], address: str | tuple[str, int], log: Path) -> None:
+    until(lambda: child.poll() is not None or _answers(address), f"it answers, see {log}", 0.02, limit_s=_START_S)
+    if child.poll() is not None:
+        raise SystemExit(f"process {child.pid} did not come up: {log.read_text()[-2000:]}")
 
 
 def _answers(address: str | tuple[str, int]) -> bool:
@@ -187,7 +187,3 @@ def _answers(address: str | tuple[str, int]) -> bool:
         except OSError:
             return False
     return True
-
-
-def _threads(pid: int) -> list[int]:
-    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]

@@ -49,7 +49,7 @@ def live(story: Story, engines: Sequence[GuardedEngine], *, base_s: float = 0.5,
         available = max(0.0, story.available(now_s) * GIB + returned)
         free = story.free(now_s) * GIB if story.free else available * 0.6
         look = MemorySample(
-            now_s, total, int(available), int(free), 0, 0, 0, scanned=int(story.scanned(now_s)), swapped=int(story.swapped(now_s))
+            now_s, total, int(available), int(free), 0, 0, scanned=int(story.scanned(now_s)), swapped=int(story.swapped(now_s))
         )
         vitals.add(look)
         trend = vitals.trend()

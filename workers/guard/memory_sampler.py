@@ -22,7 +22,7 @@ SHORT_S, MIDDLE_S, LONG_S = 1.0, 5.0, 60.0
 # The lines that are read of /proc/meminfo, and how each begins.
 _MEMINFO = {
     name: f"{name}:".encode()
-    for name in ("MemTotal", "MemAvailable", "Cached", "SwapTotal", "SwapFree", "CmaTotal", "CmaFree", *RECLAIMABLE, *ACCOUNTED)
+    for name in ("MemTotal", "MemAvailable", "Cached", "SwapFree", "CmaFree", *RECLAIMABLE, *ACCOUNTED)
 }
 # Pages that a process had to scan itself because none was free, and pages swapped (mm/vmstat.c).
 _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
@@ -40,9 +40,7 @@ class MemorySample:
     available: int
     free: int
     cached: int
-    swap_total: int
     swap_free: int
-    cma_total: int | None = None
     cma_free: int | None = None
     unaccounted: int | None = None
     scanned: int = 0
@@ -154,9 +152,7 @@ class Vitals:
             fields.get("MemAvailable", 0),
             fields.get("MemFree", 0),
             fields.get("Cached", 0),
-            fields.get("SwapTotal", 0),
             fields.get("SwapFree", 0),
-            fields.get("CmaTotal"),
             fields.get("CmaFree"),
             unaccounted_bytes(fields),
             counters[0],

@@ -158,7 +158,7 @@ def decided(bundle: Mapping[str, Any]) -> Iterator[tuple[float, bool]]:
     assert tuple(bundle["columns"]) == COLUMNS
     vitals, state, limits = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(memory_hog.TOTAL_KIB * 1024)
     for at_s, available, free, *_ in bundle["readings"]:
-        look = MemorySample(at_s, memory_hog.TOTAL_KIB * 1024, int(available), int(free), 0, 0, 0)
+        look = MemorySample(at_s, memory_hog.TOTAL_KIB * 1024, int(available), int(free), 0, 0)
         vitals.add(look)
         decision, state = decide(look, vitals.trend(), [GuardedEngine("m-1-0123abcd", "m", in_flight=1)], limits, state)
         yield at_s, decision.kill is not None

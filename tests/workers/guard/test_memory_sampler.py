@@ -20,14 +20,14 @@ def test_a_look_reads_a_spark_s_own_files(tmp_path: Path) -> None:
     shutil.copy(FIXTURES / "meminfo" / "idle.txt", tmp_path / "meminfo")
     look = Vitals(tmp_path).look(1.0)
     assert look is not None and look.unaccounted is not None
-    assert (look.total, look.free, look.cma_total) == (127535084 * 1024, 102000000 * 1024, None)
+    assert (look.total, look.free, look.cma_free) == (127535084 * 1024, 102000000 * 1024, None)
     assert round(look.unaccounted / GIB, 2) == 1.35
     assert (look.scanned, look.swapped, look.psi_full_us) == (0, 0, 0), "a kernel without these files"
 
     shutil.copy(FIXTURES / "meminfo" / "with-cma-fields.txt", tmp_path / "meminfo")
     look = Vitals(tmp_path).look(1.0)
     assert look is not None
-    assert (look.cma_total, look.cma_free, look.unaccounted) == (131072 * 1024, 69320 * 1024, None)
+    assert (look.cma_free, look.unaccounted) == (69320 * 1024, None)
 
     show(tmp_path, 9.9)
     (tmp_path / "vmstat").write_text("nr_free_pages 1\npswpin 5\npswpout 7\npgscan_direct 300\n")
@@ -49,7 +49,7 @@ def test_slopes_and_rates_are_of_what_happened() -> None:
     vitals = Vitals(Path("/nowhere"))
     for second in range(100):
         available = int((50 - 0.1 * second) * GIB)
-        vitals.add(MemorySample(float(second), 120 * GIB, available, available, 0, 0, 0, scanned=100 * second, swapped=3 * second))
+        vitals.add(MemorySample(float(second), 120 * GIB, available, available, 0, 0, scanned=100 * second, swapped=3 * second))
     trend = vitals.trend()
     assert trend.short == pytest.approx(-0.1 * GIB)
     assert trend.fell == pytest.approx(6 * GIB)
@@ -63,7 +63,7 @@ def test_slopes_and_rates_are_of_what_happened() -> None:
 def test_two_minutes_are_kept_at_the_fastest_pace() -> None:
     vitals = Vitals(Path("/nowhere"))
     for tenth in range(3000):
-        vitals.add(MemorySample(tenth / 10, GIB, GIB, GIB, 0, 0, 0))
+        vitals.add(MemorySample(tenth / 10, GIB, GIB, GIB, 0, 0))
     rows = vitals.rows()
     assert (rows[-1][0] - rows[0][0], len(rows)) == (pytest.approx(119.9), 1200)
 

@@ -147,7 +147,7 @@ def test_one_victim_at_a_time_and_the_next_only_when_the_first_was_not_enough() 
 
 def test_a_victim_that_dies_slowly_is_waited_for() -> None:
     state = GuardState(killed_at_s=10.0)
-    low = MemorySample(12.0, TOTAL, GIB // 4, GIB // 4, 0, 0, 0)
+    low = MemorySample(12.0, TOTAL, GIB // 4, GIB // 4, 0, 0)
     state = replace(state, last_looks=5)
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=True)[0].kill is None
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=False)[0].kill == "a"
@@ -165,7 +165,7 @@ def test_levels_rise_at_once_and_fall_late() -> None:
 
     state = GuardState(level=TIGHT)
     for second in range(int(CALM_S) + 1):
-        decision, state = decide(MemorySample(float(second), TOTAL, 9 * GIB, 9 * GIB, 0, 0, 0), STILL, [], LIMITS, state)
+        decision, state = decide(MemorySample(float(second), TOTAL, 9 * GIB, 9 * GIB, 0, 0), STILL, [], LIMITS, state)
         assert decision.level == (OK if second >= CALM_S else TIGHT)
 
 
@@ -184,6 +184,6 @@ def test_limits_are_shares_of_a_smaller_machine_and_what_was_configured() -> Non
 
 
 def test_it_looks_five_times_as_often_while_memory_goes() -> None:
-    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.5
-    assert pace_s(MemorySample(0, TOTAL, 5 * GIB, 0, 0, 0, 0), STILL, LIMITS, 0.5) == 0.1
-    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0, 0), Trend(short=-GIB), LIMITS, 0.5) == 0.1
+    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0), STILL, LIMITS, 0.5) == 0.5
+    assert pace_s(MemorySample(0, TOTAL, 5 * GIB, 0, 0, 0), STILL, LIMITS, 0.5) == 0.1
+    assert pace_s(MemorySample(0, TOTAL, 50 * GIB, 0, 0, 0), Trend(short=-GIB), LIMITS, 0.5) == 0.1

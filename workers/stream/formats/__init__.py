@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from workers.quantization.formats import DEFAULT_GROUP_SIZES
-from workers.stream.formats.base import Quantizer, amax, amax_each, nonfinite
+from workers.stream.formats.base import Quantizer, amax, amax_each
 from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
 from workers.stream.formats.fp8_source import Dequantized
 from workers.stream.formats.int4 import Int4Quantizer
@@ -17,7 +17,7 @@ from workers.stream.formats.nvfp4 import Nvfp4A4Quantizer, Nvfp4Quantizer, globa
 if TYPE_CHECKING:
     from workers.quantization.recipe import Format
 
-__all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quantizer"]
+__all__ = ["Quantizer", "amax", "amax_each", "global_scale", "quantizer"]
 
 
 @functools.cache

@@ -96,11 +96,6 @@ def amax_each(weight: Tensor) -> Tensor:
     return torch.stack([amax(matrix) for matrix in weight]) if kernels is None else kernels.amax(weight)
 
 
-def nonfinite(weight: Tensor) -> Tensor:
-    """Whether a weight, or the `amax` that stands for it, holds a NaN or an infinity: bool [] on its device."""
-    return torch.isfinite(amax(weight)).logical_not_()
-
-
 def chunk_elements(device: torch.device) -> int:
     """The number of elements for one operation of torch; more on a GPU, where a launch costs microseconds."""
     return CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 16
