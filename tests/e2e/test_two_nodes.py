@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pair import Pair, two_sparks
+from tests.support.facts import lacking
+from tests.support.pair import Pair, Stream, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from tests.support.processes import command_of
 from workers.rank.status import worker_of
@@ -26,6 +28,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
+def test_a_wrong_token_joins_nothing_and_says_where_the_right_one_is(pair: Pair, tmp_path: Path) -> None:
+    """The second node joined by the right one."""
+    config = tmp_path / "sparkd.yaml"
+    config.write_text(f"{{state_dir: {tmp_path / 'state'}}}")
+    refused = pair.sparkd("join", pair.head, "--token", "-", "--config", str(config), node=pair.there, stdin=f"{'0' * 64}\n")
+
+    assert (refused.returncode, lacking(refused.stderr, "token", "`sparkd token`")) == (4, [])
+    assert list((tmp_path / "state").glob("join.*")) == []
+
+
 def test_a_killed_rank_of_vllm_ends_both_and_both_come_back(pair: Pair) -> None:
     pair.both()
     pair.daemon.load("split")
@@ -33,9 +45,10 @@ def test_a_killed_rank_of_vllm_ends_both_and_both_come_back(pair: Pair) -> None:
     assert [rank["node_id"] for rank in before] == [pair.here.address, pair.there.address]
     assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
 
-    at_s = time.time()
+    stream, at_s = Stream(pair, "split", max_tokens=1000, ignore_eos=True).start(), time.time()
     os.kill(pair.child_of(before[1]), signal.SIGKILL)
     assert pair.failure(at_s, "split")[0] == "EngineExited"
+    assert '"error"' in stream.end(), "the client is told"
     after = pair.daemon.wait_for("split", "READY")["ranks"]
     assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
     assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200

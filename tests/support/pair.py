@@ -28,8 +28,8 @@ OFFERED_GIB = 4
 class Stream(ClientStream):
     """A client in the first node that asks the model over both."""
 
-    def __init__(self, pair: Pair, **fields: Any) -> None:
-        super().__init__(pair.daemon.url, "pair", inside=pair.here.entered, **fields)
+    def __init__(self, pair: Pair, model: str = "pair", **fields: Any) -> None:
+        super().__init__(pair.daemon.url, model, inside=pair.here.entered, **fields)
 
 
 @dataclass
