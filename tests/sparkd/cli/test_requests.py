@@ -1,4 +1,4 @@
-"""`sparkd requests --follow` over many pages. tests/sparkd/daemon/test_recorded_requests.py has a real daemon."""
+"""`sparkd requests --follow` over many pages."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.fakes import FakeCluster, scene
 from tests.support.memory_box import GIB, MemoryBox, NoBox
 from tests.support.memory_hog import show
-from tests.support.processes import alive
+from tests.support.processes import alive, command_of
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
 from workers.guard import consumers, incidents
@@ -200,7 +200,7 @@ def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: Me
     gate, size = folder / "gate", box.limit_bytes - (64 << 20)
     runaway = {"entrypoint": "tests.support.runaway"}
     agent.spawn(order(folder, PYTHONPATH=str(ROOT), RUNAWAY_GATE=str(gate), RUNAWAY_BYTES=str(size)) | runaway, False)
-    engine = until(lambda: [pid for pid in runs(agent) if b"tests.support.runaway" in Path(f"/proc/{pid}/cmdline").read_bytes()])
+    engine = until(lambda: [pid for pid in runs(agent) if "tests.support.runaway" in command_of(pid)])
     for pid in engine:
         box.take_in(pid)
     gate.touch()
