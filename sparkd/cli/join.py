@@ -374,10 +374,9 @@ def _interrupt(joined: Joined) -> None:
 
 
 def _keeper(joined: Joined) -> Identity | None:
-    """The recorded process, if it lives and is a `sparkd join`; pids are reused, so the record may name another one. A record of an earlier
-    release has only the pid."""
-    keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id) if joined.boot_id else processes.identity(joined.pid)
-    if keeper is None or not processes.is_alive(keeper):
+    """The recorded process, if it lives and is a `sparkd join`; pids are reused, so the record may name another one."""
+    keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id)
+    if not processes.is_alive(keeper):
         return None
     try:
         words = Path(f"/proc/{joined.pid}/cmdline").read_bytes().split(b"\0")

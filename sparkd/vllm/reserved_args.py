@@ -61,8 +61,6 @@ _OWNED_SHORT: Mapping[str, str] = {
     "-pcp": "prefill-context-parallel-size",
     "-dp": "data-parallel",
 }
-# Short flags of vLLM that the rule of prefixes below would take for an owned one, or that an owned one begins with.
-_FREE_SHORT = frozenset({"-q", "-asc", "-sc", "-dc", "-cc", "-ac", "-dcp", "-ep"})
 
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
@@ -93,20 +91,16 @@ def check_args(args: Sequence[str], place: str = "extra_args") -> None:
 
 
 def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple[int, str]]:
-    """(index, message) of every argument that sets what sparkd owns, in whatever spelling vLLM's parser understands.
+    """(index, message) of every argument that sets what sparkd owns, by a flag that is written in full.
 
-    FlexibleArgumentParser (vllm/utils/argparse_utils.py) takes `--flag value` and `--flag=value`, turns underscores into dashes, folds
-    `--flag.key value` into JSON for `--flag`, and argparse completes any unambiguous beginning of a flag. A beginning of an owned flag
-    is refused even where it is ambiguous today, because the next release may make it unambiguous.
+    FlexibleArgumentParser (vllm/utils/argparse_utils.py) takes `--flag value` and `--flag=value`, turns underscores into dashes, and folds
+    `--flag.key value` into JSON for `--flag`.
     """
     for index, arg in enumerate(args):
         if arg == "--":
             yield index, "'--' would turn the arguments after it into model names: remove it."
         elif index == 0 and not arg.startswith("-"):
             yield index, "The first argument is not a flag, so vLLM would read it as the model: set the model by 'model:'."
-        elif arg.startswith("-O") and arg[2:].removeprefix("=").startswith("-"):
-            # vLLM splits `-O--uds` in two, and a dotted flag before it swallows the first half: found by fuzzing its parser.
-            yield index, "'-O' takes a level, 0 to 3: remove the text after it."
         elif name := _owned_name(arg):
             yield index, f"{_flag(arg)} is not allowed in {place}: {_reason(name)}."
 
@@ -158,21 +152,12 @@ def _long_name(arg: str) -> str | None:
 def _owned_name(arg: str) -> str | None:
     name = _long_name(arg)
     if name is None:
-        return _owned_short(arg)
+        # argparse takes `-n2` and `-n=2`.
+        return next((name for short, name in _OWNED_SHORT.items() if arg.startswith(short)), None)
     name = name.removeprefix("no-")
     if name in _OWNED:
         return name
-    if family := next((family for family in _OWNED_FAMILIES if name.startswith(family)), None):
-        return family
-    return next((owned for owned in (*_OWNED, *_OWNED_FAMILIES) if name and owned.startswith(name)), None)
-
-
-def _owned_short(arg: str) -> str | None:
-    """One dash: argparse takes `-n2`, `-n=2`, and a beginning such as `-t` for `-tp`. Negative numbers are values."""
-    key = arg.split("=", 1)[0].split(".", 1)[0]
-    if len(key) < 2 or key[0] != "-" or key[1].isdigit() or key in _FREE_SHORT:
-        return None
-    return next((name for short, name in _OWNED_SHORT.items() if key.startswith(short) or short.startswith(key)), None)
+    return next((family for family in _OWNED_FAMILIES if name.startswith(family)), None)
 
 
 def _reason(name: str) -> str:

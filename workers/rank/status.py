@@ -25,8 +25,15 @@ def status_path(run_dir: str, rank_id: str) -> Path:
 
 
 def rank_ids(run_dir: str) -> list[str]:
-    """The ids of all ranks with a status file in the run directory, sorted."""
-    return sorted(path.stem for path in Path(run_dir).glob("*.json") if RANK_ID.fullmatch(path.stem))
+    """The ids of all ranks with a status file in the run directory, sorted. Raises OSError if this process may open no more files, which
+    Path.glob of Python 3.12 does not."""
+    try:
+        names = os.listdir(run_dir)
+    except OSError as error:
+        if error.errno in LACKS:
+            raise
+        return []
+    return sorted(stem for stem, end in map(os.path.splitext, names) if end == ".json" and RANK_ID.fullmatch(stem))
 
 
 def write_status(path: Path, status: Mapping[str, Any]) -> None:

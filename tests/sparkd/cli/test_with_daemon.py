@@ -278,17 +278,24 @@ def test_ctrl_c_ends_the_waiting_and_not_the_load(cli: Cli) -> None:
     assert [model["name"] for model in cli.json("ps")["models"]] == ["slow"]
 
 
-def test_a_log_and_events_are_followed(cli: Cli) -> None:
+def test_a_log_events_and_requests_are_followed(cli: Cli) -> None:
     assert cli.run("load", "quick")[0] == 0
-    events, log = cli.popen("--json", "events", "-f", "-n", "1"), cli.popen("--json", "logs", "-f", "-n", "1", "quick")
-    assert events.stdout is not None and log.stdout is not None
+    assert cli.daemon.chat("quick", "hi").status_code == 200
+    events, log, requests = (
+        cli.popen("--json", verb, "-f", "-n", "1", *model) for verb, *model in (("events",), ("logs", "quick"), ("requests",))
+    )
+    assert events.stdout is not None and log.stdout is not None and requests.stdout is not None
+    number = json.loads(requests.stdout.readline())["number"]
+    for later in (1, 2):
+        assert cli.daemon.chat("quick", "hi").status_code == 200
+        assert json.loads(requests.stdout.readline())["number"] == number + later
     before = json.loads(events.stdout.readline())
     assert json.loads(log.stdout.readline())["text"]
     cli.run("unload", "quick")
     assert json.loads(events.stdout.readline())["seq"] > before["seq"]
     while "shutdown" not in json.loads(log.stdout.readline())["text"]:
         pass  # The log may come in pieces; at its end there is no line, and so no JSON.
-    for follower in (events, log):
+    for follower in (events, log, requests):
         follower.send_signal(signal.SIGINT)
         _, told = follower.communicate(timeout=HUNG_S)
         assert (follower.returncode, told) == (130, "")

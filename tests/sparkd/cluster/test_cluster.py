@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,14 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import MARK, RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
+from tests.support.waiting import until
+from workers.host import processes
+from workers.rank import lifecycle
+from workers.rank.status import status_path, write_status
 
 
 class FakeHead:
@@ -250,7 +257,47 @@ async def test_what_runs_on_a_node_with_other_code_is_unknown_for_as_long(
     assert lost or looks[-1].dark_s == {"10.0.0.2": 0.0}
 
 
-# Without descriptors.
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It carries the mark of Ray's head in tmp_path."""
+    made = subprocess.Popen(["sleep", "300"], env={MARK: str(tmp_path / "ray")})
+    yield made
+    made.kill()
+    made.wait()
+
+
+async def test_ranks_and_rays_head_are_unknown_not_gone_while_no_file_can_be_opened(
+    cluster: Cluster, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    run_dir, who = cluster._here.run_dir, processes.identity(child.pid)
+    assert who is not None
+    handle = {"pid": child.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id}
+    engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
+    write_status(status_path(run_dir, "m-1-00000000"), {"handle": handle, "state": "running", **engine})
+    assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
+    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
+    until(head.costs, "the child has its mark")
+    with no_descriptors():
+        for look in (lambda: lifecycle.scan(run_dir), head.living_address, head.essential):
+            with pytest.raises(OSError, match="Too many open files"):
+                look()
+        with pytest.raises(RayUnavailable, match="Too many open files"):
+            head.ensure()
+        observation = await cluster.observe()
+
+    assert (observation.ranks, observation.connected) == (None, False)
+    assert child.poll() is None
 
 
 async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

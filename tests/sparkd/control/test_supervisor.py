@@ -1039,6 +1039,7 @@ async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> Non
         with pytest.raises(ConfigError):
             made.operator.add("evil", {"model": "/y", "extra_args": ["--trust-remote-code"]})
         made.operator.remove("new")
+        assert "new" not in made.store.wishes.desired(), "one that comes back is not loaded by an old wish"
         await made.tick(4)
 
         assert set(made.supervisor.snapshot().models) == {"m"}

@@ -15,6 +15,7 @@ from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
 from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.facts import lacking
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
@@ -110,6 +111,20 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     exit_code(["plan", "--quick", "--json", *argv])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_a_plan_has_it_behind_what_fits_as_it_is_and_before_what_is_quantized(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formats = [("as stored", None), ("as stored", "awq"), ("fp8", None)]
+    file, room = tmp_path / "machine.yaml", 1 << 40
+    for best, name in enumerate((f"{model}", f"{model}-AWQ")):
+        file.write_text(f"memory_bytes: {room}\nsystem_bytes: 0\nunified: false\n")
+        found = planned(capsys, str(model), "--ctx", "256", "--batch", "16", "--margin", "0", "--eager", "--hardware", str(file))
+        assert [(one["format"], one["prequantized"]) for one in found["options"][: 3 - best]] == formats[best:]
+        assert found["choice"]["config"]["model"] == name
+        assert any(lacking(note, f"{model}-AWQ") == [] for note in found["notes"])
+        room = found["options"][0]["footprint"]["total"] - (64 << 20)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -338,6 +338,12 @@ def test_a_registry_comes_by_ssh_without_an_agent_and_without_a_question(
     assert "-a -x -oBatchMode=yes" in (tmp_path / "asked").read_text()
 
 
+def test_a_folder_of_another_user_is_told_with_its_cure(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry_fetch._ENVIRONMENT, "GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(SparkdError, match=r"ownership.*`chown`"):
+        taken(eugr, tmp_path)
+
+
 def test_links_submodules_odd_names_and_large_files_are_left_out(eugr: Repository, tmp_path: Path) -> None:
     (tmp_path / "secret.yaml").write_text(PLAIN)
     (eugr.folder / "recipes/link.yaml").symlink_to(tmp_path / "secret.yaml")

@@ -168,6 +168,14 @@ def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path
     assert bool(check(path, {})) is (name == "VLLM_CPU_KVCACHE_SPACE")
 
 
+def test_a_secret_in_the_wrong_place_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("models: {m: {model: o/m, kv_cache: {bytes: '${env.CANARY}'}}}")
+    with pytest.raises(ConfigError, match=r"models\.m\.kv_cache") as caught:
+        load_config(file, environ={"CANARY": "sk-canary"})
+    assert "canary" not in str(caught.value).lower(), "neither the value nor the reference, which covers it in other messages"
+
+
 def test_a_size_changes_the_engine_and_its_spelling_does_not() -> None:
     hashes = [
         config_hash(model(kv_cache=value), EngineSettings()) for value in (None, "auto", {"bytes": "1GiB"}, {"bytes": GIB}, {"bytes": 1})

@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -226,6 +227,33 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, make: Callable[[Path
     with pytest.raises(StateError) as refused:
         Store(path)
     assert str(path) in refused.value.message
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from sparkd.errors import StateError
+from sparkd.state.store import Store
+if os.getuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+try:
+    Store(Path(sys.argv[1]))
+except StateError as error:
+    sys.exit(0 if sys.argv[1] in error.message else error.message)
+sys.exit("it was opened")
+"""
+
+
+def test_a_file_that_may_only_be_read_is_refused_by_name() -> None:
+    # Another user, since root may write anywhere, has to come to the folder.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.db"
+        filled(path)
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, cwd="/", check=False)
+        path.parent.chmod(0o755)
+    assert done.returncode == 0, done.stderr
 
 
 # A full disk

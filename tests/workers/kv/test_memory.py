@@ -66,15 +66,16 @@ def test_the_least_of_a_window_counts():
 
 
 @pytest.mark.parametrize(
-    ("limits", "left"),
+    ("path", "limits", "left"),
     [
-        ({"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
-        ({"a/b": ("1000", "4000")}, 0),
-        ({"a/b": ("max", "400")}, None),
+        ("a/b", {"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
+        ("a/b", {"a/b": ("1000", "4000")}, 0),
+        ("a/b", {"a/b": ("max", "400")}, None),
+        ("not/here", {"": ("700", "650")}, 50 + 80),  # the host's name of a container's group, which is the root there
     ],
 )
-def test_a_limit_of_the_group_or_of_one_above_it(tmp_path, limits, left):
-    proc = machine(tmp_path / "p", "MemTotal: 100 kB\n", "0::/a/b\n") if (tmp_path / "p").mkdir() is None else tmp_path
+def test_a_limit_of_the_group_or_of_one_above_it(tmp_path, path, limits, left):
+    proc = machine(tmp_path / "p", "MemTotal: 100 kB\n", f"0::/{path}\n") if (tmp_path / "p").mkdir() is None else tmp_path
     groups = tmp_path / "cgroup"
     (groups / "a" / "b").mkdir(parents=True)
     for folder, (limit, used) in limits.items():
