@@ -200,9 +200,7 @@ class Sentry:
     def _may_act(self) -> bool:
         """Whether this guard holds the lock, which it takes if it is free. The kernel releases it however the holder ends."""
         if not self.claims:
-            fd, self._lock_fd = self._lock_fd, -1
-            if fd >= 0:
-                os.close(fd)
+            self._let_go()
             return False
         if self._lock_fd < 0:
             try:
@@ -214,6 +212,11 @@ class Sentry:
                 return False
             self._lock_fd = fd
         return True
+
+    def _let_go(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _look_forever(self) -> None:
         wait_s = self.sample_s
@@ -227,6 +230,7 @@ class Sentry:
             wait_s = pace_s(*sample, self._limits, self.sample_s) if sample and self._limits and self._mode != OFF else self.sample_s
             if sample and self._mode == ON:
                 self._may_act()
+        self._let_go()
 
     def _hold_forever(self) -> None:
         # It may fail, for instance where a process ends while it is read, or for a status file of another release.
