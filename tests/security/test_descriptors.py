@@ -48,6 +48,13 @@ def clients(made: DaemonProcess, sends: bytes) -> Iterator[None]:
         yield
 
 
+def is_answered(made: DaemonProcess, path: str) -> bool:
+    """A new connection takes the place of an idle one. Where none is idle yet, it is answered 503 or reset, and may try again."""
+    with httpx.Client(base_url=made.url, timeout=HUNG_S, trust_env=False) as client, contextlib.suppress(httpx.TransportError):
+        return client.get(path).status_code == 200
+    return False
+
+
 def call_anew(made: DaemonProcess) -> None:
     """The connection that it had was idle, so it was closed for a new one."""
     made.client.close()
@@ -56,8 +63,8 @@ def call_anew(made: DaemonProcess) -> None:
 
 def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> None:
     with clients(made, b""):
+        until(lambda: is_answered(made, "/livez"), "the probe of life")
         call_anew(made)
-        assert made.client.get("/livez").status_code == 200
         assert made.chat("m", "x", max_tokens=1).status_code == 200
         status = made.status()
         assert status["cluster"]["connected"]
@@ -71,11 +78,11 @@ def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: Dae
     gate.unlink()
     try:
         with clients(made, sends):
-            call_anew(made)
-            assert made.client.get("/livez").status_code == 200
-            assert made.client.get("/metrics").status_code == 200
+            until(lambda: is_answered(made, "/livez"), "the probe of life")
+            until(lambda: is_answered(made, "/metrics"), "the metrics")
     finally:
         gate.touch()
+    call_anew(made)
     until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, "an answer")
     assert made.status()["cluster"]["connected"]
     assert made.model("m")["restarts"] == 0
