@@ -60,7 +60,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         install()
-    # Of the given machine: less what this process holds and nothing but itself can give back.
+    # The given machine has so much left: this process keeps what it holds.
     free = (lambda: int(torch.cuda.mem_get_info()[0])) if cuda else (lambda: SIZE_BYTES - own_bytes())
     free_before, began = free(), time.monotonic()
     engine = LLM(question["model"], skip_tokenizer_init=True, disable_log_stats=False, **question["arguments"])

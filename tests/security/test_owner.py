@@ -33,7 +33,7 @@ from workers.rank.status import remove_sockets, write_status
 
 place = pytest.fixture(a_place)
 ROOT = os.geteuid() == 0
-# Who is not root can give a folder to nobody else.
+# Only root can give a folder to another user.
 LESSER = 65534 if ROOT else os.getuid()
 needs_root = pytest.mark.skipif(not ROOT, reason="only root works in the folder of another user")
 NODE = "192.0.2.7"

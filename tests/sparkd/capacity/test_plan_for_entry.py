@@ -394,7 +394,7 @@ def test_a_daemon_that_is_too_slow_is_named(
     assert exit_code(["plan", "--quick", "mine", "--config", str(file), "--json"]) == 0
     out, err = capsys.readouterr()
     assert [] in [lacking(note, *nodes) for note in json.loads(out)["notes"]] and err == ""
-    # Of a name that is neither a recipe nor a hub id only the daemon can tell.
+    # Only the daemon knows a name that is neither a recipe nor a hub id.
     assert exit_code(["plan", "--quick", "m"]) == 7
     err = capsys.readouterr().err
     assert err.startswith("error: ") and lacking(err, *late) == [] and err.count("\n") == 1

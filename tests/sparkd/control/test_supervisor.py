@@ -694,7 +694,7 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         (ModelState.SIZING, None, 30.0, False),
         (ModelState.FAILED, 15.0, 0.0, False),
     ],
-    ids=["little is left", "it stands still", "much is left", "nobody knows", "its weights are loaded", "but it stands still", "it failed"],
+    ids=["little is left", "it stands still", "much is left", "no time", "its weights are loaded", "but it stands still", "it failed"],
 )
 def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(
     state: ModelState, eta_s: float | None, still_s: float, nearly: bool

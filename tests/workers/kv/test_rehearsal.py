@@ -14,7 +14,7 @@ from workers.kv.rehearsal import all_decoding, profiled, smaller_batches
 
 @pytest.fixture(autouse=True, scope="module")
 def vllm() -> None:
-    """What is replaced in some tests."""
+    """vLLM is imported before a test replaces a part of it."""
     assert Late("vllm.multimodal.encoder_budget").MultiModalBudget
 
 
