@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 
 TESTS = Path(__file__).parent
-# In the order in which they begin: the longest first, so that no worker is left with one at the end.
+# In the order in which they begin: the longest first, so that no worker is left with one at the end. The swap is the last of those that
+# share its daemon, for it leaves another model loaded.
 LONGEST = (
-    "e2e/", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py", "sparkd/inquiry/",
+    "e2e/", "e2e/test_swap.py", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py",
+    "sparkd/inquiry/",
 )  # fmt: skip
 # By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
 SHARED = {
@@ -66,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place(path: Path) -> int:
     name = path.relative_to(TESTS).as_posix()
-    return next((place for place, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
+    return max((place for place, start in enumerate(LONGEST) if name.startswith(start)), default=len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

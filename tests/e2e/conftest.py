@@ -17,6 +17,8 @@ from tests.support.ray_node import reserve_gib
 NAME, QUANTIZED = "smollm2-135m-instruct", "quantized"
 # What the node offers, and each model reserves: there is room for one at a time.
 OFFERED_GIB, MODEL_GIB = 5, 3
+# Four requests of the chat model in float32. Every byte is written when an engine starts.
+KV_BYTES = 384 << 20
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +52,11 @@ def collector() -> Iterator[Receiver]:
 def daemon_with_models(
     chat_model: Path, foreign_python: Path, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DaemonProcess]:
-    engine = {"model": str(chat_model), "memory_gib": MODEL_GIB, "max_model_len": 2048, "max_num_seqs": 4}
+    engine = {"model": str(chat_model), "memory_gib": MODEL_GIB, "max_model_len": 2048, "max_num_seqs": 4, "kv_cache": {"bytes": KV_BYTES}}
     settings = {
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
         # One thread: more of them spin while they wait for each other, which takes a core from the tests beside.
-        "engine": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}},
+        "engine": {"env": {"OMP_NUM_THREADS": "1"}},
         "backoff": {"initial_s": 0.5, "max_s": 2},
         "traces": {"endpoint": collector.url},
         "models": {
