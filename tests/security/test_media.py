@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,9 +47,7 @@ class Bytes:
 
 @pytest.fixture(scope="module")
 def vllm_media() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm.multimodal.media as found
+    import vllm.multimodal.media as found
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 
@@ -16,7 +15,4 @@ class Late:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)  # pytest looks at what a module of tests holds
-        with warnings.catch_warnings():
-            # vLLM's own warnings are not ours.
-            warnings.simplefilter("ignore")
-            return getattr(importlib.import_module(self._name), name)
+        return getattr(importlib.import_module(self._name), name)

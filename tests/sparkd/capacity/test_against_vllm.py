@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -22,24 +21,19 @@ from workers.quantization.recipe import QuantizationRecipe
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    with warnings.catch_warnings():
-        # What vLLM and torch deprecate among themselves is not ours.
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        class Strict(FlexibleArgumentParser):
-            def error(self, message: str) -> NoReturn:
-                raise ValueError(message)
+    class Strict(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
 
-        made: argparse.ArgumentParser = make_arg_parser(Strict())
-        return made
+    made: argparse.ArgumentParser = make_arg_parser(Strict())
+    return made
 
 
 def parsed_by(parser: argparse.ArgumentParser, arguments: list[str]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
 
 @pytest.mark.parametrize(

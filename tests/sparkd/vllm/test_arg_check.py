@@ -27,9 +27,6 @@ from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
 from workers.engine import parse_args
 
-# vLLM's own warnings are not ours.
-in_this_process = pytest.mark.filterwarnings("ignore")
-
 # (flag, kind, the nearest), a line for each way in which one is refused.
 REFUSED: dict[str, tuple[str, str, str | None]] = {
     "-max-num-seqs 8": ("max-num-seqs", "short", "max-num-seqs"),
@@ -64,7 +61,6 @@ def refusals_of(*lines: list[str]) -> list[list[RefusedArg]]:
     return [[RefusedArg.of(each) for each in refusals] for refusals in parse_args.parse(lines)]
 
 
-@in_this_process
 def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with() -> None:
     actions = parse_args.parser_here()._actions
     values = {spelling[2:]: 1 if action.nargs is None else action.nargs for action in actions for spelling in action.option_strings}
@@ -76,26 +72,22 @@ def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with
         assert values.get(f"no-{name}", 0) == 0, name
 
 
-@in_this_process
 def test_what_vllm_refuses_is_told_before_it_starts() -> None:
     found = refusals_of(*map(shlex.split, REFUSED))
     assert [[(one.flag, one.kind, one.near) for one in refusals] for refusals in found] == [[refusal] for refusal in REFUSED.values()]
 
 
-@in_this_process
 def test_all_mistakes_of_a_line_are_told_at_once() -> None:
     (refusals,) = refusals_of(SEVERAL)
     assert sorted(refusal.flag for refusal in refusals) == ["dtype", "enforce-eagr", "max-num-seq-s", "seed"]
 
 
-@in_this_process
 def test_a_value_is_never_shown() -> None:
     for refusals in refusals_of(*SECRETS):
         (refusal,) = refusals
         assert SECRET not in repr(refusal) and SECRET not in refusal.note(VERSION)
 
 
-@in_this_process
 def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
     resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
     wrong = ("--no-such-flag", "--enable-auto-tool-choice --tool-call-parser nobodys", "--reasoning-parser nobodys")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def test_a_process_that_ended_is_let_go_once_no_look_can_mean_it(tmp_path: Path,
     assert asked.holders.ranks == () and is_pidfd(fd)
     asked.holders.refresh(101.0 + consumers.RETIRED_S)
     assert not is_pidfd(fd)
+
+
+def test_another_process_that_has_the_number_by_now_is_not_held(tmp_path: Path) -> None:
+    who = processes.identity(os.getpid())
+    assert who is not None
+    before = pidfds()
+    assert Holders(str(tmp_path), unified=True)._fd(replace(who, start_ticks=who.start_ticks + 1)) == -1
+    assert pidfds() == before
+
+
+def pidfds() -> set[int]:
+    return {int(fd) for fd in os.listdir("/proc/self/fd") if is_pidfd(int(fd))}
 
 
 def is_pidfd(fd: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.late import Late
-from workers.kv import encoders
+from workers.kv import encoders, rehearsal
 from workers.kv.rehearsal import all_decoding, profiled, smaller_batches
 
 
@@ -16,6 +16,16 @@ from workers.kv.rehearsal import all_decoding, profiled, smaller_batches
 def vllm() -> None:
     """vLLM is imported before a test replaces a part of it."""
     assert Late("vllm.multimodal.encoder_budget").MultiModalBudget
+
+
+def test_a_release_is_told_that_a_cache_is_for_profiling_where_it_asks():
+    """V2's runner of vLLM 0.32, and of 0.26."""
+
+    def since_0_30(config: Any, is_profiling: bool = False) -> None: ...
+
+    def before(config: Any) -> None: ...
+
+    assert [rehearsal._profiling(one) for one in (since_0_30, before)] == [{"is_profiling": True}, {}]
 
 
 @pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,19 +37,17 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     """Of an engine with so many drafts by n-grams."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     drafts = request.param
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return arg_utils.EngineArgs(
-            model=str(tmp_path),
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=SEQUENCES,
-            max_num_batched_tokens=2048,
-            block_size=BLOCK_TOKENS,
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            speculative_config={"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3} if drafts else None,
-        ).create_engine_config()
+    return arg_utils.EngineArgs(
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=2048,
+        block_size=BLOCK_TOKENS,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config={"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3} if drafts else None,
+    ).create_engine_config()
 
 
 def preempted(config: Any, blocks: int, at: int, *, ahead: bool, written: int, drafts: int) -> int:

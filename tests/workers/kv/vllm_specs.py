@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.models.shape import Attention, RecurrentState
-
-with warnings.catch_warnings():
-    # What vLLM and torch deprecate among themselves is not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.platforms.interface import Platform
-    from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 DTYPES = {"float32": torch.float32, None: torch.bfloat16}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -31,9 +30,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     vLLM looks at each class of models once in a child that imports all of vLLM again, and keeps what it sees at home. Here it looks itself.
     """
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        # vLLM's own warnings are not ours. Imported here: most tests beside this file need no vLLM.
-        warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch:
+        # Imported here: most tests beside this file need no vLLM.
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel

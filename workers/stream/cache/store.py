@@ -111,8 +111,7 @@ class CachedCheckpoint:
     @property
     def unmeasured_inputs(self) -> int:
         """How many modules with 4-bit activations got a scale without a measurement."""
-        count = self.manifest.notes.get(UNMEASURED_INPUTS, 0)
-        return count if isinstance(count, int) else 0
+        return int(self.manifest.notes.get(UNMEASURED_INPUTS, 0))
 
     @property
     def damaged(self) -> frozenset[str]:

@@ -155,6 +155,15 @@ def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) 
     assert made.bytes_written == made.bytes_total == sum(shard.size_bytes for shard in own.shards)
 
 
+@pytest.mark.parametrize(("notes", "count"), [({}, 0), ({store.UNMEASURED_INPUTS: 3}, 3)])
+def test_how_many_inputs_its_writer_did_not_measure_is_kept(cache_dir: str, source: Checkpoint, notes: dict[str, int], count: int) -> None:
+    written(cache_dir, source, notes=notes)
+    cached, _ = found(cache_dir, source)
+    assert cached is not None
+    with cached:
+        assert cached.unmeasured_inputs == count
+
+
 def test_a_layer_is_whole_long_before_the_last_byte(cache_dir: str, source: Checkpoint) -> None:
     """Global scales stand at the end of a shard, and kernels wait for them: each shard is read from there, and then from its beginning."""
     written(cache_dir, source)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 
 import pytest
 import torch
@@ -72,10 +71,7 @@ class Nvfp4Layer:
 @pytest.fixture
 def marlin(monkeypatch):
     """vLLM's module with a kernel of the same contract in place of the CUDA one: it permutes bytes, and differs by place."""
-    with warnings.catch_warnings():
-        # vLLM's own warnings are not ours.
-        warnings.simplefilter("ignore")
-        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
     def permuted(*, b_q_weight, size_k, size_n, num_bits, is_a_8bit, perm=None):
         assert b_q_weight.shape == (size_k // 8, size_n)
