@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench.arguments import Parser, count
-from tests.bench.targets import cpu_ms, rss_kib
+from tests.bench.targets import cpu_ms, part, rss_kib
 from tests.web.browser import chromium, context_of
 
 CPU_PERCENT, RSS_MIB = 3.0, 25.0
@@ -93,15 +94,9 @@ class Figure(NamedTuple):
 class Target:
     """The process of page_target.py."""
 
-    def __init__(self, folder: str, nodes: int, models: int, loaded: int) -> None:
-        numbers = {"nodes": nodes, "models": models, "loaded": loaded}
-        argv = [sys.executable, "-m", "tests.bench.page_target", "--folder", folder]
-        argv += [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
-        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        line = self._child.stdout.readline() if self._child.stdout else ""
-        if not line:
-            raise RuntimeError("The target has ended.")
-        self.port = int(line.split()[1])
+    def __init__(self, child: subprocess.Popen[bytes], port: int) -> None:
+        self._child = child
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -115,7 +110,7 @@ class Target:
         """The stream."""
         if self._child.stdin is None:
             raise RuntimeError("The target has no standard input.")
-        self._child.stdin.write("live\n")
+        self._child.stdin.write(b"live\n")
         self._child.stdin.flush()
         time.sleep(2)
 
@@ -123,10 +118,6 @@ class Target:
         before_ms = cpu_ms(self._child.pid)
         time.sleep(seconds)
         return (cpu_ms(self._child.pid) - before_ms) / seconds / 10
-
-    def end(self) -> None:
-        self._child.terminate()
-        self._child.communicate(timeout=30)
 
 
 def main() -> int:
@@ -151,12 +142,9 @@ def main() -> int:
 
 @contextmanager
 def target(nodes: int, models: int, loaded: int) -> Iterator[Target]:
-    with tempfile.TemporaryDirectory(prefix="sp") as folder:
-        made = Target(folder, nodes, models, loaded)
-        try:
-            yield made
-        finally:
-            made.end()
+    numbers = {"nodes": nodes, "models": models, "loaded": loaded}
+    with tempfile.TemporaryDirectory(prefix="sp") as folder, part(Path(folder), "page", {"folder": folder, **numbers}) as started:
+        yield Target(*started)
 
 
 def stream(asked: Any) -> list[Figure]:
