@@ -94,14 +94,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             cgroup.rmdir()
 
 
-@pytest.fixture
-def ray(machine: Machine) -> Iterator[Machine]:
-    """The Ray unit with whatever a test puts on top of it, and as it was afterwards."""
-    yield machine
-    machine.undo(RAY)
-    machine.run("systemctl", "restart", RAY)
-
-
 def test_both_units_are_up_and_say_what_they_do(machine: Machine) -> None:
     assert machine.show(DAEMON, "StatusText") == "serving"
     assert machine.show(RAY, "StatusText") == "ray is up"
@@ -185,27 +177,6 @@ def test_a_rank_survives_the_death_of_both(machine: Machine) -> None:
     assert machine.ask("4000")["pid"] != daemon["pid"]
     until(lambda: machine.show(RAY, "ActiveState") == "active")
     assert machine.ask(RANK)["pid"] == rank["pid"]
-
-
-@pytest.mark.parametrize("mode", ["control-group", "mixed"])
-def test_other_kill_modes_end_the_rank(ray: Machine, mode: str) -> None:
-    rank = ray.ask(RANK)
-    ray.drop_in(RAY, f"[Service]\nKillMode={mode}\nTimeoutStopSec=2")
-    ray.run("systemctl", "restart", RAY)
-    assert ray.ask(RANK)["pid"] != rank["pid"]
-
-
-def test_private_tmp_empties_tmp_under_a_living_rank(ray: Machine) -> None:
-    ray.run("systemctl", "stop", RAY)
-    ray.run("kill", "-9", str(ray.ask(RANK)["pid"]))
-    ray.drop_in(RAY, "[Service]\nBindPaths=\nPrivateTmp=yes")
-    ray.run("systemctl", "start", RAY)
-    rank = ray.ask(RANK)
-    assert rank["tmp_is_kept"]
-    ray.run("systemctl", "restart", RAY)
-    after = ray.ask(RANK)
-    assert (after["pid"], after["tmp_is_kept"]) == (rank["pid"], False)
-    ray.run("kill", "-9", str(rank["pid"]))
 
 
 def test_a_reload_keeps_the_process(machine: Machine) -> None:

@@ -35,7 +35,7 @@ _STARTS: Mapping[str, tuple[float, Demand, SizeBounds]] = {
     "a reservation": (40, _DEMAND, SizeBounds(reserved=Reserved(70 * GIB, 61 * GIB))),
     "a reservation that two ranks share": (40, _DEMAND, SizeBounds(reserved=Reserved(80 * GIB, 62 * GIB, 2))),
 }
-_SETTINGS = ("[]", '{"byte": 1}', '{"bytes": 0}', '{"margin_bytes": -1}', '{"bytes": 1, "tokens": 2}', '{"at": 4096}', '{"report": ""}')
+_SETTINGS = ("[]", '{"byte": 1}', '{"margin_bytes": -1}', '{"bytes": 1, "tokens": 2}', '{"at": 4096}', '{"report": ""}')
 _VOTES = {
     "without a profile": (Vote(0, "e"), Vote(1, "e", learned=False)),
     "without memory to spare": (Vote(0, "e", learned=False), Vote(1, "e", learned=False, plenty=False)),
@@ -45,8 +45,6 @@ _VOTES = {
 _RECIPES: tuple[Any, ...] = (
     "nf5",
     "nf4-g16",
-    "nvfp",
-    "int4-g16",
     4,
     {"formt": "nvfp4"},
     {"format": "int4", "group_size": "64"},
