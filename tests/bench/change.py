@@ -30,7 +30,7 @@ from rich.table import Table
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import load_config
 from tests.bench.arguments import Parser, count, folder
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, daemon
 
 STOPS = ("DRAINING", "STOPPING")
 BAR_S = 2.0
@@ -77,15 +77,9 @@ def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: 
 
 def main() -> int:
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="sc") as name:
-        made = DaemonProcess(Path(name), _settings(Path(name), options))
-        made.start()
-        try:
-            made.settled()
-            made.ray_connected()
-            changes = _measure(made, options)
-        finally:
-            made.gone()
+    with tempfile.TemporaryDirectory(prefix="sc") as name, daemon(Path(name), _settings(Path(name), options)) as made:
+        made.ray_connected()
+        changes = _measure(made, options)
     _show(changes)
     allowed_s = BAR_S + max(0.0, load_config(None, environ={}).swap_idle_s - options.pause_s)
     late = [one for one in changes if one.first and one.waiting > allowed_s]

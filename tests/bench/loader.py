@@ -191,7 +191,7 @@ def cases(preset: str, formats: Sequence[str], ranks: int) -> Iterator[Case]:
 
 def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *, cuda: bool) -> str:
     """MiB, GB (1e9) and seconds; a dash where nothing was measured."""
-    titles = ["case", "final", "anon", "mapped", "sum", "all", *(["dev final", "dev above"] if cuda else []), "cached", "cached all"]
+    titles = ["case", "final", "anon", "mapped", "sum", "all", *(["dev final", "dev above"] if cuda else []), "cached"]
     titles += ["read GB", "of ckpt", "weights s", "GB/s", "of disk", "load s", "tok/s", "remark"]
     lines = [titles]
     for row in rows:
@@ -209,7 +209,6 @@ def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *
                 _mib(_above_parameters(first) if above else None),
                 *device,
                 _mib(row.page_cache_bytes) if row.loads else "-",
-                _mib(row.total("cached_bytes")),
                 _number(read and read / 1e9, 2),
                 f"{100 * most / checkpoint_bytes:.0f} %" if read else "-",
                 _number(row.slowest("weights_s"), 2),

@@ -70,21 +70,20 @@ class Load:
         before, device_before = sampling.settled(), self._device()
         if self._cuda:
             self._cuda.reset_peak_memory_stats()
-        read, cached = sampling.read_bytes(), sampling.cached_bytes()
+        read = sampling.read_bytes()
         started = time.perf_counter()
         with sampling.Sampler() as sampler:
             model = load()
             if self._cuda:
                 self._cuda.synchronize()
             load_s = time.perf_counter() - started
-        read_after, cached_after = sampling.read_bytes(), sampling.cached_bytes()
+        read_after = sampling.read_bytes()
         after, device_after = sampling.settled(), self._device()
         peaks = {key: max(value, after[key]) for key, value in sampler.peaks.items()}
         self.found = {
             "load_s": load_s,
             "weights_s": self._weights_s,
             "read_bytes": None if read is None or read_after is None else read_after - read,
-            "cached_bytes": cached_after - cached,
             "peak_above_final": {key: peaks[key] - after[key] for key in peaks},
             "peak_above_before": {key: peaks[key] - before[key] for key in peaks},
             "device_final": device_after.get("allocated", 0) - device_before.get("allocated", 0),

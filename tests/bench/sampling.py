@@ -1,4 +1,4 @@
-"""What a process costs: its memory every 10 ms, seen from another process, bytes read, page cache. Never touches a device.
+"""What a process costs: its memory every 10 ms, seen from another process, bytes read, page cache of its files. Never touches a device.
 
     python -m tests.bench.sampling PID      one JSON line of peaks when its standard input ends
 
@@ -72,14 +72,6 @@ def read_bytes() -> int | None:
             if line.startswith("read_bytes:"):
                 return int(line.split()[1])
     return None
-
-
-def cached_bytes() -> int:
-    """The machine's page cache (Cached of /proc/meminfo); other processes move it too."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("Cached:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def files_cached_bytes(paths: Iterable[str | os.PathLike[str]]) -> int:
