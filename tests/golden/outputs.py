@@ -274,7 +274,6 @@ BROKEN = (
     "models: {a: {model: o/m, env: {RAY_X: 1}}}\n",
     "models: {a: {model: o/m, extra_args: -tp 2}}\n",
     "models: {a: {model: o/m, quantize: true}}\n",
-    "models: {a: {model: o/m, quantize: {format: nvfp4, group: 8}}}\n",
     "models: {a: {model: o/m, quantize: fp8, load_format: auto}}\n",
     "models: {a: {model: o/m, quantize: fp8, env: {VLLM_PLUGINS: x}}}\n",
     "models: {a: {model: o/m, kv_cache: {at: 5}}}\n",
