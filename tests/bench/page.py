@@ -2,7 +2,7 @@
 soon a change is drawn and how its heap grows.
 
 The page is served by the daemon's parts over made-up nodes (page_target.py), in a process of its own. CPU is that of the process, percent
-of a core, and memory its VmRSS, before the stream begins and with --pages clients that read it. First paint and transferred bytes: an empty
+of a core, and memory its VmRSS, before the stream begins and with ten clients that read it. First paint and transferred bytes: an empty
 cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
 models. Heap: changes that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
 measured after a forced collection, on the overview, is compared with the same after one walk through all pages. Exit code 1: a bar is
@@ -31,7 +31,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.arguments import Parser, count
+from tests.bench.arguments import Parser
 from tests.bench.targets import cpu_ms, part, rss_kib
 from tests.web.browser import chromium, context_of
 
@@ -122,16 +122,10 @@ class Target:
 
 def main() -> int:
     parser = Parser("tests.bench.page", __doc__, nodes=3, models=4, loaded=2, pages=2, seconds=3, rounds=1, changes=80)
-    parser.add_argument("--nodes", type=count, default=100)
-    parser.add_argument("--models", type=count, default=200)
-    parser.add_argument("--loaded", type=count, default=20, help="models with an engine, whose figures change each second")
-    parser.add_argument("--pages", type=count, default=10, help="clients that read the stream while its CPU is measured")
-    parser.add_argument("--seconds", type=count, default=30, help="for which CPU is measured, and changes are watched on each of two pages")
-    parser.add_argument("--rounds", type=count, default=5, help="cold loads")
-    parser.add_argument("--changes", type=count, default=28_800, help="that the heap has to bear: 8 h at one a second")
+    # loaded: models with an engine, whose figures change each second; seconds: for which CPU is measured, and changes are watched on each
+    # of two pages; rounds: cold loads; changes: that the heap has to bear, 8 h at one a second.
+    parser.set_defaults(nodes=100, models=200, loaded=20, pages=10, seconds=30, rounds=5, changes=28_800)
     asked = parser.parse_args()
-    if asked.loaded > asked.models:
-        parser.error("argument --loaded: more than --models")
     if shutil.which("chromium") is None:
         sys.stdout.write("chromium is missing (Debian's package chromium).\n")
         return NO_CHROMIUM
