@@ -47,14 +47,6 @@ def folder(text: str) -> Path:
     return path
 
 
-def there(text: str) -> Path:
-    """A file or folder that is there, absolute."""
-    path = Path(text).absolute()
-    if not path.exists():
-        raise argparse.ArgumentTypeError(f"{path} is not there")
-    return path
-
-
 def model(text: str) -> Path:
     """A folder with a model in it, absolute."""
     path = folder(text)

@@ -8,7 +8,7 @@ READY, and `answers`. Stays and returns are waiting, the rest is work. The daemo
 Without --model it starts the stub engine, whose load takes --load-s. With it, real vLLM: a folder or a hub id for each model; with fewer of
 them than --models several entries are the same one. --pause-s is the time between an answer and the next request: with more than 5
 (swap_idle_s) the resident model counts as idle; with less than half a load the models count as taking turns. Exit status 1: a request was
-not answered, or a change to a model that was not loaded before waited for more than --bar-s beyond what was left of swap_idle_s.
+not answered, or a change to a model that was not loaded before waited for more than 2 s beyond what was left of swap_idle_s.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import load_config
-from tests.bench.arguments import Parser, amount, count, folder, there
-from tests.support.daemon_process import DaemonProcess
+from tests.bench.arguments import Parser, count, folder
+from tests.support.daemon_process import DaemonProcess, daemon
 
 STOPS = ("DRAINING", "STOPPING")
+BAR_S = 2.0
+LIMIT_S = 1800.0
 PARTS = ("stays", "ends", "returns", "loads", "answers")
 
 
@@ -76,18 +77,11 @@ def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: 
 
 def main() -> int:
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="sc") as name:
-        made = DaemonProcess(Path(name), _settings(Path(name), options))
-        made.start()
-        try:
-            made.settled()
-            made.ray_connected()
-            changes = _measure(made, options)
-        finally:
-            made.gone()
+    with tempfile.TemporaryDirectory(prefix="sc") as name, daemon(Path(name), _settings(Path(name), options)) as made:
+        made.ray_connected()
+        changes = _measure(made, options)
     _show(changes)
-    idle_s = load_config(options.config, environ={}).swap_idle_s if options.config else 5.0
-    allowed_s = options.bar_s + max(0.0, idle_s - options.pause_s)
+    allowed_s = BAR_S + max(0.0, load_config(None, environ={}).swap_idle_s - options.pause_s)
     late = [one for one in changes if one.first and one.waiting > allowed_s]
     lost = [one for one in changes if one.status != 200]
     for one in (*late, *lost):
@@ -107,9 +101,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--changes", type=count, default=4, help="how many changes are measured (4)")
     parser.add_argument("--pause-s", type=float, default=6.0, help="seconds between an answer and the next request (6)")
     parser.add_argument("--load-s", type=float, default=4.0, help="how long the stub engine loads (4)")
-    parser.add_argument("--bar-s", type=float, default=2.0, help="what a change to a fresh model may wait (2)")
-    parser.add_argument("--config", type=there, help="a sparkd.yaml whose keys are used besides, without `models`")
-    parser.add_argument("--limit-s", type=amount, default=1800.0, help="how long one request may take (1800)")
     options: argparse.Namespace = parser.parse_args()
     if options.models < 2:
         parser.error("argument --models: a change needs at least two models")
@@ -124,18 +115,15 @@ def _source(text: str) -> str:
 
 
 def _settings(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
-    given: dict[str, Any] = yaml.safe_load(options.config.read_text()) or {} if options.config else {}
-    given.pop("models", None)
+    given: dict[str, Any] = {}
     sources = options.model
     if not sources:
         (scratch / "model").mkdir()
         sources = [str(scratch / "model")]
-        given["engine"] = {"entrypoint": "workers.stub", "env": {"SPARKD_STUB_START_DELAY_S": str(options.load_s)}} | given.get(
-            "engine", {}
-        )
+        given["engine"] = {"entrypoint": "workers.stub", "env": {"SPARKD_STUB_START_DELAY_S": str(options.load_s)}}
     # More than half of what the node lends: no two have room.
-    room = offered_gib(load_config(options.config, environ={}) if options.config else load_config(None, environ={})) // 2 + 1
-    keys = {"memory_gib": room, "wait_for_load_s": options.limit_s}
+    room = offered_gib(load_config(None, environ={})) // 2 + 1
+    keys = {"memory_gib": room, "wait_for_load_s": LIMIT_S}
     models = {f"m{number}": {"model": sources[number % len(sources)]} | keys for number in range(options.models)}
     return given | {"models": models}
 
@@ -149,7 +137,7 @@ def _measure(made: DaemonProcess, options: argparse.Namespace) -> list[Change]:
         after = max((event["seq"] for event in _events(made, 0)), default=0)
         asked_s = time.time()
         body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
-        response = made.client.post("/v1/chat/completions", json=body, timeout=options.limit_s + 60)
+        response = made.client.post("/v1/chat/completions", json=body, timeout=LIMIT_S + 60)
         answered_s = time.time()
         events = [event for event in _events(made, after) if event["at_s"] <= answered_s]
         changes.append(change_of(model, number < options.models, response.status_code, asked_s, answered_s, events))

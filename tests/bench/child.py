@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,7 @@ from typing import Any
 from workers.rank.command import kernels_on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
-WATCH_S = 0.05
 ANSWER = "SPARKD_BENCH_ANSWER "
-# Of the children that are running, the process ids, each of which leads a group.
-_LIVE: set[int] = set()
 _REASON = re.compile(r"(?:^|\s)((?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)|AssertionError)): (.+)")
 # Errors that only report that another process, or another part of this one, has failed.
 _SECOND_HAND = (
@@ -96,12 +92,9 @@ def ask(
     *,
     limit_s: float,
     log: str | os.PathLike[str] | None = None,
-    watch: Callable[[int], bool] | None = None,
 ) -> Answer:
-    """Runs `python -m module` with the question as JSON on its standard input. Raises ChildFailed with the reason in one line.
-
-    watch: called every WATCH_S with the child's process id; the child ends where it says True.
-    """
+    """Runs `python -m module` with the question as JSON on its standard input. Raises ChildFailed with the reason in one line."""
+    timed_out = False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -112,11 +105,11 @@ def ask(
             cwd=ROOT,
             start_new_session=True,
         )
-        _LIVE.add(process.pid)
         try:
-            timed_out = not _ended(process, json.dumps(question).encode(), limit_s, watch)
+            process.communicate(json.dumps(question).encode(), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
         finally:
-            _LIVE.discard(process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             process.wait()
@@ -129,33 +122,6 @@ def ask(
     if answer is not None:
         return Answer(json.loads(answer.removeprefix(ANSWER)), text)
     raise ChildFailed(f"no answer within {limit_s:.0f} s" if timed_out else reason(lines, process.returncode))
-
-
-def _ended(process: subprocess.Popen[bytes], data: bytes | None, limit_s: float, watch: Callable[[int], bool] | None) -> bool:
-    """Whether the child ended, or was to be ended, before its time was up."""
-    deadline = time.monotonic() + limit_s
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            process.communicate(data, timeout=left if watch is None else min(left, WATCH_S))
-            return True
-        except subprocess.TimeoutExpired:
-            data = None  # what of it was not yet taken, communicate keeps
-        if watch is not None and watch(process.pid):
-            return True
-    return False
-
-
-def end_with_children() -> None:
-    """SIGTERM and Ctrl-C end what `ask` has started, in whichever thread that waits, and then leave by the way of an exception."""
-
-    def end(number: int, _frame: Any) -> None:
-        for pid in tuple(_LIVE):
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
 
 
 def say(value: Mapping[str, Any]) -> None:

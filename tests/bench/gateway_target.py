@@ -1,15 +1,13 @@
 """The gateway alone, as the daemon serves it, in front of one engine's socket. Never starts an engine, a supervisor or Ray.
 
-Started by tests.bench.gateway with --stub-socket, --port and --model.
+Started by tests.bench.gateway with --port, --stub-socket and --model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,53 +51,38 @@ class OneModel:
         return Snapshot(at_s=time.time(), settled=True, draining=False, tick_age_s=0.0, models={}, nodes=(), operations={})
 
 
-async def serve(stub_socket: str, port: int, model: str) -> None:
-    upstream = Upstream(socket_path=stub_socket)
-    limits = ClientLimits()
-
-    def well() -> tuple[bool, dict[str, Any]]:
-        return True, {}
-
-    requests = RequestLog(RequestStore(Path(stub_socket).with_name("requests.db")))
-    settings = EdgeSettings(limits=limits)
-    edge = Edge(OneModel(model, upstream), admin=_no_admin, live=well, ready=well, settings=settings, requests=requests)
-    server = gateway_server(edge, limits, drain_s=0.0)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            recording = tasks.create_task(requests.run())
-            await server.serve(sockets=[listener])
-            recording.cancel()
-    finally:
-        await requests.close()
-        await upstream.close()
-
-
-async def _no_admin(scope: Scope, receive: Receive, send: Send) -> None:
+async def no_admin(scope: Scope, receive: Receive, send: Send) -> None:
     raise UnknownRoute("There is no admin API here.")
 
 
-def main() -> int:
+def well() -> tuple[bool, dict[str, Any]]:
+    return True, {}
+
+
+async def serve(asked: argparse.Namespace) -> None:
+    limits = ClientLimits()
+    requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("requests.db")))
+    supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
+    edge = Edge(supervisor, admin=no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits), requests=requests)
+    server = gateway_server(edge, limits, drain_s=0.0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(requests.run())
+        tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway_target")
-    parser.add_argument("--stub-socket", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--model", default="stub")
-    options = parser.parse_args()
+    for name in ("stub-socket", "model"):
+        parser.add_argument(f"--{name}", required=True)
+    asked = parser.parse_args()
     try:
         from uvloop import new_event_loop
     except ImportError:
         new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve(options.stub_socket, options.port, options.model))
-    return 0
+        runner.run(serve(asked))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,14 +1,14 @@
 """What the KV cache sized after warm-up gains and costs, beside stock vLLM at one utilization. Never asserts; it prints.
 
-    python -m tests.bench.kv [--preset cpu|h200] [--model FOLDER] [--only REGEX] [--starts 3] [--rounds 20] [--utilization 0.9]
+    python -m tests.bench.kv [--preset cpu|h200] [--only REGEX] [--starts 3] [--rounds 20]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.kv; torch and vLLM are all it needs.
 
 Starts of each case (a model, eager or with CUDA graphs), which --only chooses by names such as "dense graphs reserved":
-    stock    stock vLLM at --utilization
+    stock    stock vLLM at a utilization of 0.9
     first    ours, without a profile
     profile  ours, from the profile that `first` has left
-    reserved ours, which may take --reserve-gib in all
+    reserved ours, which may take so many GiB in all
 The first three come --starts times in turn. Each runs the largest load that it admits, --rounds times max_num_seqs prompts of the longest
 length (kv_case.py), in a process of its own. Without a GPU all of them see the machine of tests/support/given_memory.py. Exit status 1: a
 bar was missed.
@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import child, kv_figures
-from tests.bench.arguments import Parser, amount, count, model, new, pattern
+from tests.bench.arguments import Parser, count, new, pattern
 from tests.bench.kv_figures import GIB, RESERVED, SOURCES, STOCK, Start
 from tests.support.given_memory import SIZE_BYTES
 from workers.host.meminfo import mem_available_bytes, mem_total_bytes
 
 LIMIT_S = 600.0
 NEW_TOKENS = 16
+UTILIZATION = 0.9
 # What the host keeps beside the given machine.
 FLOOR_BYTES = 3 * GIB
 KINDS = (STOCK, *SOURCES, RESERVED)
@@ -102,10 +103,10 @@ class Bench:
         self._cuda = cuda
 
     def case(self, name: str, eager: bool, kinds: Sequence[str]) -> None:
-        """name: a model of the preset, or --model's."""
+        """name: a model of the preset."""
         case = _case(name, eager)
         given = self._given
-        source = given.model or self._written(name)
+        source = self._written(name)
         in_turn = [kind for kind in kinds if kind != RESERVED]
         if not given.smallest:
             # What compilers keep on disk is there before anything is timed; the rehearsal has kernels that stock vLLM compiles later.
@@ -117,25 +118,23 @@ class Bench:
             print(f"{case}: {kind} {told}", file=sys.stderr, flush=True)
 
     def _start(self, case: str, kind: str, source: Path, eager: bool, rounds: int) -> Start:
-        given, env = self._given, dict[str, str]()
+        env = dict[str, str]()
         profiles = self._folder / "profiles" / case.replace(" ", "-")
         report = self._folder / "report"
         report.unlink(missing_ok=True)
         if kind == "first":
             shutil.rmtree(profiles, ignore_errors=True)
-        arguments = {**self._preset.engine, "enforce_eager": eager, "seed": 0}
-        if not given.model:
-            arguments["load_format"] = "dummy"
-        if self._cuda and given.attention_backend != "auto":
-            arguments["attention_backend"] = given.attention_backend
-        reserved = int(given.reserve_gib * GIB) if kind == RESERVED else 0
+        arguments = {**self._preset.engine, "enforce_eager": eager, "seed": 0, "load_format": "dummy"}
+        if self._cuda:
+            arguments["attention_backend"] = "TRITON_ATTN"
+        reserved = int(self._preset.reserve_gib * GIB) if kind == RESERVED else 0
         if kind == STOCK:
             # On a CPU it is the share of the whole host that one worker's process may have.
             share = 1.0 if self._cuda else SIZE_BYTES / mem_total_bytes()
-            arguments["gpu_memory_utilization"] = given.utilization * share
+            arguments["gpu_memory_utilization"] = UTILIZATION * share
         else:
             arguments["worker_cls"] = WORKERS[self._cuda]
-            known = {"margin_bytes": int(given.margin_gib * GIB), "profiles": str(profiles), "report": str(report)}
+            known = {"margin_bytes": int(self._preset.margin_gib * GIB), "profiles": str(profiles), "report": str(report)}
             env["SPARKD_KV"] = json.dumps(known | ({"reserved_bytes": reserved} if reserved else {}))
         environment = child.environment(self._plugins, ours=kind != STOCK, more=env)
         environment.pop("VLLM_CPU_KVCACHE_SPACE")  # it would be the cache's size
@@ -143,7 +142,7 @@ class Bench:
         log = self._logs / f"{len(self.starts):03d}-{case.replace(' ', '-')}-{kind}.log"
         start, began = Start(case, kind, reserved=reserved), time.monotonic()
         try:
-            answer = child.ask("tests.bench.kv_case", question, environment, limit_s=given.start_limit_s, log=log)
+            answer = child.ask("tests.bench.kv_case", question, environment, limit_s=LIMIT_S, log=log)
             said = dict(answer.value)
             start = replace(start, process_s=said.pop("ready_at") - began, **said)
             if rounds and not start.asked:
@@ -172,15 +171,9 @@ def _case(name: str, eager: bool) -> str:
 def main() -> int:
     parser = Parser("tests.bench.kv", __doc__, preset="smallest", only="dense eager reserved", starts=1, rounds=1)
     parser.add_argument("--preset", choices=sorted(PRESETS))
-    parser.add_argument("--model", type=model, help="a checkpoint's folder instead of the preset's models")
     parser.add_argument("--only", type=pattern, default="", help="a regular expression: MODEL eager|graphs stock|first|profile|reserved")
     parser.add_argument("--starts", type=count, default=3, help="of stock and of ours, in turn")
     parser.add_argument("--rounds", type=count, default=20, help="of the load")
-    parser.add_argument("--utilization", type=float, default=0.9, help="of stock vLLM")
-    parser.add_argument("--margin-gib", type=amount, help="what ours is to leave free")
-    parser.add_argument("--reserve-gib", type=amount, help="what the whole engine may take in `reserved`")
-    parser.add_argument("--attention-backend", default="TRITON_ATTN", help="on a GPU; auto: vLLM's choice")
-    parser.add_argument("--start-limit-s", type=amount, default=LIMIT_S, help="a start that takes longer is ended")
     parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     given = parser.parse_args()
     import torch
@@ -188,10 +181,8 @@ def main() -> int:
     cuda = torch.cuda.device_count() > 0
     given.preset = given.preset or ("h200" if cuda else "cpu")
     preset = PRESETS[given.preset]
-    given.margin_gib = preset.margin_gib if given.margin_gib is None else given.margin_gib
-    given.reserve_gib = preset.reserve_gib if given.reserve_gib is None else given.reserve_gib
     todo: dict[tuple[str, bool], list[str]] = {}
-    for name in [given.model.name] if given.model else preset.models:
+    for name in preset.models:
         for eager in (True, False) if cuda else (True,):
             kinds = [kind for kind in KINDS if re.search(given.only, f"{_case(name, eager)} {kind}")]
             if kinds:
@@ -200,14 +191,13 @@ def main() -> int:
         parser.error(f"argument --only: {given.only!r} matches no start")
     if not cuda and not given.smallest and mem_available_bytes() < SIZE_BYTES + FLOOR_BYTES:
         parser.error(f"{(SIZE_BYTES + FLOOR_BYTES) / GIB:.0f} GiB of free memory are needed without a GPU: the load writes the whole cache")
-    child.end_with_children()
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         bench = Bench(given, Path(temporary), cuda=cuda)
         for (name, eager), kinds in todo.items():
             bench.case(name, eager, kinds)
     total = torch.cuda.mem_get_info()[1] if cuda else SIZE_BYTES
     rows = list(kv_figures.figures(bench.starts, total))
-    print(f"{total / GIB:.1f} GiB; margin asked {given.margin_gib:.2f} GiB; load: {given.rounds} rounds\n")
+    print(f"{total / GIB:.1f} GiB; margin asked {preset.margin_gib:.2f} GiB; load: {given.rounds} rounds\n")
     print(kv_figures.starts_table(bench.starts), kv_figures.table(rows), sep="\n\n")
     failed = any(start.failed for start in bench.starts) if given.smallest else any(row.met is False for row in rows)
     return int(failed)

@@ -1,7 +1,6 @@
 """What loading costs: one table for stock vLLM and for the load format `spark_stream`, same model, same run. Never asserts; it prints.
 
-    python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep]
-                                 [--compare]
+    python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--compare]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
 
@@ -10,9 +9,9 @@ Every row is an engine in a process of its own, which starts with the checkpoint
 it and the parameters, so that it counts what stays besides the parameters. GB/s are bytes from storage over the time of load_weights; the
 disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start" reads the quantized cache that
 the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/support/checkpoints.py), shards in
-layer order or all tensors shuffled over them; with --dir and --keep they are used again. --compare: digests every parameter and buffer of
-each load, once it was measured, and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first
-name that differs. Exit status 1: a bar was missed, or loads differ.
+layer order or all tensors shuffled over them, in TMPDIR. --compare: digests every parameter and buffer of each load, once it was measured,
+and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first name that differs. Exit status 1:
+a bar was missed, or loads differ.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Bench:
         need = 11 * GIB if self._preset == "h200" else 3 * GIB
         if free < need:
             told = f"{free / GIB:.1f} GiB free, a checkpoint and its cache need {need / GIB:.0f}"
-            raise SystemExit(f"{self._folder} has {told}; name another --dir.")
+            raise SystemExit(f"{self._folder} has {told}, where TMPDIR is.")
         _say(f"writing {folder}")
         device = "cuda" if self._cuda else "cpu"
         return checkpoints.qwen3_moe(folder, shuffled=shuffled, device=device, **checkpoints.PRESETS[self._preset])
@@ -192,7 +191,7 @@ def cases(preset: str, formats: Sequence[str], ranks: int) -> Iterator[Case]:
 
 def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *, cuda: bool) -> str:
     """MiB, GB (1e9) and seconds; a dash where nothing was measured."""
-    titles = ["case", "final", "anon", "mapped", "sum", "all", *(["dev final", "dev above"] if cuda else []), "cached", "cached all"]
+    titles = ["case", "final", "anon", "mapped", "sum", "all", *(["dev final", "dev above"] if cuda else []), "cached"]
     titles += ["read GB", "of ckpt", "weights s", "GB/s", "of disk", "load s", "tok/s", "remark"]
     lines = [titles]
     for row in rows:
@@ -210,7 +209,6 @@ def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *
                 _mib(_above_parameters(first) if above else None),
                 *device,
                 _mib(row.page_cache_bytes) if row.loads else "-",
-                _mib(row.total("cached_bytes")),
                 _number(read and read / 1e9, 2),
                 f"{100 * most / checkpoint_bytes:.0f} %" if read else "-",
                 _number(row.slowest("weights_s"), 2),
@@ -329,22 +327,17 @@ def main() -> int:
     parser.add_argument("--quantize", type=formats, help="formats, separated by commas")
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the rows' names")
     parser.add_argument("--ranks", type=count, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")
-    parser.add_argument("--dir", type=new)
-    parser.add_argument("--keep", action="store_true", help="leave checkpoints and caches in --dir")
     parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
     given = parser.parse_args()
-    child.end_with_children()
     wanted_formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
     by_name = {case.name: case for case in cases(given.preset, wanted_formats, given.ranks)}
     wanted = [by_name[name] for name in parser.chosen(by_name, given.only)]
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
-        folder = given.dir or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         logs = given.logs or Path(temporary) / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir(parents=True)
-        bench = Bench(folder, given.preset, "cuda" if gpus else "cpu", logs, compare=given.compare)
+        bench = Bench(Path(temporary), given.preset, "cuda" if gpus else "cpu", logs, compare=given.compare)
         rates = [bench.disk_rate()]
         size = sum(os.path.getsize(path) for path in _files(bench.checkpoint(False)))
         for case in wanted:
@@ -362,9 +355,6 @@ def main() -> int:
         for told, same in comparisons(bench.rows):
             print(f"{'equal ' if same else 'DIFFERS'}  {told}")
             missed += not same
-        if given.dir and not given.keep:
-            for path in [*folder.glob(f"{given.preset}-*"), *folder.glob(f"cache-{given.preset}-*")]:
-                shutil.rmtree(path)
     if given.smallest:
         return int(any(row.failed for row in bench.rows))
     return 1 if missed else 0

@@ -70,28 +70,24 @@ class Load:
         before, device_before = sampling.settled(), self._device()
         if self._cuda:
             self._cuda.reset_peak_memory_stats()
-        read, cached = sampling.read_bytes(), sampling.cached_bytes()
+        read = sampling.read_bytes()
         started = time.perf_counter()
         with sampling.Sampler() as sampler:
             model = load()
             if self._cuda:
                 self._cuda.synchronize()
             load_s = time.perf_counter() - started
-        read_after, cached_after = sampling.read_bytes(), sampling.cached_bytes()
+        read_after = sampling.read_bytes()
         after, device_after = sampling.settled(), self._device()
         peaks = {key: max(value, after[key]) for key, value in sampler.peaks.items()}
         self.found = {
             "load_s": load_s,
             "weights_s": self._weights_s,
             "read_bytes": None if read is None or read_after is None else read_after - read,
-            "cached_bytes": cached_after - cached,
-            "final": {key: after[key] - before[key] for key in before},
             "peak_above_final": {key: peaks[key] - after[key] for key in peaks},
             "peak_above_before": {key: peaks[key] - before[key] for key in peaks},
             "device_final": device_after.get("allocated", 0) - device_before.get("allocated", 0),
             "device_peak_above_final": device_after.get("peak", 0) - device_after.get("allocated", 0),
-            "device_reserved_peak_above_final": device_after.get("reserved_peak", 0) - device_after.get("reserved", 0),
-            "device_used": device_after.get("used", 0) - device_before.get("used", 0),
             "parameter_bytes": _parameter_bytes(model),
             "rank": _rank(),
         }
@@ -106,18 +102,11 @@ class Load:
             path.write_text(json.dumps(self.found), encoding="utf-8")
 
     def _device(self) -> dict[str, int]:
-        """allocated and reserved by torch and their peaks since the last reset, used: what the whole device lacks. {} without a GPU."""
+        """Bytes that torch has allocated, and their peak since the last reset. {} without a GPU."""
         if self._cuda is None:
             return {}
         self._cuda.synchronize()
-        free, total = self._cuda.mem_get_info()
-        return {
-            "allocated": self._cuda.memory_allocated(),
-            "peak": self._cuda.max_memory_allocated(),
-            "reserved": self._cuda.memory_reserved(),
-            "reserved_peak": self._cuda.max_memory_reserved(),
-            "used": total - free,
-        }
+        return {"allocated": self._cuda.memory_allocated(), "peak": self._cuda.max_memory_allocated()}
 
 
 def _rank() -> int:

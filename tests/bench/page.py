@@ -2,7 +2,7 @@
 soon a change is drawn and how its heap grows.
 
 The page is served by the daemon's parts over made-up nodes (page_target.py), in a process of its own. CPU is that of the process, percent
-of a core, and memory its VmRSS, before the stream begins and with --pages clients that read it. First paint and transferred bytes: an empty
+of a core, and memory its VmRSS, before the stream begins and with ten clients that read it. First paint and transferred bytes: an empty
 cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
 models. Heap: changes that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
 measured after a forced collection, on the overview, is compared with the same after one walk through all pages. Exit code 1: a bar is
@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -30,8 +31,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.arguments import Parser, count
-from tests.bench.targets import cpu_ms, rss_kib
+from tests.bench.arguments import Parser
+from tests.bench.targets import cpu_ms, part, rss_kib
 from tests.web.browser import chromium, context_of
 
 CPU_PERCENT, RSS_MIB = 3.0, 25.0
@@ -93,15 +94,9 @@ class Figure(NamedTuple):
 class Target:
     """The process of page_target.py."""
 
-    def __init__(self, folder: str, nodes: int, models: int, loaded: int) -> None:
-        numbers = {"nodes": nodes, "models": models, "loaded": loaded}
-        argv = [sys.executable, "-m", "tests.bench.page_target", "--folder", folder]
-        argv += [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
-        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        line = self._child.stdout.readline() if self._child.stdout else ""
-        if not line:
-            raise RuntimeError("The target has ended.")
-        self.port = int(line.split()[1])
+    def __init__(self, child: subprocess.Popen[bytes], port: int) -> None:
+        self._child = child
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -115,7 +110,7 @@ class Target:
         """The stream."""
         if self._child.stdin is None:
             raise RuntimeError("The target has no standard input.")
-        self._child.stdin.write("live\n")
+        self._child.stdin.write(b"live\n")
         self._child.stdin.flush()
         time.sleep(2)
 
@@ -124,23 +119,13 @@ class Target:
         time.sleep(seconds)
         return (cpu_ms(self._child.pid) - before_ms) / seconds / 10
 
-    def end(self) -> None:
-        self._child.terminate()
-        self._child.communicate(timeout=30)
-
 
 def main() -> int:
     parser = Parser("tests.bench.page", __doc__, nodes=3, models=4, loaded=2, pages=2, seconds=3, rounds=1, changes=80)
-    parser.add_argument("--nodes", type=count, default=100)
-    parser.add_argument("--models", type=count, default=200)
-    parser.add_argument("--loaded", type=count, default=20, help="models with an engine, whose figures change each second")
-    parser.add_argument("--pages", type=count, default=10, help="clients that read the stream while its CPU is measured")
-    parser.add_argument("--seconds", type=count, default=30, help="for which CPU is measured, and changes are watched on each of two pages")
-    parser.add_argument("--rounds", type=count, default=5, help="cold loads")
-    parser.add_argument("--changes", type=count, default=28_800, help="that the heap has to bear: 8 h at one a second")
+    # loaded: models with an engine, whose figures change each second; seconds: for which CPU is measured, and changes are watched on each
+    # of two pages; rounds: cold loads; changes: that the heap has to bear, 8 h at one a second.
+    parser.set_defaults(nodes=100, models=200, loaded=20, pages=10, seconds=30, rounds=5, changes=28_800)
     asked = parser.parse_args()
-    if asked.loaded > asked.models:
-        parser.error("argument --loaded: more than --models")
     if shutil.which("chromium") is None:
         sys.stdout.write("chromium is missing (Debian's package chromium).\n")
         return NO_CHROMIUM
@@ -151,12 +136,9 @@ def main() -> int:
 
 @contextmanager
 def target(nodes: int, models: int, loaded: int) -> Iterator[Target]:
-    with tempfile.TemporaryDirectory(prefix="sp") as folder:
-        made = Target(folder, nodes, models, loaded)
-        try:
-            yield made
-        finally:
-            made.end()
+    numbers = {"nodes": nodes, "models": models, "loaded": loaded}
+    with tempfile.TemporaryDirectory(prefix="sp") as folder, part(Path(folder), "page", {"folder": folder, **numbers}) as started:
+        yield Target(*started)
 
 
 def stream(asked: Any) -> list[Figure]:

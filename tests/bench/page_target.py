@@ -1,7 +1,7 @@
 """The daemon's parts that the page's stream is made of, over nodes and models that are made up. Never starts Ray or an engine.
 
-Started by tests.bench.page with --folder, --nodes, --models and --loaded. It prints `port N`. A line on its standard input starts the
-stream and its series; the next, or the end of the input, ends it.
+Started by tests.bench.page with --port, --folder, --nodes, --models and --loaded. A line on its standard input starts the stream and its
+series.
 """
 
 from __future__ import annotations
@@ -111,37 +111,28 @@ async def serve(asked: argparse.Namespace) -> None:
     controlled: Any = (supervisor, real.registry, real.ledger, cluster)
     scraper: Any = MadeUpScraper(asked.loaded, chance)
     live = Live(*controlled, scraper, list, path=config.state_dir / "history.bin", boundary=boundary)
+    limits = ClientLimits()
     edge = Edge(supervisor, admin=admin_app(*controlled, Parts(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
-    edge.settings = EdgeSettings(limits=ClientLimits())
-    server = gateway_server(edge, ClientLimits(), drain_s=0.1, boundary=boundary)
-    listener = socket.create_server(("127.0.0.1", 0))
+    edge.settings = EdgeSettings(limits=limits)
+    server = gateway_server(edge, limits, drain_s=0.1, boundary=boundary)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.run_until_told([listener]))
+        tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))
         tasks.create_task(real.run())
-        say(f"port {listener.getsockname()[1]}")
-        if await asyncio.to_thread(sys.stdin.readline):
-            tasks.create_task(live.run())
-            await asyncio.to_thread(sys.stdin.readline)
-        raise SystemExit(0)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.readline)
+        tasks.create_task(live.run())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.page_target")
     parser.add_argument("--folder", type=Path, required=True)
-    for name in ("nodes", "models", "loaded"):
+    for name in ("port", "nodes", "models", "loaded"):
         parser.add_argument(f"--{name}", type=int, required=True)
     asked = parser.parse_args()
     try:
-        import uvloop
+        from uvloop import new_event_loop
     except ImportError:
-        asyncio.run(serve(asked))
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(asked))
 
 

@@ -56,7 +56,6 @@ def main() -> int:
     parser.add_argument("--quantize", type=formats, default=",".join(SPELLINGS), help="formats, separated by commas")
     parser.add_argument("--prompts", type=count, default=len(prompts()), help="how many of the prompts are answered")
     given = parser.parse_args()
-    child.end_with_children()
     arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048, "max_num_seqs": given.prompts}
     asked = prompts()[: given.prompts]
     reference: Mapping[str, Any] | None = None

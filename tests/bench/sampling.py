@@ -1,4 +1,4 @@
-"""What a process costs: its memory every 10 ms, seen from another process, bytes read, page cache. Never touches a device.
+"""What a process costs: its memory every 10 ms, seen from another process, bytes read, page cache of its files. Never touches a device.
 
     python -m tests.bench.sampling PID      one JSON line of peaks when its standard input ends
 
@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Self
@@ -75,14 +74,6 @@ def read_bytes() -> int | None:
     return None
 
 
-def cached_bytes() -> int:
-    """The machine's page cache (Cached of /proc/meminfo); other processes move it too."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("Cached:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def files_cached_bytes(paths: Iterable[str | os.PathLike[str]]) -> int:
     """How much of these files is in the page cache (mincore(2))."""
     pages = 0
@@ -119,17 +110,11 @@ def forget(paths: Iterable[str | os.PathLike[str]]) -> int:
     return left
 
 
-@dataclass(slots=True)
-class _Blocks:
-    """Aligned blocks of files, handed to several threads in order."""
-
-    paths: list[str]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        for path in self.paths:
-            for at in range(0, os.path.getsize(path) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
-                yield path, at
+def _blocks(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[str, int]]:
+    """Each whole block of the files: its path, and where it begins."""
+    for path in paths:
+        for at in range(0, os.path.getsize(path) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
+            yield os.fspath(path), at
 
 
 def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, seconds: float = 20.0) -> float:
@@ -137,7 +122,7 @@ def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, se
 
     Into huge pages where the kernel gives them: a disk takes a block that lies in 2048 places of memory in many small requests.
     """
-    blocks = iter(_Blocks([os.fspath(path) for path in paths]))
+    blocks = _blocks(paths)
     lock = threading.Lock()
     started = perf_counter()
 

@@ -27,14 +27,14 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
 from sparkd.state.store import Store
 from tests.bench.arguments import Parser, count, pattern
 from tests.sparkd.gateway.fakes import post, request
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, daemon
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
 LIVEZ_S = 0.05
@@ -110,19 +110,10 @@ def main() -> int:
     return 1 if _one_daemon(asked, chosen) else 0
 
 
-def stub_daemon(folder: Path) -> DaemonProcess:
+def settings(folder: Path) -> dict[str, Any]:
     (folder / "model").mkdir()
     model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
-    settings = {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
-    made = DaemonProcess(folder, settings)
-    made.start()
-    try:
-        made.settled()
-        made.wait_for("m", "READY")
-    except AssertionError:
-        made.gone()
-        raise
-    return made
+    return {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
 
 
 def anonymous_kib(pid: int) -> float:
@@ -133,12 +124,10 @@ def anonymous_kib(pid: int) -> float:
 def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
         _fill(Path(folder) / "state" / "state.db", asked.events)
-        made = stub_daemon(Path(folder))
-        try:
+        with daemon(Path(folder), settings(Path(folder))) as made:
+            made.wait_for("m", "READY")
             rounds = [one for one in _rounds(made, asked) if one.name in chosen]
             return sum(_missed(made, one, judged=not asked.smallest) for one in rounds)
-        finally:
-            made.gone()
 
 
 def _rounds(made: DaemonProcess, asked: argparse.Namespace) -> list[Round]:

@@ -1,8 +1,8 @@
-"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N]`: what taking turns costs.
+"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N]`: what taking turns costs.
 
 The real supervisor over fake nodes and a clock that is turned by hand: nothing is slept, an hour takes seconds. One node with room for one
 model at a time; a model's first load takes --cold-s, each later one --warm-s (154 and 39 s were measured on an H200), its end 2 s, and its
-memory comes back within --returns-s. Patterns, all of clients that wait for each answer:
+memory comes back within 1 s. Patterns, all of clients that wait for each answer:
 
     mind     one person who changes his mind: an answer of 8 s, 5 to 60 s of reading, and after 3 of 10 answers the other of two models
     agents   two agents that alternate: each answers in 6 s, then the other is asked, at once and for ever
@@ -48,6 +48,8 @@ from tests.support.fakes import FakeClock, FakeCluster, Loop, Scene, stage
 GIB = 1 << 30
 TOTAL_GIB, OFFERED_GIB, MODEL_GIB = 121, 114, 80
 STOP_S = 2.0
+RETURNS_S = 1.0
+SEED = 17
 STEP_S = 0.5
 MODELS = "abcd"
 BAR = 0.5
@@ -72,7 +74,6 @@ class Times:
     hours: float
     cold_s: float
     warm_s: float
-    returns_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +112,7 @@ class Node(FakeCluster):
             elif not fact.progress.server_up:
                 self.ranks[rank_id] = replace(fact, progress=Progress(phase="serving", server_up=True))  # type: ignore[index]
         living = len(self.ranks or {})
-        away = sum(
-            max(0.0, 1 - (now_s - since_s) / self.times.returns_s) if self.times.returns_s else 0.0 for since_s in self._returns_from_s
-        )
+        away = sum(max(0.0, 1 - (now_s - since_s) / RETURNS_S) for since_s in self._returns_from_s)
         available = int((TOTAL_GIB - 4 - MODEL_GIB * (living + away)) * GIB)
         self.reading = Reading("n", now_s, TOTAL_GIB * GIB, available, available, 0, 0, 0)
         return await super().observe()
@@ -168,7 +167,7 @@ PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {
 AGAIN_S = 5.0
 
 
-async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times, seed: int) -> Outcome:
+async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times) -> Outcome:
     node = Node(times, failing="b" if pattern == "fails" else "")
     models = {name: {"model": str(folder), "memory_gib": MODEL_GIB} for name in MODELS}
     waits_s: list[float] = []
@@ -185,7 +184,7 @@ async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Tim
             except Unavailable:
                 await asyncio.sleep(AGAIN_S)
 
-        client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(seed)))
+        client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(SEED)))
         loading_share = await _pass(made, times.hours * 3600)
         client.cancel()
         with suppress(asyncio.CancelledError):
@@ -213,7 +212,7 @@ async def _pass(made: Scene, seconds: float) -> float:
     return loading_s / (end_s - since_s) if since_s is not None and since_s < end_s else 1.0
 
 
-def run(times: Times, patterns: Sequence[str], seed: int) -> list[Outcome]:
+def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
     outcomes = []
     for pattern in patterns:
         for rule, (until_s, covers_at_s) in RULES.items():
@@ -222,7 +221,7 @@ def run(times: Times, patterns: Sequence[str], seed: int) -> list[Outcome]:
             unwatched = patch.object(Pulse, "look", lambda *_: None)
             budget = patch.object(Budget, "covers_at_s", covers_at_s)
             with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), budget, unwatched:
-                outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times, seed)))
+                outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
             loop.close()
     return outcomes
 
@@ -232,12 +231,10 @@ def main() -> int:
     parser.add_argument("--hours", type=amount, default=1.0, help="simulated hours of each pattern and rule (1)")
     parser.add_argument("--cold-s", type=amount, default=154.0, help="seconds of a model's first load (154)")
     parser.add_argument("--warm-s", type=amount, default=39.0, help="seconds of each later one (39)")
-    parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
-    parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` (17)")
     options = parser.parse_args()
-    times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
-    outcomes = run(times, options.pattern or list(PATTERNS), options.seed)
+    times = Times(options.hours, options.cold_s, options.warm_s)
+    outcomes = run(times, options.pattern or list(PATTERNS))
     Console(width=100).print(_table(outcomes))
     missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]
     for one in missed:

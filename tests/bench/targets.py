@@ -1,4 +1,4 @@
-"""The processes of the gateway benchmark: stub and proxies; and what the kernel says of them. Never sends a request."""
+"""The processes that benches of the gateway and the page start: stub, proxies, parts of the daemon; and what the kernel says of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ http {{
   }}
 }}
 """
-_READER = "import socket,sys\ns=socket.socket(fileno=int(sys.argv[1]))\nwhile s.recv(64): pass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ class Cores:
 def stub(folder: Path, core: int, *, uds: str | None = None, port: int = 0, model: str) -> Iterator[None]:
     where = ["--uds", uds] if uds else ["--host", "127.0.0.1", "--port", str(port)]
     argv = [sys.executable, "-m", "workers.stub", "serve", "stub", *where, "--served-model-name", model]
-    with _process(argv, core, folder / f"stub{port}.log") as child:
-        _wait(child, uds or ("127.0.0.1", port), folder / f"stub{port}.log")
+    with _answering(argv, folder / f"stub{port}.log", uds or ("127.0.0.1", port), core):
         yield
 
 
@@ -85,21 +82,26 @@ def nginx(folder: Path, core: int, uds: str, model: str) -> Iterator[Target | No
     port = free_port()
     config = folder / "nginx.conf"
     config.write_text(_NGINX.format(folder=folder, socket=uds, port=port))
-    log = folder / "nginx.out"
-    with _process([program, "-e", str(folder / "nginx.log"), "-c", str(config), "-p", str(folder)], core, log) as child:
-        _wait(child, ("127.0.0.1", port), log)
+    argv = [program, "-e", str(folder / "nginx.log"), "-c", str(config), "-p", str(folder)]
+    with _answering(argv, folder / "nginx.out", ("127.0.0.1", port), core) as child:
         yield Target("nginx", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
 
 
 @contextmanager
 def gateway(folder: Path, core: int, uds: str, model: str) -> Iterator[Target]:
     """sparkd's gateway in a process of its own, without supervisor and Ray."""
-    port = free_port()
-    argv = [sys.executable, "-m", "tests.bench.gateway_target", "--stub-socket", uds, "--port", str(port), "--model", model]
-    log = folder / "gateway.log"
-    with _process(argv, core, log) as child:
-        _wait(child, ("127.0.0.1", port), log)
+    with part(folder, "gateway", {"stub-socket": uds, "model": model}, core) as (child, port):
         yield Target("sparkd", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
+
+
+@contextmanager
+def part(folder: Path, name: str, settings: Mapping[str, object], core: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A part of the daemon (gateway_target.py, page_target.py) and its port; it has a pipe as standard input."""
+    port = free_port()
+    argv = [sys.executable, "-m", f"tests.bench.{name}_target", "--port", str(port)]
+    argv += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    with _answering(argv, folder / f"{name}.log", ("127.0.0.1", port), core) as child:
+        yield child, port
 
 
 def rss_kib(pid: int) -> int:
@@ -113,29 +115,6 @@ def cpu_ms(pid: int) -> float:
         with suppress(FileNotFoundError, ProcessLookupError):
             total_ns += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])
     return total_ns / 1e6
-
-
-def wake_ms_per_1000(cores: Cores) -> float:
-    """What the kernel alone takes for waking up and handing one packet to a process that sleeps on the other core, 1000 times, in ms.
-
-    Between 10 and 50 on virtual machines, where waking an idle core leaves the guest: the part of a proxy's cost that no proxy can save.
-    """
-    ours, theirs = socket.socketpair()
-    argv = [sys.executable, "-c", _READER, str(theirs.fileno())]
-    with ours, subprocess.Popen(argv, pass_fds=[theirs.fileno()]) as reader:
-        theirs.close()
-        os.sched_setaffinity(reader.pid, {cores.load})
-        os.sched_setaffinity(0, {cores.proxy})
-        ours.send(b"x")
-        time.sleep(0.2)  # the reader starts meanwhile
-        began_ns = time.thread_time_ns()
-        for _ in range(1000):
-            time.sleep(0.0005)
-            ours.send(b"x")
-        spent_ns = time.thread_time_ns() - began_ns
-        ours.shutdown(socket.SHUT_RDWR)
-    os.sched_setaffinity(0, {cores.load})
-    return spent_ns / 1e6
 
 
 def busy_s() -> float:
@@ -159,25 +138,26 @@ def generator(folder: Path, core: int) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def _process(argv: list[str], core: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _answering(argv: list[str], log: Path, address: str | tuple[str, int], core: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that accepts connections at `address`, on one core where one is given."""
     with log.open("wb") as out:
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-    os.sched_setaffinity(child.pid, {core})
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, stderr=out)
+    if core is not None:
+        os.sched_setaffinity(child.pid, {core})
     try:
+        until(lambda: child.poll() is not None or _answers(address), f"it answers, see {log}", 0.02, limit_s=_START_S)
+        if child.poll() is not None:
+            raise SystemExit(f"process {child.pid} did not come up: {log.read_text()[-2000:]}")
         yield child
     finally:
+        if child.stdin:
+            child.stdin.close()
         child.terminate()
         try:
             child.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-def _wait(child: subprocess.Popen[bytes], address: str | tuple[str, int], log: Path) -> None:
-    until(lambda: child.poll() is not None or _answers(address), f"it answers, see {log}", 0.02, limit_s=_START_S)
-    if child.poll() is not None:
-        raise SystemExit(f"process {child.pid} did not come up: {log.read_text()[-2000:]}")
 
 
 def _answers(address: str | tuple[str, int]) -> bool:

@@ -16,7 +16,6 @@ from tests.bench.arguments import Parser
     ("kind", "text"),
     [
         (arguments.folder, "no/such/folder"),
-        (arguments.there, "no/such/file"),
         (arguments.model, "tests"),
         (arguments.new, "no/such/folder/file"),
         (arguments.pattern, "("),

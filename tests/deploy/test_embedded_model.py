@@ -130,25 +130,6 @@ class TestPrepare:
                 expected = embedded_model.unpermute(values, KV_HEADS)
             np.testing.assert_allclose(tensors[embedded_model.checkpoint_name(name)], expected, rtol=2**-8)
 
-    def test_the_configuration(self, tiny: Path, tmp_path: Path) -> None:
-        embedded_model.prepare(tmp_path / "m", gguf=tiny)
-        config = json.loads((tmp_path / "m" / "config.json").read_text())
-        assert config["architectures"] == ["LlamaForCausalLM"]
-        assert (config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]) == (HIDDEN, HEADS, KV_HEADS)
-        assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 100000.0, True)
-        generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
-        assert (generation["eos_token_id"], generation["do_sample"], generation["temperature"]) == (2, True, 0.2)
-
-    def test_the_tokenizer(self, tiny: Path, tmp_path: Path) -> None:
-        embedded_model.prepare(tmp_path / "m", gguf=tiny)
-        tokenizer = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
-        assert [token["content"] for token in tokenizer["added_tokens"]] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        assert len(tokenizer["model"]["vocab"]) == VOCABULARY
-        assert [part["type"] for part in tokenizer["pre_tokenizer"]["pretokenizers"]] == ["Digits", "ByteLevel"]
-        settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
-        assert (settings["eos_token"], settings["bos_token"]) == ("<|im_end|>", "<|im_start|>")
-        assert settings["chat_template"] == embedded_model.CHAT_TEMPLATE
-
     def test_a_chat_without_tools_is_rendered_as_before(self) -> None:
         asked = [{"role": "user", "content": "Hi"}]
         system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.vendor import FOLDER, MODULES, PACKAGES, WRITTEN_SHA256, module_text, problems_of
+from deploy.vendor import FOLDER, MODULES, PACKAGES, WRITTEN_SHA256, problems_of
 
 
 def test_the_files_are_as_recorded() -> None:
@@ -19,17 +19,6 @@ def test_a_changed_a_missing_and_a_foreign_file_are_named(tmp_path: Path) -> Non
     (tmp_path / "hooks.js").unlink()
     (tmp_path / "other.js").write_text("")
     assert [problem.partition(":")[0] for problem in problems_of(tmp_path)] == ["hooks.js", "htm.js", "other.js"]
-
-
-def test_imports_name_files_of_the_folder() -> None:
-    texts = {
-        'import{h as t}from"preact";': 'import{h as t}from"./preact.js";',
-        'export{signal}from "@preact/signals-core";': 'export{signal}from "./signals-core.js";',
-        'import"htm";': 'import"./htm.js";',
-        'import x from"./near.js";': 'import x from"./near.js";',
-        'const a="from";\n//# sourceMappingURL=a.mjs.map\n': 'const a="from";\n',
-    }
-    assert {text: module_text(text) for text in texts} == texts
 
 
 def test_every_library_has_its_licence_and_only_relative_imports() -> None:

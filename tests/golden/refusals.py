@@ -12,7 +12,6 @@ from sparkd.errors import SparkdError
 from tests.support.checkpoints import checkpoint_of, layered
 from workers.kv.agreement import Vote, course_of
 from workers.kv.arithmetic import GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool, too_little
-from workers.kv.settings import CacheSettings
 from workers.quantization.recipe import QuantizationRecipe
 
 _NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768, batch_tokens=8192, sequences=256)
@@ -35,7 +34,6 @@ _STARTS: Mapping[str, tuple[float, Demand, SizeBounds]] = {
     "a reservation": (40, _DEMAND, SizeBounds(reserved=Reserved(70 * GIB, 61 * GIB))),
     "a reservation that two ranks share": (40, _DEMAND, SizeBounds(reserved=Reserved(80 * GIB, 62 * GIB, 2))),
 }
-_SETTINGS = ("[]", '{"byte": 1}', '{"bytes": 0}', '{"margin_bytes": -1}', '{"bytes": 1, "tokens": 2}', '{"at": 4096}', '{"report": ""}')
 _VOTES = {
     "without a profile": (Vote(0, "e"), Vote(1, "e", learned=False)),
     "without memory to spare": (Vote(0, "e", learned=False), Vote(1, "e", learned=False, plenty=False)),
@@ -43,10 +41,7 @@ _VOTES = {
     "with other settings": (Vote(0, "e", plenty=False), Vote(1, "f")),
 }
 _RECIPES: tuple[Any, ...] = (
-    "nf5",
     "nf4-g16",
-    "nvfp",
-    "int4-g16",
     4,
     {"formt": "nvfp4"},
     {"format": "int4", "group_size": "64"},
@@ -81,7 +76,7 @@ _CHECKPOINTS: tuple[tuple[Any, Mapping[str, Any], str | None], ...] = (
 
 
 def kv(_folder: Path) -> str:
-    """Each way in which a cache is refused, or its settings are; and how ranks disagree."""
+    """Each way in which a cache is refused; and how ranks disagree."""
     rows = []
     for title, (free, demand, bounds) in _STARTS.items():
         try:
@@ -90,11 +85,6 @@ def kv(_folder: Path) -> str:
             rows.append(f"{title}:\n{refused}\n")
     for title, learned in (("too little to begin", None), ("too little to begin, by a profile", _DEMAND)):
         rows.append(f"{title}:\n{too_little(GIB // 4, GIB // 2, GIB, replace(_NEED, weight_bits=8), 33 * GIB, learned)}\n")
-    for text in _SETTINGS:
-        try:
-            CacheSettings.parse({"SPARKD_KV": text})
-        except ValueError as error:
-            rows.append(f"SPARKD_KV={text}\n{error}\n")
     rows += [f"one rank {title}:\n{course_of(votes).why}\n" for title, votes in _VOTES.items()]
     return "\n".join(rows)
 
