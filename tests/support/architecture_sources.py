@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantized: what AWQ, GPTQ, ModelOpt and compressed-tensors make of a BF16 one. Never of real values.
+"""Checkpoints that are published quantized: what FP8, AWQ, GPTQ, ModelOpt and compressed-tensors make of a BF16 one. Never of real values.
 
 Tensors and configurations are those of Qwen/Qwen3-8B-AWQ, Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4, nvidia/Llama-3.1-8B-Instruct-NVFP4 and
 RedHatAI/Llama-3.1-8B-Instruct-NVFP4; every projection is quantized, and values have about the deviation 0.05.
@@ -6,11 +6,13 @@ RedHatAI/Llama-3.1-8B-Instruct-NVFP4; every projection is quantized, and values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tests.support.checkpoints import BYTES, Draw, Tensor
+from tests.support.checkpoints import BYTES, Draw, Tensor, normal
 
+# FP8 codes are drawn with this deviation: 448 is 4.7 of them away, as in a checkpoint whose scales come from the largest value.
+FP8_STD = 96.0
 GROUP = 128
 NVFP4_GROUP = 16
 _CODES = Draw("integers", -(2**31), 2**31 - 1)
@@ -39,6 +41,30 @@ def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Tensor])
             found.append(entry._replace(dtype="F16") if half and entry.dtype == "BF16" else entry)
     more = {"quantization_config": described, "torch_dtype": "float16" if half else "bfloat16"}
     return {**config, **more}, tuple(found)
+
+
+def linear(module: str, n: int, k: int, source: str = "bf16", std: float = 0.03) -> list[Tensor]:
+    """The tensors of one weight [n, k], whose values have about the deviation `std`. source: bf16, fp8_tensor or fp8_block."""
+    if source == "bf16":
+        return [Tensor(f"{module}.weight", (n, k), "BF16", normal(std))]
+    weight = Tensor(f"{module}.weight", (n, k), "F8_E4M3", normal(FP8_STD))
+    scales = Draw("uniform", 0.75 * std / FP8_STD, 1.25 * std / FP8_STD)
+    if source == "fp8_tensor":
+        return [weight, Tensor(f"{module}.weight_scale", (), "F32", scales)]
+    return [weight, Tensor(f"{module}.weight_scale_inv", (-(-n // 128), -(-k // 128)), "F32", scales)]
+
+
+def fp8_config(source: str) -> dict[str, Any]:
+    """The `quantization_config` that goes with an FP8 source."""
+    block = {"weight_block_size": [128, 128]} if source == "fp8_block" else {}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **block}
+
+
+def projected(entries: Iterable[Tensor], source: str) -> Iterator[Tensor]:
+    """The projections of a BF16 model in another source."""
+    for entry in entries:
+        module, is_projection, _ = entry.name.partition("_proj.weight")
+        yield from linear(f"{module}_proj", *entry.shape, source) if is_projection else (entry,)
 
 
 def _awq(module: str, n: int, k: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Architectures scaled down: config.json and tensors as published checkpoints have them, random weights. Never writes a file.
+"""Architectures scaled down: config.json and tensors as published checkpoints have them, random weights.
 
 Config keys are those of the models on the hub that each function names; layers, widths and experts are few. Widths are multiples of 128
 where the 4-bit kernels of vLLM want that. Which tensors a configuration has, published_tensors.py says.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tests.support.architecture_sources import SOURCES, quantized
-from tests.support.checkpoints import BYTES, ONES, ZEROS, Draw, Tensor, dense, normal, special_tokens
+from tests.support.architecture_sources import SOURCES, fp8_config, projected, quantized
+from tests.support.checkpoints import BYTES, GIB, MIB, ONES, ZEROS, Draw, Tensor, dense, normal, special_tokens, write_checkpoint
 from tests.support.published_tensors import tensors_of
 
 HIDDEN, EXPERTS = 256, 8
@@ -84,6 +85,47 @@ QWEN_MOE: Mapping[str, Any] = {
 def qwen3_moe(**changes: Any) -> Model:
     """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts."""
     return _model("Qwen3MoeForCausalLM", {"model_type": "qwen3_moe", **QWEN_MOE, **changes})
+
+
+# Of `write_qwen3_moe`. The CPU table's 1.85 GB, and the 9.29 GiB that the GPU figures are about.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "smallest": {"num_hidden_layers": 1, "num_experts": 4},
+    "cpu": {
+        "num_hidden_layers": 6,
+        "hidden_size": 1024,
+        "num_experts": 64,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    "h200": {
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 1024,
+        "shard_bytes": 2 * GIB,
+    },
+}
+
+
+def write_qwen3_moe(
+    folder: Path,
+    *,
+    source: str = "bf16",
+    shard_bytes: int = 200 * MIB,
+    shuffled: bool = False,
+    device: str = "cpu",
+    **changes: Any,
+) -> Path:
+    """A checkpoint of four layers, of which up to eight experts answer. source: of the projections; changes: to its configuration."""
+    sizes = {"num_hidden_layers": 4, "num_experts": EXPERTS, **changes}
+    made = qwen3_moe(num_experts_per_tok=min(8, sizes["num_experts"]), **sizes)
+    config = {**made.config} if source == "bf16" else {**made.config, "quantization_config": fp8_config(source)}
+    return write_checkpoint(folder, config, projected(made.entries, source), shard_bytes=shard_bytes, shuffled=shuffled, device=device)
 
 
 def packed_qwen3_moe() -> Model:

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from sparkd.checkpoint import read_checkpoint
+from tests.support.architecture_sources import fp8_config, projected
 from tests.support.architectures import llama
-from tests.support.checkpoints import MIB, fp8_config, linear, write_checkpoint
+from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.stream.formats.test_fp8_source_load import codes, scale_beside, spread
 from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
@@ -30,10 +31,8 @@ def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: str, 
     """Through vLLM's model class and its loaders, q/k/v and gate/up in one parameter each, from the checkpoint and from the cache."""
     plugin.register()
     made = llama()
-    entries = [
-        one for entry in made.entries for one in (linear(entry.name[:-7], *entry.shape, kind) if "_proj." in entry.name else [entry])
-    ]
-    folder = write_checkpoint(tmp_path / "m", {**made.config, "quantization_config": fp8_config(kind)}, entries, shard_bytes=MIB)
+    config = {**made.config, "quantization_config": fp8_config(kind)}
+    folder = write_checkpoint(tmp_path / "m", config, projected(made.entries, kind), shard_bytes=MIB)
     stored = {name: tensor for shard in read_checkpoint(folder).shards for name, tensor in load_file(shard.path).items()}
 
     for source in ("checkpoint", "cache"):
