@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.architecture_sources import SOURCES, fp8_config, projected, quantized
 from tests.support.checkpoints import BYTES, GIB, MIB, ONES, ZEROS, Draw, Tensor, dense, normal, special_tokens, write_checkpoint
+from tests.support.published_stored import stored
 from tests.support.published_tensors import tensors_of
 
 HIDDEN, EXPERTS = 256, 8
@@ -115,17 +115,22 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def write_qwen3_moe(
     folder: Path,
     *,
-    source: str = "bf16",
+    source: Mapping[str, Any] | None = None,
     shard_bytes: int = 200 * MIB,
     shuffled: bool = False,
     device: str = "cpu",
     **changes: Any,
 ) -> Path:
-    """A checkpoint of four layers, of which up to eight experts answer. source: of the projections; changes: to its configuration."""
+    """A checkpoint of four layers, of which up to eight experts answer. source: its `quantization_config`, None for BF16; changes: to the
+    rest of its configuration. Projections have a deviation of 0.03."""
     sizes = {"num_hidden_layers": 4, "num_experts": EXPERTS, **changes}
     made = qwen3_moe(num_experts_per_tok=min(8, sizes["num_experts"]), **sizes)
-    config = {**made.config} if source == "bf16" else {**made.config, "quantization_config": fp8_config(source)}
-    return write_checkpoint(folder, config, projected(made.entries, source), shard_bytes=shard_bytes, shuffled=shuffled, device=device)
+    made = replace(made, entries=tuple(_calmer(entry) for entry in made.entries)) if source is None else quantized(made, source)
+    return write_checkpoint(folder, made.config, made.entries, shard_bytes=shard_bytes, shuffled=shuffled, device=device)
+
+
+def _calmer(entry: Tensor) -> Tensor:
+    return entry._replace(draw=normal(0.03)) if entry.name.endswith("_proj.weight") else entry
 
 
 def packed_qwen3_moe() -> Model:
@@ -217,9 +222,49 @@ def granitemoehybrid() -> Model:
     return _model("GraniteMoeHybridForCausalLM", {**own, "rms_norm_eps": 1e-5, "tie_word_embeddings": True})
 
 
+# As Qwen/Qwen3-8B-AWQ, Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4, nvidia/Llama-3.1-8B-Instruct-NVFP4 and RedHatAI/Llama-3.1-8B-Instruct-NVFP4 say
+# that they are quantized.
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True, "modules_to_not_convert": None}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "static_groups": False, "lm_head": False}
+_FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16}
+_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**_FLOAT4, "dynamic": False}, "input_activations": dict(_FLOAT4)}},
+    "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+}
+_TENSOR_GROUP = {**_FLOAT4, "strategy": "tensor_group", "symmetric": True}
+_COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_TENSOR_GROUP, "dynamic": False},
+            "input_activations": {**_TENSOR_GROUP, "dynamic": "local"},
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "kv_cache_scheme": None,
+}
+SOURCES: Mapping[str, Mapping[str, Any]] = {"awq": _AWQ, "gptq": _GPTQ, "modelopt_nvfp4": _MODELOPT, "ct_nvfp4": _COMPRESSED}
+
+
+def quantized(model: Model, described: Mapping[str, Any]) -> Model:
+    """The same model as those who quantize publish it. described: its `quantization_config`."""
+    half = described["quant_method"] in ("awq", "gptq")
+    entries = tuple(stored(model.entries, described))
+    if half:
+        entries = tuple(entry._replace(dtype="F16") if entry.dtype == "BF16" else entry for entry in entries)
+    more = {"quantization_config": described, "torch_dtype": "float16" if half else "bfloat16"}
+    return Model({**model.config, **more}, entries)
+
+
 def _published(make: Callable[[], Model], source: str) -> Callable[[], Model]:
-    """The same model as those who quantize publish it, see architecture_sources.py."""
-    return lambda: Model(*quantized(source, make().config, make().entries))
+    return lambda: quantized(make(), SOURCES[source])
 
 
 ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
